@@ -1,0 +1,62 @@
+"""What a worker says of a job: the events of its log, each with a number.
+
+Event k of a job is the entry `k-0` of its log. Only the last event is an `End`.
+"""
+
+import msgspec
+
+from contract.jobs import FinishReason, JobStatus
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one output token, and of the most likely ones where asked."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New output of one choice: the tokens from position `start` on, and the text they release.
+
+    Text lags behind tokens while a character or a possible stop string is incomplete.
+    """
+
+    choice: int
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+    """New output of one or more choices."""
+
+    deltas: tuple[ChoiceDelta, ...]
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The one terminal event. `code` and `message` are empty unless the job failed."""
+
+    status: JobStatus
+    code: str
+    message: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+LogEvent = Tokens | End
+
+
+class LogEntry(msgspec.Struct, frozen=True):
+    """An event with its number in the log and the rolling hash of the log up to it."""
+
+    number: int
+    hash: str
+    event: LogEvent
+
+    @property
+    def sse_id(self) -> str:
+        """The event's id on the wire to clients, and what `Last-Event-ID` brings back."""
+        return f"{self.number}.{self.hash}"

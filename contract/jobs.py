@@ -1,0 +1,110 @@
+"""What a caller asks for: a job, its sampling parameters, its states.
+
+Knows nothing of HTTP, of Redis or of tensors. Everything here travels, so it is frozen.
+"""
+
+import hashlib
+import secrets
+from enum import StrEnum
+
+import msgspec
+
+
+class JobStatus(StrEnum):
+    """The states of a job; docs/protocol.md holds the table of transitions."""
+
+    QUEUED = "queued"
+    CLAIMED = "claimed"
+    STREAMING = "streaming"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+TERMINAL_STATUSES = frozenset(
+    {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED}
+)
+
+
+class Endpoint(StrEnum):
+    """The HTTP endpoint whose shapes the job's answer takes."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a choice ends.
+
+    `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
+    `default_seed(job_id)`. `logprobs` is None (none), 0 (of the chosen token) or the number of
+    most likely tokens reported beside it.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is immutable of a job; what changes lies beside it in the job's record."""
+
+    id: str
+    tenant: str
+    model: str
+    lane: str
+    endpoint: Endpoint
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    created_s: int  # Unix time at the gateway, for the `created` field of answers only
+    return_token_ids: bool = False
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know of a model to validate, render and tokenise for it."""
+
+    name: str
+    context_length: int  # prompt + output, in tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_sha256: str  # key of the TokenizerFiles
+    created_s: int
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's tokenizer as `tokenizers` reads it, and its chat template where it has one."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token …: what the template may name
+
+
+def new_job_id(partition: int = 0) -> str:
+    """A job id: 128 random bits behind the number of the partition that holds the job."""
+    return f"job-{partition}-{secrets.token_hex(16)}"
+
+
+def default_seed(job_id: str) -> int:
+    """The seed of a job whose caller gave none: the same on every attempt (63 bits)."""
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8]) >> 1

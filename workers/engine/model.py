@@ -1,0 +1,58 @@
+"""What the engine asks of a model: run chunks, return samples. One method.
+
+A mock model without tensors fits as well as a GPU.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a sequence that one step computes.
+
+    Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids`
+    covers them all. `samples` says that the chunk reaches the last known token, so that the
+    step yields the next one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The next token of a sequence; log probabilities where its parameters ask for them."""
+
+    token_id: int
+    logprob: float = 0.0
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Model(Protocol):
+    """A decoder with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def run(self, chunks: Seq[Chunk]) -> list[Sample | None]:
+        """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
+
+        The sample of a chunk depends on its own sequence alone (up to rounding), and its noise
+        on (seed, choice, number of output tokens so far, token id) alone.
+        """
+        ...

@@ -1,0 +1,40 @@
+"""One choice of one job while the engine runs it.
+
+Knows token ids and counts. Leaves tensors to the model and text to the supervisor.
+"""
+
+from dataclasses import dataclass, field
+
+from contract.jobs import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt, output so far, and how much of both the KV cache holds.
+
+    `token_ids` is the truth; KV is valid below `num_computed` and garbage above it, so every
+    rollback (preemption, resume on another worker) touches that one counter.
+    """
+
+    job_id: str
+    epoch: int
+    choice: int
+    tenant: str
+    lane: str
+    token_ids: list[int]  # prompt, then output
+    num_prompt: int
+    params: SamplingParams
+    arrival: int = 0  # order of arrival in this engine; kept across preemptions
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is not yet computed: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
