@@ -1,12 +1,35 @@
 """What the supervisor and the engine process say to each other.
 
 One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
+Leaves sockets to the two ends: here are only types and bytes.
 """
+
+from collections.abc import Sequence as Seq
+from typing import Generic, TypeVar
 
 import msgspec
 
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine process is started: the one JSON argument of its command line.
+
+    None leaves the choice to the loader, which knows the device and the model.
+    """
+
+    model_path: str
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    device: str = "auto"  # auto, cpu or cuda
+    kv_memory_bytes: int | None = None
+    block_size: int | None = None  # tokens of KV in a block
+    max_model_len: int | None = None  # prompt + output, in tokens; at most the model's own
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048  # the token budget of a step
+    kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
+    num_threads: int | None = None
+
 
 # --- supervisor to engine process -------------------------------------------------------------
 
@@ -84,6 +107,15 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
     logprob: TokenLogprob | None = None
 
 
+class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):
+    """A choice that ended without a new token: its logged output was already complete."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    finish_reason: FinishReason
+
+
 class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """A job that this engine cannot run; an error of that job alone."""
 
@@ -103,4 +135,71 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     step_s: float
 
 
-FromEngine = Loading | LoadFailed | Ready | TokenOut | JobFailed | EngineLoad
+FromEngine = Loading | LoadFailed | Ready | TokenOut | ChoiceEnded | JobFailed | EngineLoad
+
+# --- frames -----------------------------------------------------------------------------------
+
+MAX_FRAME_BYTES = 256 * 2**20
+NUM_HEADER_BYTES = 4
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameError(Exception):
+    """The bytes are no frame of this protocol: the two ends cannot go on."""
+
+
+def encode_frame(messages: Seq[ToEngine] | Seq[FromEngine]) -> bytes:
+    """One frame of the messages, header included."""
+    body = _encoder.encode(messages)
+    assert len(body) <= MAX_FRAME_BYTES, "a step never says this much"
+    return len(body).to_bytes(NUM_HEADER_BYTES, "little") + body
+
+
+class FrameDecoder(Generic[M]):
+    """Turns bytes, cut anywhere, back into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[M]]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[M]:
+        """The messages of all frames that `data` completes, in order.
+
+        Raises FrameError where a length or a message is not of this protocol.
+        """
+        self._buffer += data
+        messages: list[M] = []
+        start = 0
+        while (end := self._frame_end(start)) is not None:
+            messages += self._decode(bytes(self._buffer[start + NUM_HEADER_BYTES : end]))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def _frame_end(self, start: int) -> int | None:
+        """Where the frame that begins at `start` ends; None while it is incomplete."""
+        body = start + NUM_HEADER_BYTES
+        if len(self._buffer) < body:
+            return None
+        num_bytes = int.from_bytes(self._buffer[start:body], "little")
+        if num_bytes > MAX_FRAME_BYTES:
+            raise FrameError(f"a frame of {num_bytes} bytes")
+        return body + num_bytes if len(self._buffer) >= body + num_bytes else None
+
+    def _decode(self, body: bytes) -> list[M]:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError as exc:
+            raise FrameError("a frame that holds no messages of this protocol") from exc
+
+
+def decoder_to_engine() -> FrameDecoder[ToEngine]:
+    """Decodes what an engine process hears."""
+    return FrameDecoder(msgspec.msgpack.Decoder(list[ToEngine]))
+
+
+def decoder_from_engine() -> FrameDecoder[FromEngine]:
+    """Decodes what a supervisor hears."""
+    return FrameDecoder(msgspec.msgpack.Decoder(list[FromEngine]))
