@@ -1,0 +1,77 @@
+"""Bytes to records and back: msgpack, with the version of the wire beside every job."""
+
+import hashlib
+import zlib
+
+import msgspec
+
+from contract.errors import WireError
+from contract.events import LogEntry, LogEvent
+from contract.jobs import Job, ModelCard, TokenizerFiles
+
+WIRE_VERSION = 1
+
+_encoder = msgspec.msgpack.Encoder()
+_job_decoder = msgspec.msgpack.Decoder(Job)
+_event_decoder: msgspec.msgpack.Decoder[LogEvent] = msgspec.msgpack.Decoder(LogEvent)
+_card_decoder = msgspec.msgpack.Decoder(ModelCard)
+_tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
+
+
+def encode_job(job: Job) -> bytes:
+    return _encoder.encode(job)
+
+
+def decode_job(raw: bytes) -> Job:
+    """Raises WireError."""
+    try:
+        return _job_decoder.decode(raw)
+    except msgspec.MsgspecError as exc:
+        raise WireError(f"unreadable job record: {type(exc).__name__}") from exc
+
+
+def encode_event(event: LogEvent) -> bytes:
+    return _encoder.encode(event)
+
+
+def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
+    """Raises WireError."""
+    try:
+        return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
+    except msgspec.MsgspecError as exc:
+        raise WireError(f"unreadable log event {number}: {type(exc).__name__}") from exc
+
+
+def decode_hint(raw: bytes) -> LogEntry:
+    """A message of an events channel, `<number> <hash> <event>`. Raises WireError."""
+    number, hash_, event = raw.split(b" ", 2)
+    return decode_entry(int(number), hash_, event)
+
+
+def encode_card(card: ModelCard) -> bytes:
+    return _encoder.encode(card)
+
+
+def decode_card(raw: bytes) -> ModelCard:
+    """Raises WireError."""
+    try:
+        return _card_decoder.decode(raw)
+    except msgspec.MsgspecError as exc:
+        raise WireError(f"unreadable model card: {type(exc).__name__}") from exc
+
+
+def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
+    """The compressed files and their key: the sha256 of what was compressed."""
+    raw = _encoder.encode(files)
+    return hashlib.sha256(raw).hexdigest(), zlib.compress(raw)
+
+
+def decode_tokenizer(sha256: str, packed: bytes) -> TokenizerFiles:
+    """Raises WireError, also where the content is not what its key says."""
+    try:
+        raw = zlib.decompress(packed)
+        if hashlib.sha256(raw).hexdigest() != sha256:
+            raise WireError(f"tokenizer {sha256[:12]} does not match its hash")
+        return _tokenizer_decoder.decode(raw)
+    except (zlib.error, msgspec.MsgspecError) as exc:
+        raise WireError(f"unreadable tokenizer {sha256[:12]}: {type(exc).__name__}") from exc

@@ -1,0 +1,66 @@
+"""Opens Redis clients the way docs/protocol.md asks for.
+
+Retries are few and explicit, because a blind repeat of a plain command would repeat its effect;
+the functions may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+)
+
+from contract.errors import BrokerUnavailable
+
+CONNECT_TIMEOUT_S = 0.25
+COMMAND_TIMEOUT_S = 1.0
+HEALTH_CHECK_S = 10
+
+
+def connect(
+    redis_url: str,
+    *,
+    retries: int = 2,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    command_timeout_s: float | None = COMMAND_TIMEOUT_S,
+) -> redis.asyncio.Redis:
+    """A client; it opens no connection before its first command."""
+    return redis.asyncio.Redis.from_url(
+        redis_url,
+        protocol=2,
+        decode_responses=False,
+        socket_connect_timeout=connect_timeout_s,
+        socket_timeout=command_timeout_s,
+        health_check_interval=HEALTH_CHECK_S,
+        retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries),
+        retry_on_error=[BusyLoadingError],
+    )
+
+
+@contextmanager
+def broker_errors() -> Iterator[None]:
+    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable."""
+    try:
+        yield
+    except AuthenticationError as exc:
+        raise BrokerUnavailable("Redis refused the credentials") from exc
+    except (ConnectionError, TimeoutError, OSError) as exc:
+        raise BrokerUnavailable(f"Redis does not answer ({type(exc).__name__})") from exc
+    except (OutOfMemoryError, ReadOnlyError) as exc:
+        raise BrokerUnavailable(f"Redis takes no writes ({type(exc).__name__})") from exc
+    except ResponseError as exc:
+        if "OOM" in str(exc):
+            raise BrokerUnavailable("Redis takes no writes (out of memory)") from exc
+        if "Function not found" in str(exc):
+            raise BrokerUnavailable("Redis does not hold batchway's function library") from exc
+        raise

@@ -1,0 +1,44 @@
+"""What can go wrong between gateway, broker and worker. Knows nothing of HTTP.
+
+BatchwayError
+├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
+├── WireError           bytes in Redis that this version cannot read
+└── JobRefused          a job that is not accepted; carries an ErrorCode
+"""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a job was refused or failed. The words of refusals are the API's dropped reasons."""
+
+    # refused at submission
+    LANE_FULL = "lane_full"
+    NO_WORKERS = "no_workers"
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    # failed after it was accepted
+    PROMPT_TOO_LONG = "prompt_too_long"
+    BAD_PARAMETER = "bad_parameter"
+    ENGINE_ERROR = "engine_error"
+    RETRIES = "retries"
+
+
+class BatchwayError(Exception):
+    """Root of all errors that batchway raises on purpose."""
+
+
+class BrokerUnavailable(BatchwayError):
+    """Redis does not answer, is loading, is full or is read-only: try again later."""
+
+
+class WireError(BatchwayError):
+    """A record in Redis that this version cannot read."""
+
+
+class JobRefused(BatchwayError):
+    """The broker or the engine did not take the job."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message

@@ -1,0 +1,87 @@
+"""Every key and channel in Redis. The Lua functions derive the same names from `tag`.
+
+All keys of a partition share one hash tag, so that they live in one slot of a cluster and one
+function may touch them all. docs/protocol.md says what each holds.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Names under `{bw:<namespace>:<partition>}`."""
+
+    namespace: str = "default"
+    partition: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.namespace or set(self.namespace) & set("{}:* \n"):
+            raise ValueError(
+                f"namespace {self.namespace!r} may not be empty or hold any of '{{}}:* '"
+            )
+
+    @property
+    def tag(self) -> str:
+        return f"{{bw:{self.namespace}:{self.partition}}}"
+
+    def job(self, job_id: str) -> str:
+        return f"{self.tag}:job:{job_id}"
+
+    def log(self, job_id: str) -> str:
+        return f"{self.tag}:log:{job_id}"
+
+    def queue(self, model: str, lane: str, tenant: str) -> str:
+        return f"{self.tag}:q:{model}:{lane}:{tenant}"
+
+    def back(self, model: str, lane: str) -> str:
+        return f"{self.tag}:back:{model}:{lane}"
+
+    def active(self, model: str, lane: str) -> str:
+        return f"{self.tag}:active:{model}:{lane}"
+
+    def counters(self, model: str, lane: str) -> str:
+        return f"{self.tag}:counters:{model}:{lane}"
+
+    def idempotency(self, tenant: str, key: str) -> str:
+        return f"{self.tag}:idem:{tenant}:{key}"
+
+    def owned(self, incarnation: str) -> str:
+        return f"{self.tag}:own:{incarnation}"
+
+    def workers(self, model: str) -> str:
+        return f"{self.tag}:workers:{model}"
+
+    def worker(self, incarnation: str) -> str:
+        return f"{self.tag}:worker:{incarnation}"
+
+    def model(self, name: str) -> str:
+        return f"{self.tag}:model:{name}"
+
+    def tokenizer(self, sha256: str) -> str:
+        return f"{self.tag}:tokenizer:{sha256}"
+
+    @property
+    def models(self) -> str:
+        return f"{self.tag}:models"
+
+    @property
+    def leases(self) -> str:
+        return f"{self.tag}:leases"
+
+    @property
+    def deadlines(self) -> str:
+        return f"{self.tag}:deadlines"
+
+    @property
+    def clock_offset(self) -> str:
+        """Milliseconds added to Redis TIME; set by tests only."""
+        return f"{self.tag}:clock_offset"
+
+    def events_channel(self, job_id: str) -> str:
+        return f"{self.tag}:ev:{job_id}"
+
+    def wake_channel(self, model: str) -> str:
+        return f"{self.tag}:wake:{model}"
+
+    def control_channel(self, incarnation: str) -> str:
+        return f"{self.tag}:ctl:{incarnation}"

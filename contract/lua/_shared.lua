@@ -1,0 +1,114 @@
+#!lua name=batchway_v1
+-- What the functions share. Every function gets one key, the partition's tag `{bw:<ns>:<p>}`, and
+-- derives all others from it, so that a cluster routes the call and no slot is crossed.
+-- Rules: Redis TIME is the only clock; terminal() is the only way into a terminal state; nothing
+-- may raise after its first write; every function may be repeated.
+
+local GROUP = 'workers'  -- one consumer group per queue stream; the owner stands in the job
+local CONSUMER = 'worker'
+local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
+
+local JOB_FIELDS = {
+  'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'epoch', 'attempt', 'releases',
+  'lapses', 'next', 'hash', 'tokens', 'cost', 'prompt_tokens', 'max_tokens', 'max_attempts',
+  'deadline', 'ttl_ms',
+}
+
+local NUMBERS = {
+  'epoch', 'attempt', 'releases', 'lapses', 'next', 'tokens', 'cost', 'prompt_tokens',
+  'max_tokens', 'max_attempts', 'deadline', 'ttl_ms',
+}
+
+local function now_ms(tag)
+  local time = redis.call('TIME')
+  local offset = redis.call('GET', tag .. ':clock_offset') or 0
+  return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
+end
+
+-- The mutable part of a job's record, or nil.
+local function load_job(tag, id)
+  local key = tag .. ':job:' .. id
+  local values = redis.call('HMGET', key, unpack(JOB_FIELDS))
+  if not values[1] then return nil end
+  local job = {id = id, key = key}
+  for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
+  for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) end
+  return job
+end
+
+local function count(tag, job, what, sign)
+  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
+  redis.call('HINCRBY', key, what .. '_jobs', sign)
+  redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
+end
+
+-- Appends one event to the job's log and announces it, event and all.
+local function log_event(tag, job, event)
+  local number = job.next
+  local hash = string.sub(redis.sha1hex(job.hash .. event), 1, 8)
+  redis.call('XADD', tag .. ':log:' .. job.id, number .. '-0', 'e', event, 'h', hash)
+  redis.call('PUBLISH', tag .. ':ev:' .. job.id, number .. ' ' .. hash .. ' ' .. event)
+  job.next = number + 1
+  job.hash = hash
+  redis.call('HSET', job.key, 'next', job.next, 'hash', hash)
+end
+
+-- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>` or `back:<model>:<lane>`.
+local function enqueue(tag, job, stream)
+  local key = tag .. ':' .. stream
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
+  end
+  job.stream = stream
+  job.entry = redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
+  job.state = 'queued'
+  job.owner = ''
+  redis.call('HSET', job.key, 'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry)
+  count(tag, job, 'queued', 1)
+  redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
+end
+
+-- Takes a job out of its stream, and its lease and its owner from it.
+local function leave(tag, job)
+  local key = tag .. ':' .. job.stream
+  redis.call('XACK', key, GROUP, job.entry)
+  redis.call('XDEL', key, job.entry)
+  if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+  redis.call('ZREM', tag .. ':leases', job.id)
+  if job.owner ~= '' then redis.call('SREM', tag .. ':own:' .. job.owner, job.id) end
+  count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
+end
+
+-- The only way into a terminal state: terminal event, record, queue, counters, expiry.
+local function terminal(tag, job, status, code, message, now)
+  log_event(tag, job,
+    cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
+  leave(tag, job)
+  redis.call('ZREM', tag .. ':deadlines', job.id)
+  redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,
+    'finished', now, 'owner', '')
+  redis.call('PEXPIRE', job.key, job.ttl_ms)
+  redis.call('PEXPIRE', tag .. ':log:' .. job.id, job.ttl_ms)
+  job.state = status
+end
+
+-- Ends a job from outside its worker, and tells the worker.
+local function terminate(tag, job, status, now)
+  local owner = job.owner
+  terminal(tag, job, status, '', '', now)
+  if owner ~= '' then redis.call('PUBLISH', tag .. ':ctl:' .. owner, job.id) end
+end
+
+-- Gives a running job back to the front of its lane.
+local function give_back(tag, job)
+  leave(tag, job)
+  enqueue(tag, job, 'back:' .. job.model .. ':' .. job.lane)
+end
+
+-- Why a worker may not write to a job, or nil where it may.
+local function fence(job, incarnation, epoch)
+  if not job then return 'GONE' end
+  if TERMINAL[job.state] then return job.state end
+  if job.owner ~= incarnation or job.epoch ~= tonumber(epoch) then return 'FENCED' end
+  return nil
+end

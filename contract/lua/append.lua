@@ -1,0 +1,50 @@
+-- append: one step's output of all of a worker's jobs; ends those that are done. Renews leases.
+-- KEYS  1 tag
+-- ARGV  1 incarnation  2 lease (ms)  then 8 for each job:
+--       id, epoch, event number, event (msgpack, '': none), output tokens in it,
+--       '' | 'succeeded' | 'failed', error code, error message
+-- reply one verdict for each job, in order:
+--       {'OK', next event number}  appended, or appended before
+--       {'GAP', next event number} events are missing before this one
+--       {'OVER', output tokens}    more output than the job's cap: not appended
+--       {'FENCED'}                 the job is another worker's, or waits
+--       {'GONE'}                   no such job
+--       {status}                   the job has ended: succeeded, failed, cancelled, expired
+local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, event, num_tokens,
+                          fin, code, message)
+  local job = load_job(tag, id)
+  local refusal = fence(job, incarnation, epoch)
+  if refusal then return {refusal} end
+  if number < job.next then return {'OK', job.next} end
+  if number > job.next then return {'GAP', job.next} end
+  if now >= job.deadline then
+    terminal(tag, job, 'expired', '', '', now)
+    return {'expired'}
+  end
+  if job.tokens + num_tokens > job.max_tokens then return {'OVER', job.tokens} end
+
+  redis.call('ZADD', tag .. ':leases', now + lease_ms, id)
+  if event ~= '' then
+    job.tokens = job.tokens + num_tokens
+    redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
+    redis.call('HSETNX', job.key, 'first_token', now)
+    log_event(tag, job, event)
+  end
+  if fin ~= '' then terminal(tag, job, fin, code, message, now) end
+  return {'OK', job.next}
+end
+
+local function append(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local incarnation, lease_ms = argv[1], tonumber(argv[2])
+  local verdicts = {}
+  for i = 3, #argv, 8 do
+    table.insert(verdicts, append_one(tag, now, incarnation, lease_ms, argv[i], argv[i + 1],
+      tonumber(argv[i + 2]), argv[i + 3], tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
+      argv[i + 7]))
+  end
+  return verdicts
+end
+redis.register_function{
+  function_name = 'batchway_v1_append', callback = append, flags = {'allow-oom'},
+}

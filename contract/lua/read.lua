@@ -1,0 +1,33 @@
+-- read: a job's record and its log after a given event, for its owner.
+-- KEYS  1 tag
+-- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
+-- reply {'NOT_FOUND'} or not theirs
+--       {'OK', {field, value, …}, {{event number, hash, event}, …}}
+local RECORD_FIELDS = {
+  'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
+  'first_token', 'finished', 'deadline', 'code', 'message', 'job',
+}
+
+local function read(keys, argv)
+  local tag, id = keys[1], argv[1]
+  local key = tag .. ':job:' .. id
+  if redis.call('HGET', key, 'tenant') ~= argv[2] then return {'NOT_FOUND'} end
+  local values = redis.call('HMGET', key, unpack(RECORD_FIELDS))
+  local record = {}
+  for i, name in ipairs(RECORD_FIELDS) do
+    table.insert(record, name)
+    table.insert(record, values[i] or '')
+  end
+  local entries = {}
+  if tonumber(argv[4]) > 0 then
+    local from = tostring(tonumber(argv[3]) + 1) .. '-0'
+    for _, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
+      local number = string.match(entry[1], '^(%d+)-')
+      table.insert(entries, {tonumber(number), entry[2][4], entry[2][2]})
+    end
+  end
+  return {'OK', record, entries}
+end
+redis.register_function{
+  function_name = 'batchway_v1_read', callback = read, flags = {'no-writes'},
+}

@@ -1,0 +1,43 @@
+-- release: a worker gives running jobs back to the front of their lanes.
+-- KEYS  1 tag
+-- ARGV  1 incarnation  then 5 for each job:
+--       id, epoch, 'drain' (the attempt does not count) | 'error' (it does), error code, message
+-- reply one verdict for each job, in order:
+--       {'OK'} back in the queue   {'failed'} its last attempt was used up, or it was released too
+--       often   {'FENCED'}, {'GONE'}, {status} as for append
+local MAX_RELEASES = 32
+
+local function release_one(tag, now, incarnation, id, epoch, kind, code, message)
+  local job = load_job(tag, id)
+  local refusal = fence(job, incarnation, epoch)
+  if refusal then return {refusal} end
+  if now >= job.deadline then
+    terminal(tag, job, 'expired', '', '', now)
+    return {'expired'}
+  end
+  if kind == 'drain' then
+    if job.releases >= MAX_RELEASES then
+      terminal(tag, job, 'failed', 'retries', 'released by workers too often', now)
+      return {'failed'}
+    end
+    redis.call('HSET', job.key, 'releases', job.releases + 1, 'attempt', job.attempt - 1)
+  elseif job.attempt >= job.max_attempts then
+    terminal(tag, job, 'failed', code, message, now)
+    return {'failed'}
+  end
+  give_back(tag, job)
+  return {'OK'}
+end
+
+local function release(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local verdicts = {}
+  for i = 2, #argv, 5 do
+    table.insert(verdicts, release_one(tag, now, argv[1], argv[i], argv[i + 1], argv[i + 2],
+      argv[i + 3], argv[i + 4]))
+  end
+  return verdicts
+end
+redis.register_function{
+  function_name = 'batchway_v1_release', callback = release, flags = {'allow-oom'},
+}

@@ -1,0 +1,42 @@
+"""Real parts for tests: a Redis of their own, the function library, a client for each test."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio
+
+from contract.connection import connect
+from contract.functions import Functions, ensure_library
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
+    """An empty server with the library loaded."""
+    client = connect(redis_server.url)
+    await client.flushall()
+    await ensure_library(client)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys("test")
+
+
+@pytest.fixture
+def functions(redis_client: redis.asyncio.Redis, keys: Keys) -> Functions:
+    return Functions(redis_client, keys)

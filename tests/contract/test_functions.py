@@ -1,0 +1,294 @@
+"""The Redis Functions on a real Redis: each transition of the state table."""
+
+import pytest
+import redis.asyncio
+
+from contract.errors import ErrorCode, JobRefused
+from contract.events import ChoiceDelta, End, Tokens
+from contract.functions import Append, Claimed, Functions, Release, Submission, Verdict
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
+from contract.keys import Keys
+
+pytestmark = pytest.mark.anyio
+
+LEASE_S = 10.0
+
+
+def make_job(tenant: str = "t", lane: str = "standard", num_prompt: int = 3) -> Job:
+    return Job(
+        id=new_job_id(),
+        tenant=tenant,
+        model="m",
+        lane=lane,
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=tuple(range(num_prompt)),
+        params=SamplingParams(max_tokens=10, seed=1),
+        created_s=0,
+    )
+
+
+def make_submission(**overrides: object) -> Submission:
+    fields: dict[str, object] = {
+        "cost_tokens": 13,
+        "max_output_tokens": 10,
+        "deadline_s": 60.0,
+        "retention_s": 60.0,
+    }
+    return Submission(**(fields | overrides))  # type: ignore[arg-type]
+
+
+def tokens(start: int, *ids: int) -> Tokens:
+    return Tokens((ChoiceDelta(0, start, ids, "x" * len(ids)),))
+
+
+async def claim(
+    functions: Functions, incarnation: str = "w1", max_jobs: int = 8, max_tokens: int = 1000
+) -> list[Claimed]:
+    return await functions.claim(
+        incarnation,
+        "m",
+        ["interactive", "standard"],
+        lease_s=LEASE_S,
+        max_jobs=max_jobs,
+        max_tokens=max_tokens,
+    )
+
+
+async def append(
+    functions: Functions, incarnation: str, *items: Append
+) -> list[tuple[Verdict | JobStatus, int]]:
+    return await functions.append(incarnation, items, lease_s=LEASE_S)
+
+
+async def pass_time(client: redis.asyncio.Redis, keys: Keys, seconds: float) -> None:
+    await client.incrby(keys.clock_offset, int(seconds * 1000))
+
+
+async def test_a_job_runs_from_submission_to_its_one_terminal_event(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Submitted, claimed, two events, an end; nothing is left behind but the readable record."""
+    job = make_job()
+    submitted = await functions.submit(job, make_submission())
+    assert submitted.is_new
+
+    [claimed] = await claim(functions)
+    assert (claimed.job, claimed.epoch, claimed.attempt, claimed.next_number) == (job, 1, 1, 1)
+    first = Append(job.id, 1, 1, tokens(0, 7), 1)
+    last = Append(job.id, 1, 2, tokens(1, 8, 9), 2, JobStatus.SUCCEEDED)
+    assert await append(functions, "w1", first) == [(Verdict.OK, 2)]
+    assert await append(functions, "w1", last) == [(Verdict.OK, 4)]
+
+    found = await functions.read(job.id, "t", max_events=100)
+    assert found is not None
+    view, entries = found
+    assert view.status is JobStatus.SUCCEEDED
+    assert [e.number for e in entries] == [1, 2, 3]
+    assert entries[-1].event == End(JobStatus.SUCCEEDED, "", "", 3, 3)
+    assert len({e.hash for e in entries}) == 3
+    for key in (keys.leases, keys.deadlines, keys.owned("w1"), keys.queue("m", "standard", "t")):
+        assert not await redis_client.exists(key), key
+    assert await redis_client.pttl(keys.job(job.id)) > 0
+    assert await redis_client.pttl(keys.log(job.id)) > 0
+    counters = await redis_client.hgetall(keys.counters("m", "standard"))
+    assert set(counters.values()) == {b"0"}
+
+
+async def test_every_call_may_be_repeated(functions: Functions) -> None:
+    """A client library that repeats a call whose reply was lost changes nothing."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    assert not (await functions.submit(job, make_submission())).is_new
+    [claimed] = await claim(functions)
+    item = Append(job.id, claimed.epoch, 1, tokens(0, 7), 1)
+    assert await append(functions, "w1", item) == [(Verdict.OK, 2)]
+    assert await append(functions, "w1", item) == [(Verdict.OK, 2)]
+    fin = Append(job.id, claimed.epoch, 2, fin=JobStatus.SUCCEEDED)
+    assert await append(functions, "w1", fin) == [(Verdict.OK, 3)]
+    assert await append(functions, "w1", fin) == [(JobStatus.SUCCEEDED, 0)]
+    found = await functions.read(job.id, "t", max_events=100)
+    assert found is not None
+    assert [e.number for e in found[1]] == [1, 2]
+
+
+async def test_a_gap_and_too_much_output_are_refused(functions: Functions) -> None:
+    """The log has no holes and never grows past the job's cap."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    await claim(functions)
+    assert await append(functions, "w1", Append(job.id, 1, 2, tokens(1, 7), 1)) == [
+        (Verdict.GAP, 1)
+    ]
+    assert await append(functions, "w1", Append(job.id, 1, 1, tokens(0, *range(11)), 11)) == [
+        (Verdict.OVER, 0)
+    ]
+    assert await append(functions, "w1", Append("job-0-none", 1, 1)) == [(Verdict.GONE, 0)]
+
+
+async def test_a_lapsed_lease_goes_to_another_worker_and_fences_the_first(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The second worker goes on where the log ends; the first can write nothing more."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    await claim(functions, "w1")
+    await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7), 1))
+    await pass_time(redis_client, keys, LEASE_S + 1)
+
+    assert await functions.sweep() == (1, 0)
+    [again] = await claim(functions, "w2")
+
+    assert (again.epoch, again.attempt, again.next_number, again.num_logged_tokens) == (2, 2, 2, 1)
+    late = Append(job.id, 1, 2, tokens(1, 8), 1)
+    assert await append(functions, "w1", late) == [(Verdict.FENCED, 0)]
+    assert await append(functions, "w2", Append(job.id, 2, 2, tokens(1, 8), 1)) == [(Verdict.OK, 3)]
+
+
+async def test_a_heartbeat_renews_leases_and_names_what_was_lost(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """A worker that beats keeps its jobs; it hears of those that are no longer its own."""
+    kept, lost = make_job(), make_job()
+    for job in (kept, lost):
+        await functions.submit(job, make_submission())
+    await claim(functions)
+    await functions.cancel(lost.id, "t")
+    await pass_time(redis_client, keys, LEASE_S - 1)
+
+    held = [(kept.id, 1), (lost.id, 1)]
+    answer = await functions.heartbeat("w1", "m", held, lease_s=LEASE_S, info="{}")
+
+    assert answer == [lost.id]
+    await pass_time(redis_client, keys, LEASE_S - 1)
+    assert await functions.sweep() == (0, 0)
+
+
+async def test_a_cancelled_queued_job_never_runs(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Its entry is gone from the queue; only its owner can cancel it; a second cancel is told."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    assert await functions.cancel(job.id, "someone else") is None
+    assert await functions.cancel(job.id, "t") is JobStatus.CANCELLED
+    assert await functions.cancel(job.id, "t") is JobStatus.CANCELLED
+    assert await claim(functions) == []
+    assert not await redis_client.exists(keys.queue("m", "standard", "t"))
+
+
+async def test_a_cancel_fences_the_worker_at_once(functions: Functions) -> None:
+    """No append is accepted after an acknowledged cancel, and the log ends in one event."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    await claim(functions)
+    await functions.cancel(job.id, "t")
+    verdicts = await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7), 1))
+    assert verdicts == [(JobStatus.CANCELLED, 0)]
+    found = await functions.read(job.id, "t", max_events=10)
+    assert found is not None
+    assert [type(e.event) for e in found[1]] == [End]
+
+
+async def test_a_passed_deadline_ends_a_job_in_every_state(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Queued: by claim or sweep, without running. Running: by append or sweep."""
+    by_claim, by_append, by_sweep = make_job(), make_job(), make_job()
+    await functions.submit(by_append, make_submission(deadline_s=5))
+    await claim(functions)
+    await functions.submit(by_claim, make_submission(deadline_s=5))
+    await functions.submit(by_sweep, make_submission(deadline_s=7))
+    await pass_time(redis_client, keys, 6)
+
+    assert [c.job.id for c in await claim(functions)] == [by_sweep.id]
+    late = Append(by_append.id, 1, 1, tokens(0, 7), 1)
+    assert await append(functions, "w1", late) == [(JobStatus.EXPIRED, 0)]
+    await pass_time(redis_client, keys, 2)
+    assert await functions.sweep() == (0, 1)
+    for job in (by_claim, by_append, by_sweep):
+        found = await functions.read(job.id, "t")
+        assert found is not None
+        assert found[0].status is JobStatus.EXPIRED
+
+
+async def test_a_drained_job_keeps_its_attempts_and_an_error_uses_them_up(
+    functions: Functions,
+) -> None:
+    """Drain is nobody's fault; errors end the job at its limit, with the last error."""
+    job = make_job()
+    await functions.submit(job, make_submission(max_attempts=2))
+    [claimed] = await claim(functions)
+    drained = Release(job.id, claimed.epoch, "drain")
+    assert await functions.release("w1", [drained]) == [(Verdict.OK, 0)]
+    assert await functions.release("w1", [drained]) == [(Verdict.FENCED, 0)]
+    for attempt, verdict in ((1, Verdict.OK), (2, JobStatus.FAILED)):
+        [claimed] = await claim(functions)
+        assert claimed.attempt == attempt
+        failed = Release(job.id, claimed.epoch, "error", "engine_error", "it broke")
+        assert await functions.release("w1", [failed]) == [(verdict, 0)]
+    found = await functions.read(job.id, "t")
+    assert found is not None
+    assert (found[0].code, found[0].message) == ("engine_error", "it broke")
+
+
+async def test_given_back_jobs_come_first_and_lanes_in_their_order(functions: Functions) -> None:
+    """interactive before standard; in a lane, what was given back before what waits."""
+    first, second = make_job(), make_job()
+    urgent = make_job(lane="interactive")
+    await functions.submit(first, make_submission())
+    [claimed] = await claim(functions)
+    await functions.submit(second, make_submission())
+    await functions.submit(urgent, make_submission())
+    await functions.release("w1", [Release(first.id, claimed.epoch, "drain")])
+    assert [c.job.id for c in await claim(functions)] == [urgent.id, first.id, second.id]
+
+
+async def test_tenants_take_turns_by_the_tokens_they_were_given(functions: Functions) -> None:
+    """A flood of one tenant does not hold up another's only job."""
+    flood = [make_job("heavy") for _ in range(5)]
+    for job in flood:
+        await functions.submit(job, make_submission())
+    light = make_job("light")
+    await functions.submit(light, make_submission())
+    order = [c.job.tenant for c in await claim(functions, max_jobs=3)]
+    assert "light" in order[:2]
+
+
+async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> None:
+    """Neither more jobs nor more tokens than asked; what does not fit waits at the head."""
+    jobs = [make_job() for _ in range(4)]
+    for job in jobs:
+        await functions.submit(job, make_submission(cost_tokens=10))
+    assert len(await claim(functions, max_tokens=25)) == 2
+    assert len(await claim(functions, max_tokens=9)) == 0
+    assert [c.job.id for c in await claim(functions, max_jobs=1)] == [jobs[2].id]
+
+
+async def test_a_full_lane_refuses(functions: Functions) -> None:
+    """The bound counts the tokens that wait."""
+    await functions.submit(make_job(), make_submission(lane_bound_tokens=20))
+    with pytest.raises(JobRefused) as refused:
+        await functions.submit(make_job(), make_submission(lane_bound_tokens=20))
+    assert refused.value.code is ErrorCode.LANE_FULL
+
+
+async def test_an_idempotency_key_attaches_or_refuses(functions: Functions) -> None:
+    """Same key and body: the first job. Same key, another body: an error. Per tenant."""
+    first = make_job()
+    key = make_submission(idempotency_key="k", body_hash="a")
+    other_body = make_submission(idempotency_key="k", body_hash="b")
+    await functions.submit(first, key)
+    again = await functions.submit(make_job(), key)
+    assert (again.job_id, again.is_new) == (first.id, False)
+    with pytest.raises(JobRefused) as refused:
+        await functions.submit(make_job(), other_body)
+    assert refused.value.code is ErrorCode.IDEMPOTENCY_MISMATCH
+    assert (await functions.submit(make_job("u"), other_body)).is_new
+
+
+async def test_a_foreign_tenant_sees_nothing(functions: Functions) -> None:
+    """A job of another tenant looks like no job."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    assert await functions.read(job.id, "someone else") is None
+    assert await functions.read("job-0-none", "t") is None
