@@ -154,7 +154,7 @@ class Functions:
     async def _call(self, name: str, *args: str | bytes | int | float, reads: bool = False) -> Any:
         call = self._client.fcall_ro if reads else self._client.fcall
         with broker_errors():
-            return await call(f"{LIBRARY}_{name}", 1, self._keys.tag, *args)  # type: ignore[arg-type,misc]
+            return await call(f"{LIBRARY}_{name}", 1, self._keys.tag, *args)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused (lane_full, idempotency_mismatch)."""
