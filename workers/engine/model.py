@@ -10,6 +10,10 @@ from typing import Protocol
 from workers.engine.sequence import Sequence
 
 
+class ModelRefused(Exception):
+    """A loader cannot serve this model; the message is one sentence for the operator."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The part of a sequence that one step computes.
@@ -34,6 +38,13 @@ class Sample:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    """A row that could not be computed or sampled, say for NaN in its logits: its job's loss."""
+
+    message: str  # one sentence; never a prompt or an output
+
+
 class Model(Protocol):
     """A decoder with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
 
@@ -49,10 +60,15 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def run(self, chunks: Seq[Chunk]) -> list[Sample | None]:
+    def run(self, chunks: Seq[Chunk]) -> Seq[Sample | RowFailed | None]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
-        The sample of a chunk depends on its own sequence alone (up to rounding), and its noise
-        on (seed, choice, number of output tokens so far, token id) alone.
+        Each sequence has at most one chunk. The sample of a chunk depends on its own sequence
+        alone (up to rounding), and its noise on (seed, choice, number of output tokens so far,
+        token id) alone. While `sequence.num_output < params.min_tokens` the sampler bans
+        `sequence.ending_ids`.
+
+        A RowFailed in a row's place costs that row's job; an exception means that the device
+        or the KV can no longer be trusted, and ends the process.
         """
         ...

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from contract.jobs import FinishReason, SamplingParams
 
 
-@dataclass(slots=True, eq=False)
+# Weakly referable, so that a model can keep its own state beside a sequence without a leak.
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Prompt, output so far, and how much of both the KV cache holds.
 
@@ -24,11 +25,16 @@ class Sequence:
     token_ids: list[int]  # prompt, then output
     num_prompt: int
     params: SamplingParams
+    ending_ids: frozenset[int] = frozenset()  # tokens that end it: eos, unless ignored, and stops
     arrival: int = 0  # order of arrival in this engine; kept across preemptions
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
 
     @property
     def num_output(self) -> int:
@@ -38,3 +44,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens whose KV is not yet computed: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    def end_reason(self, max_model_len: int) -> FinishReason | None:
+        """Why nothing follows the last known token; None while something does."""
+        last_output = self.num_output - 1
+        if last_output >= self.params.min_tokens and self.token_ids[-1] in self.ending_ids:
+            return FinishReason.STOP
+        if self.num_output >= self.params.max_tokens or self.num_known >= max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,262 @@
+"""Stand-ins that are exact: a model whose next token is a hash of the prefix, and its tokenizer.
+
+The hash model keeps a paged KV cache of token ids and hashes what it reads back through the
+block table, so a block that is shared, stale or lost shows as a wrong token.
+"""
+
+import hashlib
+import json
+import weakref
+from array import array
+from collections.abc import Sequence as Seq
+
+import msgspec
+import numpy as np
+
+from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from workers.engine.model import Chunk, RowFailed, Sample
+from workers.engine.sequence import Sequence
+
+# Ids below 256 are the bytes.
+BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
+VOCAB_SIZE = 259
+EOS_RATE = 1 / 32
+_POISON = -1
+# First bytes of characters and how many bytes follow; those with extra rules for the second
+# byte (E0, ED, F0, F4) are left out.
+_LEADS: tuple[tuple[int, int], ...] = (
+    *((byte, 0) for byte in (*range(0x20, 0x7F), 0x0A)),
+    *((byte, 1) for byte in range(0xC3, 0xDB)),
+    *((byte, 2) for byte in range(0xE1, 0xEA)),
+    *((byte, 3) for byte in range(0xF1, 0xF4)),
+)
+_NUM_FOLLOWING = dict(_LEADS)
+
+
+class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a HashModel is built; each field's default is what a short test wants."""
+
+    num_blocks: int = 64
+    block_size: int = 16
+    max_model_len: int = 512
+    eos_rate: float = EOS_RATE  # probability of EOS_ID at each position
+    step_s: float = 0.0  # least duration of a step; the engine process of the tests waits it
+    refuses: str | None = None  # the loader refuses with this sentence
+    crash_id: int | None = None  # a sequence that holds this token crashes the step
+    bad_row_id: int | None = None  # a sequence that holds this token fails alone
+
+
+class HashModel:
+    """A Model without arithmetic: exact, so any interleaving must yield the same tokens.
+
+    Blocks that it sees released are poisoned. `num_steps` and `max_step_tokens` say what the
+    engine asked for.
+    """
+
+    eos_token_ids = frozenset({EOS_ID})
+
+    def __init__(self, options: HashModelOptions | None = None) -> None:
+        self.options = options or HashModelOptions()
+        self.num_blocks = self.options.num_blocks
+        self.block_size = self.options.block_size
+        self.max_model_len = self.options.max_model_len
+        self.num_steps = 0
+        self.max_step_tokens = 0
+        self._slots = np.full(self.num_blocks * self.block_size, _POISON, dtype=np.int64)
+        self._seen_block_ids: weakref.WeakKeyDictionary[Sequence, list[int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def run(self, chunks: Seq[Chunk]) -> list[Sample | RowFailed | None]:
+        assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
+        self.num_steps += 1
+        self.max_step_tokens = max(self.max_step_tokens, sum(c.num_tokens for c in chunks))
+        self._poison_released(chunks)
+        # All are written before any is read, as on a device: an alias overwrites its owner.
+        for chunk in chunks:
+            self._write(chunk)
+        return [self._row(chunk) for chunk in chunks]
+
+    def _poison_released(self, chunks: Seq[Chunk]) -> None:
+        """Overwrites what is left of blocks that their last owner no longer holds."""
+        held_ids = {i for sequence in self._seen_block_ids for i in sequence.block_ids}
+        for sequence, block_ids in list(self._seen_block_ids.items()):
+            if sequence.block_ids[: len(block_ids)] != block_ids:
+                lost_ids = set(block_ids) - held_ids
+                for block_id in lost_ids:
+                    self._slots[self._block_slots(block_id)] = _POISON
+                del self._seen_block_ids[sequence]
+        for chunk in chunks:
+            self._seen_block_ids[chunk.sequence] = list(chunk.sequence.block_ids)
+
+    def _block_slots(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _slot_ids(self, sequence: Sequence, start: int, end: int) -> np.ndarray:
+        """Slots of positions `start .. end - 1` through the block table; shape (end - start,)."""
+        assert end <= len(sequence.block_ids) * self.block_size, "blocks cover the chunk"
+        positions = np.arange(start, end)
+        block_ids = np.asarray(sequence.block_ids, dtype=np.int64)
+        assert block_ids.min() >= 0
+        assert block_ids.max() < self.num_blocks
+        slots: np.ndarray = (
+            block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+        )
+        return slots
+
+    def _write(self, chunk: Chunk) -> None:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
+        assert chunk.num_tokens > 0
+        assert chunk.samples == (end == len(sequence.token_ids))
+        cached = self._slots[self._slot_ids(sequence, 0, end)][:start].tolist()
+        assert cached == sequence.token_ids[:start], "the cache holds what was computed"
+        self._slots[self._slot_ids(sequence, start, end)] = sequence.token_ids[start:end]
+
+    def _row(self, chunk: Chunk) -> Sample | RowFailed | None:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        token_ids = self._slots[self._slot_ids(sequence, 0, end)].tolist()
+        if self.options.crash_id in token_ids:
+            raise RuntimeError("the device is lost")
+        if self.options.bad_row_id in token_ids:
+            return RowFailed("the logits hold NaN")
+        if not chunk.samples:
+            return None
+        params = sequence.params
+        token_id = next_token(
+            token_ids,
+            params,
+            sequence.choice,
+            may_end=sequence.num_output >= params.min_tokens,
+            eos_rate=self.options.eos_rate,
+        )
+        top = tuple((i, -float(rank + 1)) for rank, i in enumerate(range(params.logprobs or 0)))
+        return Sample(token_id, logprob=-0.5, top_logprobs=top)
+
+
+def next_token(
+    prefix_ids: Seq[int],
+    params: SamplingParams,
+    choice: int,
+    *,
+    may_end: bool,
+    eos_rate: float = EOS_RATE,
+) -> int:
+    """The token after a prefix: bytes of valid UTF-8, and at times the end.
+
+    Depends on seed and choice where the temperature is over 0, as real sampling does. Where the
+    choice may not end yet, tokens that would end it are not drawn.
+    """
+    noise = (params.seed, choice) if params.temperature > 0 else ()
+    prefix = array("q", [*prefix_ids, *noise]).tobytes()
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    for salt in range(256):
+        digest = hashlib.blake2b(prefix, digest_size=16, salt=salt.to_bytes(2, "little")).digest()
+        token_id = _draw(prefix_ids, int.from_bytes(digest, "little"), eos_rate)
+        if may_end or token_id not in stop_ids:
+            return token_id
+    return min(set(range(VOCAB_SIZE)) - stop_ids)
+
+
+def _draw(prefix_ids: Seq[int], number: int, eos_rate: float) -> int:
+    """A token from a 128-bit number, such that unfinished characters are finished."""
+    number, ppm = number // 1_000_000, number % 1_000_000
+    if ppm < eos_rate * 1_000_000:
+        return EOS_ID
+    if _num_bytes_missing(prefix_ids) > 0:
+        return 0x80 + number % 64
+    number, percent = number // 100, number % 100
+    num_following = 0 if percent < 80 else 1 + percent % 3
+    leads = [byte for byte, following in _LEADS if following == num_following]
+    return leads[number % len(leads)]
+
+
+def _num_bytes_missing(prefix_ids: Seq[int]) -> int:
+    """Bytes that the character at the end of the prefix still lacks."""
+    for num_seen, token_id in enumerate(reversed(prefix_ids[-3:])):
+        if token_id in _NUM_FOLLOWING:
+            return max(0, _NUM_FOLLOWING[token_id] - num_seen)
+        if not 0x80 <= token_id < 0xC0:
+            return 0
+    return 0
+
+
+def expected_output(
+    prompt_ids: Seq[int],
+    params: SamplingParams,
+    *,
+    choice: int = 0,
+    max_model_len: int = 512,
+    eos_rate: float = EOS_RATE,
+) -> tuple[list[int], FinishReason]:
+    """All output tokens of one choice and why it ends: what any engine must yield."""
+    output_ids: list[int] = []
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    while len(output_ids) < params.max_tokens and len(prompt_ids) + len(output_ids) < max_model_len:
+        may_end = len(output_ids) >= params.min_tokens
+        token_id = next_token(
+            [*prompt_ids, *output_ids], params, choice, may_end=may_end, eos_rate=eos_rate
+        )
+        output_ids.append(token_id)
+        if may_end and token_id in ends:
+            return output_ids, FinishReason.STOP
+    return output_ids, FinishReason.LENGTH
+
+
+def encode_text(text: str) -> tuple[int, ...]:
+    """The hash model's token ids of a text: its UTF-8 bytes."""
+    return tuple(text.encode())
+
+
+def output_text(token_ids: Seq[int]) -> str:
+    """The text of output tokens: specials have none, a cut character shows as U+FFFD."""
+    return bytes(i for i in token_ids if i < 256).decode(errors="replace")
+
+
+def hash_tokenizer() -> TokenizerFiles:
+    """A lossless byte-level tokenizer for `tokenizers`: id = byte, then three specials."""
+    specials = {"<bos>": BOS_ID, "<eos>": EOS_ID, "<pad>": PAD_ID}
+    added = [
+        {
+            "id": token_id,
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for content, token_id in specials.items()
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": _byte_vocab() | specials, "merges": []},
+    }
+    return TokenizerFiles(
+        tokenizer_json=json.dumps(tokenizer),
+        chat_template=(
+            "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        ),
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+    )
+
+
+def _byte_vocab() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, each with its byte as its id."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    return {chr(byte): byte for byte in sorted(printable)} | stand_ins

@@ -1,0 +1,19 @@
+"""What one step and one engine may use at most. Read once, frozen."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Raises ValueError for limits under which no sequence could ever run."""
+
+    max_num_batched_tokens: int  # the token budget of a step
+    max_num_seqs: int  # sequences that run, that is hold blocks, at the same time
+    vocab_size: int  # token ids at or above it are refused
+    kv_high_water: float = 0.8  # share of the blocks up to which new sequences are admitted
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.vocab_size) < 1:
+            raise ValueError("budget, number of sequences and vocabulary must be positive")
+        if not 0.0 < self.kv_high_water <= 1.0:
+            raise ValueError("kv_high_water is a share of the KV blocks: over 0, at most 1")

@@ -1,0 +1,144 @@
+"""A job as the engine takes it, and the check that decides whether it can run here.
+
+Leaves running to the engine. What is refused here costs that job alone.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from contract.jobs import SamplingParams
+from workers.engine.sequence import Sequence
+
+
+class ErrorCode(StrEnum):
+    """Why a job failed in the engine; the words of `contract.errors.ErrorCode`."""
+
+    PROMPT_TOO_LONG = "prompt_too_long"
+    BAD_PARAMETER = "bad_parameter"
+    ENGINE_ERROR = "engine_error"
+
+
+class RequestRefused(Exception):
+    """This job can never run on this engine. The message is one sentence without its content."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A job's choices, each going on after the output that is already in its log."""
+
+    job_id: str
+    epoch: int
+    tenant: str
+    lane: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice
+    finished: tuple[bool, ...]  # choices that have already ended, one entry per choice
+
+    def max_num_known(self, max_model_len: int) -> int:
+        """The most tokens that one of its sequences can reach, prompt and output."""
+        num_output = max(map(len, self.outputs), default=0)
+        num_known = len(self.prompt_ids) + max(self.params.max_tokens, num_output)
+        return min(num_known, max_model_len)
+
+    def sequences(self, eos_token_ids: frozenset[int], first_arrival: int) -> list[Sequence]:
+        """One sequence per choice that has not ended, in order of the choices."""
+        ending_ids = ending_token_ids(self.params, eos_token_ids)
+        return [
+            Sequence(
+                job_id=self.job_id,
+                epoch=self.epoch,
+                choice=choice,
+                tenant=self.tenant,
+                lane=self.lane,
+                token_ids=[*self.prompt_ids, *output_ids],
+                num_prompt=len(self.prompt_ids),
+                params=self.params,
+                ending_ids=ending_ids,
+                arrival=first_arrival + choice,
+            )
+            for choice, output_ids in enumerate(self.outputs)
+            if not self.finished[choice]
+        ]
+
+
+def ending_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Tokens that end a choice, once it has `min_tokens`; `ignore_eos` spares stop tokens."""
+    stop_ids = frozenset(params.stop_token_ids)
+    return stop_ids if params.ignore_eos else stop_ids | eos_token_ids
+
+
+def check_request(
+    request: Request, *, vocab_size: int, max_model_len: int, num_kv_tokens: int
+) -> None:
+    """Raises RequestRefused for a job that can never run, or would harm others by running.
+
+    `num_kv_tokens` is what all KV blocks hold: each sequence must fit alone, however far it
+    goes, or it could be preempted for ever.
+    """
+    _check_lengths(request, max_model_len, num_kv_tokens)
+    _check_params(request.params, vocab_size)
+    params = request.params
+    if not len(request.outputs) == len(request.finished) == params.n:
+        raise _bad("the job must bring one output and one end mark per choice")
+    # An id outside the vocabulary reads out of bounds on the device, which is everyone's loss.
+    for token_ids in (request.prompt_ids, *request.outputs, tuple(params.logit_bias)):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
+
+
+def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> None:
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise _bad("the prompt has no tokens")
+    if num_prompt >= max_model_len:
+        raise RequestRefused(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"the prompt has {num_prompt} tokens; the context of {max_model_len} leaves no output",
+        )
+    num_known = request.max_num_known(max_model_len)
+    # The last token ends the sequence, so its KV is never computed.
+    if num_known - 1 > num_kv_tokens:
+        raise RequestRefused(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"prompt and max_tokens reach {num_known} tokens; the KV cache holds {num_kv_tokens}",
+        )
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    """What a sampler relies on; the gateway's schemas are narrower and kinder."""
+    numbers = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        *params.logit_bias.values(),
+    )
+    rules = {
+        "sampling parameters must be finite": all(map(math.isfinite, numbers)),
+        "n must be positive": params.n >= 1,
+        "max_tokens must not be negative": params.max_tokens >= 0,
+        "min_tokens must not be negative": params.min_tokens >= 0,
+        "seed must have at most 63 bits": 0 <= params.seed < 2**63,
+        "temperature must not be negative": params.temperature >= 0,
+        "top_k must not be negative": params.top_k >= 0,
+        "top_p must be over 0, at most 1": 0 < params.top_p <= 1,
+        "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
+        "repetition_penalty must be positive": params.repetition_penalty > 0,
+        f"logprobs must be from 0 to {vocab_size}": 0 <= (params.logprobs or 0) <= vocab_size,
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise _bad(rule)
+
+
+def _bad(message: str) -> RequestRefused:
+    return RequestRefused(ErrorCode.BAD_PARAMETER, message)
