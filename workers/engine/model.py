@@ -1,4 +1,4 @@
-"""What the engine asks of a model: run chunks, return samples. One method.
+"""What the engine asks of a model: run chunks, return samples. One method; and its loader.
 
 A mock model without tensors fits as well as a GPU.
 """
@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from contract.jobs import TokenizerFiles
 from workers.engine.sequence import Sequence
 
 
@@ -72,3 +73,22 @@ class Model(Protocol):
         or the KV can no longer be trusted, and ends the process.
         """
         ...
+
+
+class LoadedModel(Protocol):
+    """What a loader returns: the model, and what gateways must know of it."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Seq[int]: ...
+
+    @property
+    def tokenizer(self) -> TokenizerFiles: ...

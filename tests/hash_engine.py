@@ -1,0 +1,57 @@
+"""A real engine process around the hash model: `python -m tests.hash_engine --fd N --options JSON`.
+
+Takes what `workers.engine_process` takes. The model's own options come as JSON in the variable
+HASH_MODEL, which children inherit through a supervisor that knows nothing of it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+
+from contract.jobs import TokenizerFiles
+from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
+from workers import engine_process
+from workers.engine.model import Chunk, ModelRefused, RowFailed, Sample
+from workers.messages import EngineOptions
+
+HASH_MODEL_VARIABLE = "HASH_MODEL"
+
+
+class SlowHashModel(HashModel):
+    """A step takes at least `step_s` of wall-clock time, so that faults can meet it midway."""
+
+    def run(self, chunks: Seq[Chunk]) -> list[Sample | RowFailed | None]:
+        time.sleep(self.options.step_s)
+        return super().run(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHashModel:
+    model: HashModel
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+
+
+def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:
+    """Raises ModelRefused where the options of the hash model say so."""
+    model_options = msgspec.json.decode(
+        os.environ.get(HASH_MODEL_VARIABLE, "{}"), type=HashModelOptions
+    )
+    progress("loading the hash model")
+    if model_options.refuses is not None:
+        raise ModelRefused(model_options.refuses)
+    model = SlowHashModel(model_options)
+    return LoadedHashModel(
+        model, model.max_model_len, VOCAB_SIZE, tuple(model.eos_token_ids), hash_tokenizer()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(load=load_hash_model))

@@ -1,0 +1,415 @@
+"""The engine process as its supervisor sees it: a socket, frames, an exit code."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import ErrorCode
+from contract.jobs import FinishReason, SamplingParams
+from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
+from tests.hash_engine import HASH_MODEL_VARIABLE
+from workers.engine.request import ErrorCode as EngineErrorCode
+from workers.engine_process import Channel, ExitCode, PeerGone, describe_exception
+from workers.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    EngineOptions,
+    FrameError,
+    FromEngine,
+    JobFailed,
+    LoadFailed,
+    Loading,
+    Ready,
+    Shutdown,
+    StartJob,
+    StopChoice,
+    StopJob,
+    ToEngine,
+    TokenOut,
+    decoder_from_engine,
+    decoder_to_engine,
+    encode_frame,
+)
+
+TIMEOUT_S = 30.0
+
+
+class EngineUnderTest:
+    """A supervisor's view of one engine process."""
+
+    def __init__(self, model: HashModelOptions, options: EngineOptions) -> None:
+        self._socket, engine_socket = socket.socketpair()
+        self._socket.settimeout(TIMEOUT_S)
+        self._decoder = decoder_from_engine()
+        self._heard: list[FromEngine] = []
+        with engine_socket:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tests.hash_engine"),
+                    *("--fd", str(engine_socket.fileno())),
+                    *("--options", msgspec.json.encode(options).decode()),
+                ],
+                pass_fds=[engine_socket.fileno()],
+                env={HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()},
+                stderr=subprocess.PIPE,
+            )
+
+    def say(self, *messages: ToEngine) -> None:
+        self._socket.sendall(encode_frame(messages))
+
+    def hear_until(self, is_last: Callable[[FromEngine], bool]) -> list[FromEngine]:
+        """All messages up to the first for which `is_last` holds."""
+        heard: list[FromEngine] = []
+        while True:
+            while self._heard:
+                heard.append(self._heard.pop(0))
+                if is_last(heard[-1]):
+                    return heard
+            data = self._socket.recv(2**20)
+            assert data, "the engine process has closed its end"
+            self._heard += self._decoder.feed(data)
+
+    def hang_up(self) -> None:
+        self._socket.close()
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def end(self) -> str:
+        """Ends the process, whatever it does, and returns what it logged."""
+        self.hang_up()
+        self.process.kill()
+        _, stderr = self.process.communicate(timeout=TIMEOUT_S)
+        return stderr.decode()
+
+
+StartEngine = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture
+def start_engine() -> Iterator[StartEngine]:
+    """Starts engine processes around hash models and ends them after the test."""
+    started: list[EngineUnderTest] = []
+
+    def start(**model_options: object) -> EngineUnderTest:
+        model = msgspec.convert(model_options, HashModelOptions)
+        started.append(EngineUnderTest(model, EngineOptions(model_path="hash", max_num_seqs=8)))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.end()
+
+
+def start_message(job_id: str, prompt: str = "hello", **changes: object) -> StartJob:
+    """A fresh job; `changes` are sampling parameters."""
+    params = msgspec.convert({"max_tokens": 40, "seed": 7, **changes}, SamplingParams)
+    return StartJob(
+        job_id,
+        1,
+        "t",
+        "default",
+        encode_text(prompt),
+        params,
+        ((),) * params.n,
+        (False,) * params.n,
+    )
+
+
+def is_ready(message: FromEngine) -> bool:
+    return isinstance(message, Ready)
+
+
+def is_idle(message: FromEngine) -> bool:
+    return isinstance(message, EngineLoad) and message.num_running + message.num_waiting == 0
+
+
+def tokens_of(messages: list[FromEngine], job_id: str, choice: int = 0) -> list[int]:
+    """The token ids said of one choice; asserts that positions have neither gap nor repeat."""
+    outs = [
+        m for m in messages if isinstance(m, TokenOut) and (m.job_id, m.choice) == (job_id, choice)
+    ]
+    assert [out.position for out in outs] == list(range(len(outs)))
+    return [out.token_id for out in outs]
+
+
+def test_it_says_what_it_loaded_and_runs_jobs_to_their_end(start_engine: StartEngine) -> None:
+    """Two jobs, three choices: each yields the oracle's tokens, each step ends with a load."""
+    engine = start_engine()
+    greeting = engine.hear_until(is_ready)
+    one, two = start_message("one", n=2), start_message("two", prompt="other", seed=9)
+
+    engine.say(one, two)
+    heard = engine.hear_until(is_idle)
+
+    assert isinstance(greeting[0], Loading)
+    assert greeting[-1] == Ready(512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8)
+    for job, choice in ((one, 0), (one, 1), (two, 0)):
+        token_ids, reason = expected_output(job.prompt_ids, job.params, choice=choice)
+        assert tokens_of(heard, job.job_id, choice) == token_ids
+        reasons = [
+            m.finish_reason
+            for m in heard
+            if isinstance(m, TokenOut) and (m.job_id, m.choice) == (job.job_id, choice)
+        ]
+        assert reasons == [None] * (len(token_ids) - 1) + [reason]
+
+
+def test_log_probabilities_come_where_asked(start_engine: StartEngine) -> None:
+    """A job that asks for two alternatives gets them beside each token; another gets none."""
+    engine = start_engine()
+
+    engine.say(start_message("asks", logprobs=2), start_message("asks_not"))
+    heard = engine.hear_until(is_idle)
+
+    for message in heard:
+        if isinstance(message, TokenOut) and message.job_id == "asks":
+            assert message.logprob is not None
+            assert message.logprob.token_id == message.token_id
+            assert len(message.logprob.top) == 2
+        elif isinstance(message, TokenOut):
+            assert message.logprob is None
+
+
+def test_a_stopped_job_says_nothing_more_and_others_go_on(start_engine: StartEngine) -> None:
+    """After a StopJob, and the step it met, only the other job's tokens come."""
+    engine = start_engine(eos_rate=0.0, step_s=0.001)
+    endless, other = start_message("endless", max_tokens=400), start_message("other", max_tokens=90)
+    engine.say(endless, other)
+    engine.hear_until(lambda m: isinstance(m, TokenOut) and m.job_id == "endless")
+
+    engine.say(StopJob("endless", 1))
+    heard = engine.hear_until(is_idle)
+
+    assert len([m for m in heard if isinstance(m, TokenOut) and m.job_id == "endless"]) < 300
+    last = [m for m in heard if isinstance(m, TokenOut)][-1]
+    assert (last.job_id, last.position, last.finish_reason) == ("other", 89, FinishReason.LENGTH)
+
+
+def test_a_stopped_choice_leaves_its_siblings_running(start_engine: StartEngine) -> None:
+    """One of two choices meets a stop string; the other reaches its own end."""
+    engine = start_engine(eos_rate=0.0, step_s=0.001)
+    engine.say(start_message("job", n=2, max_tokens=300))
+    engine.hear_until(lambda m: isinstance(m, TokenOut))
+
+    engine.say(StopChoice("job", 1, 0))
+    heard = engine.hear_until(is_idle)
+
+    last_positions = {m.choice: m.position for m in heard if isinstance(m, TokenOut)}
+    assert last_positions[1] == 299
+    assert last_positions.get(0, 0) < 299
+
+
+def test_an_impossible_job_fails_alone(start_engine: StartEngine) -> None:
+    """A prompt beyond the context fails with its code, in an idle engine too."""
+    engine = start_engine()
+
+    engine.say(start_message("long", prompt="x" * 600))
+    refused = engine.hear_until(is_idle)
+    engine.say(start_message("next"))
+    heard = engine.hear_until(is_idle)
+
+    failure = next(m for m in refused if isinstance(m, JobFailed))
+    assert (failure.job_id, failure.epoch, failure.code) == ("long", 1, "prompt_too_long")
+    assert tokens_of(heard, "next")
+
+
+def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
+    """NaN in one row is a JobFailed for that row's job; the other ends as ever."""
+    engine = start_engine(bad_row_id=ord("!"), eos_rate=0.0)
+    good = start_message("good", max_tokens=1)
+
+    engine.say(start_message("bad", prompt="oh!"), good)
+    heard = engine.hear_until(is_idle)
+
+    assert [m.job_id for m in heard if isinstance(m, JobFailed)] == ["bad"]
+    assert len(tokens_of(heard, "good")) == 1
+
+
+def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> None:
+    """All of a choice's tokens were in the log already: it ends with their reason."""
+    engine = start_engine()
+    fresh = start_message("job")
+    token_ids, reason = expected_output(fresh.prompt_ids, fresh.params)
+
+    engine.say(msgspec.structs.replace(fresh, outputs=(tuple(token_ids),)))
+    heard = engine.hear_until(is_idle)
+
+    assert heard[:-1][-1] == ChoiceEnded("job", 1, 0, reason)
+    assert not [m for m in heard if isinstance(m, TokenOut)]
+
+
+def test_a_frame_larger_than_the_socket_buffer_arrives_whole(start_engine: StartEngine) -> None:
+    """Hundreds of jobs in one frame of over a megabyte; each is answered."""
+    engine = start_engine()
+    jobs = [start_message(f"job-{i}", prompt="x" * 4000) for i in range(300)]
+    assert len(encode_frame(jobs)) > 2**20
+
+    engine.say(*jobs)
+    heard = engine.hear_until(is_idle)
+
+    assert {m.job_id for m in heard if isinstance(m, JobFailed)} == {job.job_id for job in jobs}
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_busy: bool) -> None:
+    """A supervisor that is gone leaves no engine behind, idle or in the middle of a job."""
+    engine = start_engine(eos_rate=0.0, step_s=0.001)
+    engine.hear_until(is_ready)
+    if is_busy:
+        engine.say(start_message("endless", max_tokens=500))
+        engine.hear_until(lambda m: isinstance(m, TokenOut))
+
+    engine.hang_up()
+
+    assert engine.wait() == ExitCode.OK
+
+
+def test_shutdown_ends_the_process(start_engine: StartEngine) -> None:
+    """Told to, it ends cleanly, with work under way."""
+    engine = start_engine(eos_rate=0.0)
+    engine.say(start_message("endless", max_tokens=500), Shutdown())
+
+    assert engine.wait() == ExitCode.OK
+
+
+def test_sigint_is_the_supervisors_to_handle(start_engine: StartEngine) -> None:
+    """A Ctrl-C that reaches the whole process group does not end the engine."""
+    engine = start_engine()
+    engine.hear_until(is_ready)
+
+    engine.process.send_signal(2)
+    engine.say(start_message("job"))
+
+    assert tokens_of(engine.hear_until(is_idle), "job")
+
+
+def test_a_refused_model_is_said_in_one_sentence(start_engine: StartEngine) -> None:
+    """LoadFailed with the loader's sentence, then exit code 3."""
+    engine = start_engine(refuses="encoder-decoder models are not served")
+
+    heard = engine.hear_until(lambda m: isinstance(m, LoadFailed))
+
+    assert heard[-1] == LoadFailed("encoder-decoder models are not served")
+    assert engine.wait() == ExitCode.MODEL_REFUSED
+
+
+def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: StartEngine) -> None:
+    """An exception in a step is fatal; the log names its type and nothing of the job."""
+    engine = start_engine(crash_id=ord("!"))
+    engine.hear_until(is_ready)
+
+    engine.say(start_message("poison", prompt="a secret!"))
+
+    assert engine.wait() == ExitCode.CRASHED
+    logged = engine.end()
+    assert "RuntimeError" in logged
+    assert "secret" not in logged
+    assert str(encode_text("secret"))[1:-1] not in logged
+
+
+def test_an_exception_is_described_by_type_and_place_only() -> None:
+    """Messages of exceptions can quote what was being computed."""
+    try:
+        raise ValueError("a secret prompt")
+    except ValueError as exc:
+        described = describe_exception(exc)
+
+    assert described.startswith("ValueError at ")
+    assert "test_engine_process.py" in described
+    assert "secret" not in described
+
+
+def test_both_ends_may_write_more_than_the_socket_holds() -> None:
+    """The engine reads while it cannot write, so a supervisor that only writes goes on."""
+    supervisor, engine = socket.socketpair()
+    with supervisor, engine:
+        channel = Channel(engine)
+        big = [start_message(f"job-{i}", prompt="x" * 1000) for i in range(2000)]
+        # The supervisor as its own process: it writes all before it reads anything.
+        script = (
+            "import socket, sys\n"
+            "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+            "sock.sendall(sys.stdin.buffer.read())\n"
+            "while sock.recv(2**20): pass\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script, str(supervisor.fileno())],
+            pass_fds=[supervisor.fileno()],
+            stdin=subprocess.PIPE,
+        ) as process:
+            supervisor.close()
+            assert process.stdin is not None
+            process.stdin.write(encode_frame(big))
+            process.stdin.close()
+
+            channel.send([Loading("x" * 2**22)])
+            received = channel.receive(waits=True)
+            while len(received) < len(big):
+                received += channel.receive(waits=True)
+            engine.close()
+
+        assert received == big
+
+
+def test_a_peer_that_goes_away_during_a_large_frame_is_noticed() -> None:
+    """A broken socket is PeerGone, not an error of some system call."""
+    supervisor, engine = socket.socketpair()
+    with supervisor, engine:
+        channel = Channel(engine)
+        supervisor.close()
+
+        with pytest.raises(PeerGone):
+            channel.send([Loading("x" * 2**22)])
+        with pytest.raises(PeerGone):
+            channel.receive(waits=True)
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=40), num_messages=st.integers(0, 5))
+def test_frames_survive_any_cut(sizes: list[int], num_messages: int) -> None:
+    """Bytes in any portions give the same messages, and none before its frame is whole."""
+    messages = [start_message(f"job-{i}") for i in range(num_messages)]
+    frames = encode_frame(messages) + encode_frame([Shutdown()])
+    decoder = decoder_to_engine()
+
+    received: list[ToEngine] = []
+    start = 0
+    for size in sizes:
+        received += decoder.feed(frames[start : start + size])
+        start += size
+        assert len(received) <= num_messages or start >= len(frames)
+    received += decoder.feed(frames[start:])
+
+    assert received == [*messages, Shutdown()]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", encode_frame([Loading("wrong way")])]
+)
+def test_bytes_that_are_no_frame_are_an_error(data: bytes) -> None:
+    """A length beyond the limit, no msgpack, and messages of the other direction."""
+    with pytest.raises(FrameError):
+        decoder_to_engine().feed(data)
+
+
+def test_options_travel_as_one_json_argument() -> None:
+    """An option that the engine does not know is an error, not a silent default."""
+    options = EngineOptions(model_path="/models/tiny", num_threads=2)
+
+    encoded = msgspec.json.encode(options)
+
+    assert msgspec.json.decode(encoded, type=EngineOptions) == options
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(json.dumps({"model_path": "m", "threads": 2}), type=EngineOptions)
+
+
+def test_the_engines_error_codes_are_the_contracts() -> None:
+    """The engine may not import contract.errors, so its words are held against it here."""
+    assert {code.value for code in EngineErrorCode} <= {code.value for code in ErrorCode}
