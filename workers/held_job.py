@@ -1,0 +1,139 @@
+"""One job that this worker holds: its choices' text, and what of it is not yet in the log.
+
+Knows nothing of Redis or of the engine: tokens go in, log events come out.
+"""
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from contract.events import ChoiceDelta, LogEntry, TokenLogprob, Tokens
+from contract.functions import Claimed
+from contract.jobs import FinishReason
+from workers.messages import ChoiceEnded, StartJob, TokenOut
+from workers.text import ChoiceText
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Output of one choice since the last event, behind what is already logged."""
+
+    text: ChoiceText
+    token_ids: list[int]  # all output
+    finish_reason: FinishReason | None = None
+    num_logged: int = 0
+    new_text: str = ""
+    new_logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_news: bool = False
+
+    def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
+        """Adds a token; returns the text it releases. A token that ends a choice is not shown."""
+        self.token_ids.append(token_id)
+        if finish_reason is FinishReason.STOP:
+            return self.end(finish_reason)
+        text = self.text.push(token_id)
+        if self.text.is_stopped:
+            self.finish_reason = FinishReason.STOP
+        elif finish_reason is not None:
+            text += self.end(finish_reason)
+        return text
+
+    def end(self, finish_reason: FinishReason) -> str:
+        self.finish_reason = finish_reason
+        return self.text.flush()
+
+
+class HeldJob:
+    """A claimed job, from its claim to its end or its loss."""
+
+    def __init__(self, claimed: Claimed, tokenizer: Tokenizer) -> None:
+        params = claimed.job.params
+        self.job = claimed.job
+        self.epoch = claimed.epoch
+        self.next_number = claimed.next_number
+        self._choices = [
+            _Choice(ChoiceText(tokenizer, self.job.prompt_ids, params.stop, params.min_tokens), [])
+            for _ in range(params.n)
+        ]
+
+    @property
+    def cost_tokens(self) -> int:
+        return len(self.job.prompt_ids) + self.job.params.n * self.job.params.max_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice has ended; what is left is to log it."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def replay(self, entries: list[LogEntry]) -> None:
+        """Rebuilds the state that the log holds, so that the next token goes on from there."""
+        for entry in entries:
+            assert isinstance(entry.event, Tokens), "a job with an end is not claimed"
+            for delta in entry.event.deltas:
+                choice = self._choices[delta.choice]
+                assert delta.start == len(choice.token_ids), "the log has no gaps"
+                for token_id in delta.token_ids[:-1]:
+                    choice.push(token_id, None)
+                if delta.token_ids:
+                    choice.push(delta.token_ids[-1], delta.finish_reason)
+                choice.finish_reason = delta.finish_reason
+                choice.num_logged = len(choice.token_ids)
+
+    def start_message(self) -> StartJob:
+        """What tells the engine to run this job from where its log ends."""
+        return StartJob(
+            self.job.id,
+            self.epoch,
+            self.job.tenant,
+            self.job.lane,
+            self.job.prompt_ids,
+            self.job.params,
+            tuple(tuple(choice.token_ids) for choice in self._choices),
+            tuple(choice.finish_reason is not None for choice in self._choices),
+        )
+
+    def on_token(self, out: TokenOut) -> bool:
+        """Takes a token of the engine; True where it completes a stop string, so that the
+        engine, which knows no text, must be told."""
+        choice = self._choices[out.choice]
+        if choice.finish_reason is not None:
+            return False  # computed before the engine heard of the stop
+        assert out.position == len(choice.token_ids), "the engine skipped a token"
+        choice.new_text += choice.push(out.token_id, out.finish_reason)
+        if out.logprob is not None:
+            choice.new_logprobs.append(out.logprob)
+        choice.has_news = True
+        return choice.text.is_stopped
+
+    def on_ended(self, ended: ChoiceEnded) -> None:
+        """A choice ended without a new token."""
+        choice = self._choices[ended.choice]
+        if choice.finish_reason is None:
+            choice.new_text += choice.end(ended.finish_reason)
+            choice.has_news = True
+
+    def take_event(self) -> tuple[Tokens | None, int]:
+        """All news since the last event as one event, and how many tokens it holds."""
+        deltas = [
+            self._take_delta(index) for index, choice in enumerate(self._choices) if choice.has_news
+        ]
+        if not deltas:
+            return None, 0
+        return Tokens(tuple(deltas)), sum(len(delta.token_ids) for delta in deltas)
+
+    def _take_delta(self, index: int) -> ChoiceDelta:
+        choice = self._choices[index]
+        start = choice.num_logged
+        delta = ChoiceDelta(
+            choice=index,
+            start=start,
+            token_ids=tuple(choice.token_ids[start:]),
+            text=choice.new_text,
+            finish_reason=choice.finish_reason,
+            logprobs=None if self.job.params.logprobs is None else tuple(choice.new_logprobs),
+        )
+        choice.num_logged = len(choice.token_ids)
+        choice.new_text = ""
+        choice.new_logprobs.clear()
+        choice.has_news = False
+        return delta

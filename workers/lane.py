@@ -1,0 +1,153 @@
+"""The worker's only door to Redis: claims, appends, beats, gives back, listens."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+import redis.asyncio
+
+from contract.catalogue import Catalogue
+from contract.codec import encode_tokenizer
+from contract.connection import broker_errors, connect
+from contract.errors import BrokerUnavailable
+from contract.events import LogEntry
+from contract.functions import Append, Claimed, Functions, Release, Verdict, ensure_library
+from contract.jobs import JobStatus, ModelCard, TokenizerFiles
+from contract.keys import Keys
+from workers.messages import Ready
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_READ_EVENTS = 500
+
+
+class Lane:
+    """All that one incarnation of a worker says to Redis. Raises BrokerUnavailable throughout."""
+
+    def __init__(self, settings: WorkerSettings, incarnation: str) -> None:
+        self._settings = settings
+        self._incarnation = incarnation
+        self._keys = Keys(settings.namespace)
+        self._client = connect(settings.redis_url)
+        self._functions = Functions(self._client, self._keys)
+        self.last_contact_s = time.monotonic()  # when the last answered renewal was sent
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def ensure_library(self) -> None:
+        await ensure_library(self._client)
+
+    async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
+        """Tells gateways all they need to take jobs for this model."""
+        await Catalogue(self._client, self._keys).publish(card, tokenizer)
+
+    async def claim(self, *, max_jobs: int, max_tokens: int) -> list[Claimed]:
+        return await self._functions.claim(
+            self._incarnation,
+            self._settings.served_model_name,
+            self._settings.lanes,
+            lease_s=self._settings.lease_s,
+            max_jobs=max_jobs,
+            max_tokens=max_tokens,
+        )
+
+    async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
+        """A job's whole log; empty where the job is gone."""
+        entries: list[LogEntry] = []
+        while True:
+            after = entries[-1].number if entries else 0
+            found = await self._functions.read(job_id, tenant, after=after, max_events=_READ_EVENTS)
+            if found is None:
+                return []
+            entries += found[1]
+            if len(found[1]) < _READ_EVENTS:
+                return entries
+
+    async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
+        sent_s = time.monotonic()
+        verdicts = await self._functions.append(
+            self._incarnation, items, lease_s=self._settings.lease_s
+        )
+        self.last_contact_s = max(self.last_contact_s, sent_s)
+        return verdicts
+
+    async def heartbeat(self, held: Sequence[tuple[str, int]], info: str) -> list[str]:
+        sent_s = time.monotonic()
+        lost = await self._functions.heartbeat(
+            self._incarnation,
+            self._settings.served_model_name,
+            held,
+            lease_s=self._settings.lease_s,
+            info=info,
+        )
+        self.last_contact_s = max(self.last_contact_s, sent_s)
+        return lost
+
+    async def say_goodbye(self) -> None:
+        """Takes this worker off the list of live ones."""
+        await self._functions.heartbeat(
+            self._incarnation,
+            self._settings.served_model_name,
+            [],
+            lease_s=self._settings.lease_s,
+            info="",
+            is_gone=True,
+        )
+
+    async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
+        return await self._functions.release(self._incarnation, items)
+
+    async def sweep(self) -> None:
+        num_lapsed, num_expired = await self._functions.sweep()
+        if num_lapsed or num_expired:
+            log.info("sweep leases_lapsed=%d jobs_expired=%d", num_lapsed, num_expired)
+
+    async def listen(self, wake: asyncio.Event, ended: "asyncio.Queue[str]") -> None:
+        """Follows the hints for ever: sets `wake` when a job waits, queues the ids of jobs ended
+        from outside. Hints may be lost; whoever acts on them also polls."""
+        channels = [
+            self._keys.wake_channel(self._settings.served_model_name),
+            self._keys.control_channel(self._incarnation),
+        ]
+        client = connect(self._settings.redis_url, retries=0, command_timeout_s=None)
+        async with contextlib.aclosing(client):
+            while True:
+                try:
+                    await self._follow(client, channels, wake, ended)
+                except BrokerUnavailable:
+                    await asyncio.sleep(_POLL_S)
+
+    async def _follow(
+        self,
+        client: redis.asyncio.Redis,
+        channels: list[str],
+        wake: asyncio.Event,
+        ended: "asyncio.Queue[str]",
+    ) -> None:
+        with broker_errors():
+            async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+                await pubsub.subscribe(*channels)
+                wake.set()
+                async for message in pubsub.listen():
+                    if message["channel"].decode() == channels[0]:
+                        wake.set()
+                    else:
+                        ended.put_nowait(message["data"].decode())
+
+
+def make_card(name: str, ready: Ready) -> ModelCard:
+    """What gateways must know of the model that an engine has loaded."""
+    sha256, _ = encode_tokenizer(ready.tokenizer)
+    return ModelCard(
+        name=name,
+        context_length=ready.context_length,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=ready.eos_token_ids,
+        tokenizer_sha256=sha256,
+        created_s=int(time.time()),
+    )

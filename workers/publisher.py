@@ -1,0 +1,107 @@
+"""Writes what the engine said into the jobs' logs: one call for all jobs at a time.
+
+While a call is under way the next step's news gather, so a slow Redis makes events larger, never
+more. A call without an answer is repeated as it was: its event numbers make that harmless.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.functions import Append, Release, Verdict
+from contract.jobs import JobStatus
+from workers.held_job import HeldJob
+from workers.lane import Lane
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+
+
+class Publisher:
+    """Gathers news of held jobs and appends them; `drop` hears of jobs that leave this worker."""
+
+    def __init__(self, lane: Lane, drop: Callable[[HeldJob], None]) -> None:
+        self._lane = lane
+        self._drop = drop
+        self._news: dict[str, HeldJob] = {}
+        self._failures: dict[str, tuple[str, str]] = {}
+        self._has_news = asyncio.Event()
+        self._generation = 0
+
+    def note(self, job: HeldJob) -> None:
+        """The job has output, or an end, that is not in its log."""
+        self._news[job.job.id] = job
+        self._has_news.set()
+
+    def fail(self, job: HeldJob, code: str, message: str) -> None:
+        """The job ends here, with an error."""
+        self._failures[job.job.id] = (code, message)
+        self.note(job)
+
+    def clear(self) -> None:
+        """Forgets all news: their jobs are no longer ours to write."""
+        self._news.clear()
+        self._failures.clear()
+        self._generation += 1
+
+    async def run(self) -> None:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            jobs, items = self._gather()
+            if items:
+                await self._publish(jobs, items, self._generation)
+
+    def _gather(self) -> tuple[list[HeldJob], list[Append]]:
+        jobs, items = [], []
+        for job_id, job in self._news.items():
+            event, num_tokens = job.take_event()
+            code, message = self._failures.get(job_id, ("", ""))
+            fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
+            if code:
+                fin = JobStatus.FAILED
+            elif job.is_complete:
+                fin = JobStatus.SUCCEEDED
+            if event is not None or fin:
+                jobs.append(job)
+                number = job.next_number
+                items.append(
+                    Append(job_id, job.epoch, number, event, num_tokens, fin, code, message)
+                )
+        self._news.clear()
+        self._failures.clear()
+        return jobs, items
+
+    async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:
+        while generation == self._generation:
+            try:
+                verdicts = await self._lane.append(items)
+            except BrokerUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            for job, item, (verdict, number) in zip(jobs, items, verdicts, strict=True):
+                await self._judge(job, item, verdict, number)
+            return
+
+    async def _judge(
+        self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
+    ) -> None:
+        """Acts on what Redis said of one job's part."""
+        if verdict is Verdict.OK:
+            job.next_number = number
+            if item.fin:
+                self._drop(job)
+            return
+        if verdict in (Verdict.GAP, Verdict.OVER):
+            # Redis has lost events that we wrote, or the job has had its fill: start from its log.
+            log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
+            release = Release(
+                job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, "its log has moved"
+            )
+            with contextlib.suppress(BrokerUnavailable):  # its lease will lapse
+                await self._lane.release([release])
+        self._drop(job)

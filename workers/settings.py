@@ -1,0 +1,38 @@
+"""How a worker runs: read once at the edge, frozen."""
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+
+from workers.messages import EngineOptions
+
+LANES = ("interactive", "standard", "batch")  # in the order in which they are claimed from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One worker: a supervisor and its engine process. Seconds, tokens."""
+
+    redis_url: str
+    served_model_name: str
+    engine: EngineOptions
+    namespace: str = "default"
+    lanes: tuple[str, ...] = LANES
+    lease_s: float = 10.0  # a worker unheard of for so long loses its jobs
+    drain_s: float = 30.0  # on SIGTERM, how long running jobs may take to end
+    engine_module: str = "workers.engine_process"  # run as `python -m`
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self.lease_s / 4
+
+    @property
+    def self_fence_s(self) -> float:
+        """Without an answer from Redis for so long, a worker drops its jobs itself."""
+        return 0.8 * self.lease_s
+
+
+def new_incarnation() -> str:
+    """Names one life of a worker: no two share it, not even on one host."""
+    return f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,0 +1,72 @@
+"""Turns one choice's token ids into text, a piece at a time, and finds its stop strings.
+
+What has been released after k tokens depends on those k tokens alone, never on how they were
+cut into steps: so a resumed job rebuilds the same state by replaying its logged tokens.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# A first token such as "▁world" only keeps its space where something stands before it.
+_NUM_CONTEXT_IDS = 6
+
+
+class ChoiceText:
+    """The text of one choice. Held back: incomplete characters, and what may become a stop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stop: tuple[str, ...],
+        min_tokens: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(
+            ids=list(prompt_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=True
+        )
+        self._undecoded: list[int] = []  # ids that have not yet made a whole character
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""  # decoded, but perhaps the start of a stop string
+        self.is_stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that this token releases; sets `is_stopped` where a stop string is complete."""
+        assert not self.is_stopped
+        self._num_tokens += 1
+        self._undecoded.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id)
+        if piece is None:
+            return ""
+        self._undecoded.clear()
+        if self._num_tokens <= self._min_tokens:
+            return piece
+        return self._release(self._held + piece)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of a choice that met no stop string."""
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        text, self._held = self._held + rest, ""
+        self._undecoded.clear()
+        return text
+
+    def _release(self, text: str) -> str:
+        """Cuts `text` before its first stop string, or holds back what may begin one."""
+        starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        if starts:
+            self.is_stopped, self._held = True, ""
+            return text[: min(starts)]
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
