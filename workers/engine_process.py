@@ -209,7 +209,7 @@ def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
     return Ready(
         context_length=min(loaded.context_length, model.max_model_len, num_kv_tokens),
         vocab_size=loaded.vocab_size,
-        eos_token_ids=tuple(loaded.eos_token_ids),
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
         tokenizer=loaded.tokenizer,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
@@ -261,6 +261,7 @@ def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
     with socket.socket(fileno=arguments.fd) as sock:
         # A child of ours (a compiler, say) that held the socket would hide our end from the peer.
         sock.set_inheritable(False)
+        sock.setblocking(True)
         try:
             return serve(Channel(sock), options, load)
         except PeerGone:

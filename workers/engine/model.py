@@ -3,6 +3,7 @@
 A mock model without tensors fits as well as a GPU.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,7 +89,7 @@ class LoadedModel(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def eos_token_ids(self) -> Seq[int]: ...
+    def eos_token_ids(self) -> Collection[int]: ...
 
     @property
     def tokenizer(self) -> TokenizerFiles: ...

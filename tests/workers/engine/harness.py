@@ -1,0 +1,153 @@
+"""An engine around the hash model, and what came out of it, for the tests of this folder."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from contract.jobs import FinishReason, SamplingParams
+from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
+from workers.engine.engine import Engine, StepReport
+from workers.engine.limits import EngineLimits
+from workers.engine.request import Request
+from workers.engine.strategy import Strategy
+from workers.strategies.continuous import ContinuousBatching
+
+MAX_MODEL_LEN = 40
+EOS_RATE = 1 / 8
+Choice = tuple[str, int]  # job id and index
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that may change when a sequence runs, and never what it yields."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_batched_tokens: int = 32
+    max_num_seqs: int = 8
+    kv_high_water: float = 0.8
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+@dataclass
+class Harness:
+    """Steps an engine and collects its outputs; audits it after every step."""
+
+    sizes: Sizes
+    strategy: Strategy = field(default_factory=ContinuousBatching)
+    model_options: HashModelOptions = field(default_factory=HashModelOptions)
+    output_ids: dict[Choice, list[int]] = field(default_factory=dict)
+    reasons: dict[Choice, FinishReason] = field(default_factory=dict)
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.model = HashModel(
+            HashModelOptions(
+                num_blocks=self.sizes.num_blocks,
+                block_size=self.sizes.block_size,
+                max_model_len=MAX_MODEL_LEN,
+                eos_rate=EOS_RATE,
+                bad_row_id=self.model_options.bad_row_id,
+                crash_id=self.model_options.crash_id,
+            )
+        )
+        limits = EngineLimits(
+            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
+            max_num_seqs=self.sizes.max_num_seqs,
+            vocab_size=VOCAB_SIZE,
+            kv_high_water=self.sizes.kv_high_water,
+        )
+        self.now_s = 0.0
+        self.engine = Engine(self.model, limits, self.strategy, clock_s=lambda: self.now_s)
+
+    def add(self, request: Request) -> None:
+        """Adds a job, whose known outputs count as collected. Raises RequestRefused."""
+        self.engine.add(request)
+        for choice, known_ids in enumerate(request.outputs):
+            self.output_ids[request.job_id, choice] = list(known_ids)
+            self.reasons.pop((request.job_id, choice), None)
+
+    def step(self) -> StepReport:
+        report = self.engine.step()
+        self.engine.audit()
+        assert report.num_step_tokens <= self.sizes.max_num_batched_tokens
+        assert report.num_running <= self.sizes.max_num_seqs
+        self.num_preemptions += report.num_preemptions
+        for output in report.outputs:
+            key = (output.sequence.job_id, output.sequence.choice)
+            assert key not in self.reasons, "nothing comes after the end"
+            assert output.position == len(self.output_ids[key]), "no gap, no repeat"
+            self.output_ids[key].append(output.token_id)
+            if output.finish_reason is not None:
+                self.reasons[key] = output.finish_reason
+        for sequence in report.ended:
+            assert sequence.finish_reason is not None
+            self.reasons[sequence.job_id, sequence.choice] = sequence.finish_reason
+        return report
+
+    def run(self, max_num_steps: int = 20_000) -> None:
+        """Steps until nothing is left; asserts that this happens, and that no block is lost."""
+        for _ in range(max_num_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "every sequence ends"
+        assert self.engine.step().num_free_blocks == self.sizes.num_blocks
+
+
+def job(job_id: str = "job", prompt_ids: Seq[int] = (1, 2, 3), **changes: object) -> Request:
+    """A fresh job of epoch 1; `changes` are sampling parameters."""
+    values: dict[str, object] = {"max_tokens": 8, "seed": 7, **changes}
+    params = SamplingParams(**values)  # type: ignore[arg-type]
+    num = params.n
+    return Request(job_id, 1, "t", "lane", tuple(prompt_ids), params, ((),) * num, (False,) * num)
+
+
+def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:
+    """What each choice of a job must yield in all, whatever its known outputs."""
+    return {
+        (request.job_id, choice): expected_output(
+            request.prompt_ids,
+            request.params,
+            choice=choice,
+            max_model_len=MAX_MODEL_LEN,
+            eos_rate=EOS_RATE,
+        )
+        for choice in range(request.params.n)
+    }
+
+
+def all_sizes() -> st.SearchStrategy[Sizes]:
+    """From one block and one token a step up to ample."""
+    return st.builds(
+        Sizes,
+        num_blocks=st.integers(1, 24),
+        block_size=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 40),
+        max_num_seqs=st.integers(1, 6),
+        kv_high_water=st.sampled_from((0.1, 0.5, 0.8, 1.0)),
+    )
+
+
+def all_params() -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(0, 20),
+        min_tokens=st.integers(0, 6),
+        seed=st.integers(0, 3),
+        temperature=st.sampled_from((0.0, 1.0)),
+        n=st.integers(1, 3),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from(((), (10, 32, 97), tuple(range(97, 123)))),
+    )
+
+
+def all_prompts() -> st.SearchStrategy[tuple[int, ...]]:
+    """Some too long for the context, many with equal beginnings."""
+    return st.integers(1, MAX_MODEL_LEN + 4).flatmap(
+        lambda num: st.sampled_from((97, 98)).map(lambda token_id: (token_id,) * num)
+    )
