@@ -1,0 +1,195 @@
+"""Workers as processes, and a caller that submits to them and reads logs to their end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from contract.events import End, LogEntry, Tokens
+from contract.functions import Functions, JobView, Submission
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.keys import Keys
+from tests.fakes import HashModelOptions, encode_text
+from tests.hash_engine import HASH_MODEL_VARIABLE
+
+TENANT = "t"
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    """Returns once the condition holds; raises TimeoutError after a while."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 - other processes set no event here
+            await asyncio.sleep(0.01)
+
+
+class WorkerProcess:
+    """One worker on the hash model, in a session of its own."""
+
+    def __init__(self, redis_url: str, model: HashModelOptions, **settings: Any) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.hash_worker",
+                json.dumps({"redis_url": redis_url, **settings}),
+            ],
+            env=os.environ | {HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9 of the supervisor alone; its engine must end by itself."""
+        self._process.kill()
+        self._process.wait()
+
+    async def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; returns the exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self.wait, timeout_s)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit status of a worker that ends by itself."""
+        return self._process.wait(timeout_s)
+
+    async def close(self) -> None:
+        if self._process.poll() is None:
+            try:
+                await self.stop()
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+@dataclass
+class Answer:
+    """A job's log, read to its end."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finish_reason: dict[int, str | None] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+
+    def add(self, entry: LogEntry) -> None:
+        assert not self.ends, "nothing follows the end"
+        if isinstance(entry.event, End):
+            self.ends.append(entry.event)
+            return
+        assert isinstance(entry.event, Tokens)
+        for delta in entry.event.deltas:
+            ids = self.token_ids.setdefault(delta.choice, [])
+            assert delta.start == len(ids), "no token is lost or repeated"
+            assert self.finish_reason.get(delta.choice) is None, "nothing follows a finish"
+            ids += delta.token_ids
+            self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
+            self.finish_reason[delta.choice] = delta.finish_reason
+            self.logprobs.setdefault(delta.choice, []).extend(delta.logprobs or ())
+
+
+@dataclass
+class Caller:
+    """Submits jobs and reads them, as a gateway does."""
+
+    functions: Functions
+    client: redis.asyncio.Redis
+    keys: Keys
+
+    async def submit(
+        self, prompt: str, *, deadline_s: float = 120.0, lane: str = "standard", **params: Any
+    ) -> Job:
+        fields: dict[str, Any] = {"max_tokens": 40, "seed": 7, "temperature": 0.0, **params}
+        sampling = SamplingParams(**fields)
+        job = Job(
+            id=new_job_id(),
+            tenant=TENANT,
+            model="m",
+            lane=lane,
+            endpoint=Endpoint.COMPLETIONS,
+            prompt_ids=encode_text(prompt),
+            params=sampling,
+            created_s=0,
+        )
+        cap = sampling.n * sampling.max_tokens
+        await self.functions.submit(
+            job,
+            Submission(
+                cost_tokens=len(job.prompt_ids) + cap,
+                max_output_tokens=cap,
+                deadline_s=deadline_s,
+                retention_s=600,
+            ),
+        )
+        return job
+
+    async def view(self, job: Job) -> JobView:
+        found = await self.functions.read(job.id, TENANT)
+        assert found is not None
+        return found[0]
+
+    async def entries(self, job: Job) -> list[LogEntry]:
+        found = await self.functions.read(job.id, TENANT, max_events=100_000)
+        assert found is not None
+        return found[1]
+
+    async def answer(self, job: Job, timeout_s: float = 60.0) -> Answer:
+        """Waits for the job's end and reads its log."""
+
+        async def ended() -> bool:
+            return (await self.view(job)).is_terminal
+
+        await until(ended, timeout_s)
+        answer = Answer()
+        entries = await self.entries(job)
+        assert [e.number for e in entries] == list(range(1, len(entries) + 1))
+        for entry in entries:
+            answer.add(entry)
+        assert len(answer.ends) == 1
+        return answer
+
+    async def has_output(self, job: Job, num_tokens: int = 1) -> None:
+        """Returns once the job has logged so many tokens."""
+
+        async def enough() -> bool:
+            return (await self.view(job)).num_output_tokens >= num_tokens
+
+        await until(enough)
+
+    async def worker_info(self) -> list[dict[str, Any]]:
+        """What each live worker last said of itself."""
+        incarnations: Any = await self.client.zrange(self.keys.workers("m"), 0, -1)
+        raw = [await self.client.hget(self.keys.worker(i.decode()), "info") for i in incarnations]
+        return [json.loads(info) for info in raw if info]
+
+    async def num_workers(self, number: int) -> None:
+        async def enough() -> bool:
+            return await self.client.zcard(self.keys.workers("m")) >= number
+
+        await until(enough)
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    redis_url: str, number: int, model: HashModelOptions | None = None, **settings: Any
+) -> AsyncIterator[list[WorkerProcess]]:
+    """So many workers; all that still run are ended at exit."""
+    workers = [
+        WorkerProcess(redis_url, model or HashModelOptions(), **settings) for _ in range(number)
+    ]
+    try:
+        yield workers
+    finally:
+        await asyncio.gather(*(worker.close() for worker in workers))

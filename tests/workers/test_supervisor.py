@@ -1,0 +1,255 @@
+"""Real workers on the hash model over a real Redis: every token is known beforehand."""
+
+import asyncio
+import os
+import signal
+import subprocess
+
+import pytest
+import redis.asyncio
+
+from contract.catalogue import Catalogue
+from contract.connection import connect
+from contract.functions import Functions, ensure_library
+from contract.jobs import Job, JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions, expected_output, output_text
+from tests.fleet import Answer, Caller, fleet, until
+
+pytestmark = pytest.mark.anyio
+
+SLOW = HashModelOptions(step_s=0.02, eos_rate=0.0)
+
+
+@pytest.fixture
+def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
+    return Caller(functions, redis_client, keys)
+
+
+def assert_exact(job: Job, answer: Answer, model: HashModelOptions | None = None) -> None:
+    """Each choice is what the hash model yields when nothing disturbs it."""
+    options = model or HashModelOptions()
+    for choice in range(job.params.n):
+        expected, reason = expected_output(
+            job.prompt_ids,
+            job.params,
+            choice=choice,
+            max_model_len=options.max_model_len,
+            eos_rate=options.eos_rate,
+        )
+        assert answer.token_ids[choice] == expected
+        assert answer.finish_reason[choice] == reason
+        shown = expected[:-1] if reason == "stop" else expected
+        assert answer.text[choice] == output_text(shown)
+    [end] = answer.ends
+    assert end.status is JobStatus.SUCCEEDED
+    assert end.prompt_tokens == len(job.prompt_ids)
+    assert end.output_tokens == sum(map(len, answer.token_ids.values()))
+
+
+async def test_many_jobs_at_once_are_each_as_if_alone(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """Forty jobs, several choices and samplings, one worker: exact tokens, text and usage."""
+    async with fleet(redis_server.url, 1):
+        jobs = [
+            await caller.submit(
+                f"prompt {i} " * (1 + i % 4),
+                n=1 + i % 3,
+                temperature=float(i % 2),
+                seed=i,
+                min_tokens=i % 5,
+            )
+            for i in range(40)
+        ]
+        for job in jobs:
+            assert_exact(job, await caller.answer(job))
+
+
+async def test_a_worker_makes_its_model_known(caller: Caller, redis_server: EmbeddedRedis) -> None:
+    """Card and tokenizer are in Redis once it is ready; it is gone from the list at its end."""
+    catalogue = Catalogue(caller.client, caller.keys)
+    async with fleet(redis_server.url, 1):
+        await caller.num_workers(1)
+        [card] = await catalogue.models()
+        assert (card.name, card.vocab_size) == ("m", 259)
+        assert (await catalogue.tokenizer(card.tokenizer_sha256)).chat_template
+        assert await catalogue.num_live_workers("m") == 1
+    assert await catalogue.num_live_workers("m") == 0
+
+
+async def test_a_killed_worker_s_jobs_go_on_elsewhere_token_for_token(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """kill -9 during 16 jobs: another worker finishes them; no token is lost or repeated."""
+    async with fleet(redis_server.url, 1, SLOW) as [first]:
+        jobs = [
+            await caller.submit(f"count {i}", max_tokens=60, n=1 + i % 2, temperature=1.0, seed=i)
+            for i in range(16)
+        ]
+        for job in jobs:
+            await caller.has_output(job, 5)
+        first.kill()
+        logged = [(await caller.view(job)).num_output_tokens for job in jobs]
+        assert max(logged) < 60, "the test must kill midway"
+        async with fleet(redis_server.url, 1, SLOW):
+            for job in jobs:
+                assert_exact(job, await caller.answer(job), SLOW)
+                assert (await caller.view(job)).attempt == 2
+
+
+async def test_a_dead_engine_process_is_replaced_and_its_jobs_go_on(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """kill -9 of the engine alone: the supervisor gives its jobs back and starts another."""
+    async with fleet(redis_server.url, 1, SLOW) as [worker]:
+        jobs = [await caller.submit(f"p{i}", max_tokens=50) for i in range(4)]
+        for job in jobs:
+            await caller.has_output(job, 3)
+        [engine_pid] = children_of(worker.pid)
+        os.kill(engine_pid, signal.SIGKILL)
+        for job in jobs:
+            assert_exact(job, await caller.answer(job), SLOW)
+
+
+async def test_a_killed_supervisor_leaves_no_engine_behind(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """The engine process ends with its socket."""
+    async with fleet(redis_server.url, 1) as [worker]:
+        await caller.num_workers(1)
+        [engine_pid] = children_of(worker.pid)
+        worker.kill()
+
+        async def gone() -> bool:
+            return not is_alive(engine_pid)
+
+        await until(gone)
+
+
+async def test_a_drained_worker_hands_over_what_it_cannot_finish(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """SIGTERM with a budget too short: exit 0, the job goes on elsewhere, no attempt counted."""
+    async with fleet(redis_server.url, 1, SLOW, drain_s=0.1) as [worker]:
+        job = await caller.submit("a long one", max_tokens=80)
+        await caller.has_output(job, 5)
+        assert await worker.stop() == 0
+        view = await caller.view(job)
+        assert (view.status, view.attempt) == (JobStatus.QUEUED, 0)
+        assert 5 <= view.num_output_tokens < 80
+    async with fleet(redis_server.url, 1, SLOW):
+        assert_exact(job, await caller.answer(job), SLOW)
+
+
+async def test_a_draining_worker_finishes_what_fits_its_budget(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """SIGTERM with time enough: the running job ends here, the waiting one is not touched."""
+    async with fleet(redis_server.url, 1, SLOW, drain_s=20.0) as [worker]:
+        job = await caller.submit("short", max_tokens=20)
+        await caller.has_output(job, 2)
+        stopped = asyncio.create_task(worker.stop())
+        assert_exact(job, await caller.answer(job), SLOW)
+        assert await stopped == 0
+
+
+async def test_a_cancel_stops_the_engine_within_a_step_and_a_publish(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """No event follows the cancel; the engine's blocks are free again."""
+    async with fleet(redis_server.url, 1, SLOW):
+        job = await caller.submit("cancel me", max_tokens=400)
+        await caller.has_output(job, 5)
+        await caller.functions.cancel(job.id, "t")
+        answer = await caller.answer(job)
+        assert answer.ends[0].status is JobStatus.CANCELLED
+
+        async def freed() -> bool:
+            return any(
+                info["jobs_held"] == 0 and info["num_free_blocks"] == SLOW.num_blocks
+                for info in await caller.worker_info()
+            )
+
+        await until(freed)
+        assert await caller.entries(job) is not None
+        assert len((await caller.answer(job)).token_ids[0]) == len(answer.token_ids[0])
+
+
+async def test_a_stop_string_ends_a_choice_and_is_not_shown(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """The supervisor finds it; the engine, which knows no text, is told."""
+    plain = await caller.submit("find a stop", max_tokens=60)
+    async with fleet(redis_server.url, 1, SLOW):
+        text = (await caller.answer(plain)).text[0]
+        stop = text[20:23]
+        job = await caller.submit("find a stop", max_tokens=60, stop=(stop,))
+        answer = await caller.answer(job)
+    assert answer.text[0] == text[: text.index(stop)]
+    assert answer.finish_reason[0] == "stop"
+
+
+async def test_logprobs_travel_beside_their_tokens(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """One entry a token, with as many alternatives as asked."""
+    async with fleet(redis_server.url, 1):
+        answer = await caller.answer(await caller.submit("lp", logprobs=2, max_tokens=5))
+    assert [lp.token_id for lp in answer.logprobs[0]] == answer.token_ids[0]
+    assert all(len(lp.top) == 2 for lp in answer.logprobs[0])
+
+
+async def test_a_job_that_cannot_run_fails_alone(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """Too long for the model, or a row that cannot be computed: one error, one job."""
+    model = HashModelOptions(bad_row_id=ord("~"))
+    async with fleet(redis_server.url, 1, model):
+        good = await caller.submit("fine", max_tokens=30)
+        too_long = await caller.submit("x" * 600)
+        bad_row = await caller.submit("~")
+        assert (await caller.answer(too_long)).ends[0].code == "prompt_too_long"
+        assert (await caller.answer(bad_row)).ends[0].code == "engine_error"
+        assert_exact(good, await caller.answer(good))
+
+
+async def test_jobs_go_on_when_redis_is_killed_and_comes_back(keys: Keys) -> None:
+    """kill -9 of Redis mid-answer: its file brings it back, and the answers are exact."""
+    with EmbeddedRedis() as server:
+        client = connect(server.url)
+        await ensure_library(client)
+        caller = Caller(Functions(client, keys), client, keys)
+        async with fleet(server.url, 1, SLOW):
+            jobs = [await caller.submit(f"r{i}", max_tokens=60) for i in range(4)]
+            for job in jobs:
+                await caller.has_output(job, 5)
+            server.kill()
+            server.start()
+            for job in jobs:
+                assert_exact(job, await caller.answer(job), SLOW)
+        await client.aclose()
+
+
+async def test_a_refused_model_ends_the_worker_with_one_sentence(
+    redis_server: EmbeddedRedis, functions: Functions
+) -> None:
+    """Exit status 3, no endless restarts."""
+    async with fleet(redis_server.url, 1, HashModelOptions(refuses="no such model")) as [worker]:
+        assert await asyncio.to_thread(worker.wait, 20) == 3
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    rows = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout
+    pairs = (map(int, row.split()) for row in rows.splitlines())
+    return [child for child, parent in pairs if parent == pid]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

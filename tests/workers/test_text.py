@@ -1,0 +1,82 @@
+"""Token ids to text: nothing lost, nothing shown that a stop string cuts off."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.fakes import EOS_ID, encode_text, hash_tokenizer
+from workers.text import ChoiceText
+
+tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
+
+
+def run(text: str | bytes, *stop: str, min_tokens: int = 0) -> tuple[str, list[str], bool]:
+    """The whole text released, its pieces, and whether a stop string was met."""
+    token_ids = list(text) if isinstance(text, bytes) else encode_text(text)
+    choice = ChoiceText(tokenizer, (65,), stop, min_tokens)
+    pieces: list[str] = []
+    for token_id in token_ids:
+        pieces.append(choice.push(token_id))
+        if choice.is_stopped:
+            return "".join(pieces), pieces, True
+    pieces.append(choice.flush())
+    return "".join(pieces), pieces, False
+
+
+@given(st.text(max_size=60))
+def test_all_text_is_released_whole(text: str) -> None:
+    """Any Unicode text comes out as it went in, never with half a character in between."""
+    whole, pieces, stopped = run(text)
+    assert (whole, stopped) == (text, False)
+    assert "\N{REPLACEMENT CHARACTER}" in text or not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_text_lose_nothing_around_them(raw: bytes) -> None:
+    """Broken UTF-8 shows as replacement characters; what is whole is shown."""
+    assert run(raw)[0] == raw.decode(errors="replace")
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
+    text: str, stop: list[str]
+) -> None:
+    """Held against a search that sees one more character at a time."""
+    expected, found = text, False
+    for end in range(1, len(text) + 1):
+        starts = [i for s in stop if (i := text[:end].find(s)) >= 0]
+        if starts:
+            expected, found = text[: min(starts)], True
+            break
+    whole, pieces, stopped = run(text, *stop)
+    assert (whole, stopped) == (expected, found)
+    assert all(expected.startswith("".join(pieces[:n])) for n in range(len(pieces)))
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    """A stream is as prompt as its stop strings allow."""
+    _, pieces, _ = run("abcabd", "abd")
+    assert pieces == ["", "", "abc", "", "", ""]
+
+
+def test_stop_strings_are_not_looked_for_within_the_least_length() -> None:
+    """`min_tokens` holds for stop strings as for stop tokens."""
+    assert run("aXbXc", "X", min_tokens=2) == ("aXb", ["a", "X", "b", ""], True)
+
+
+def test_special_tokens_have_no_text() -> None:
+    """An end-of-sequence token that is ignored leaves no trace in the text."""
+    choice = ChoiceText(tokenizer, (), (), 0)
+    assert [choice.push(i) for i in (97, EOS_ID, 98)] == ["a", "", "b"]
+    assert choice.flush() == ""
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_a_replay_reaches_the_same_state(cut: int) -> None:
+    """Released text depends on the tokens alone: a second decoder agrees after every token."""
+    token_ids = encode_text("ab→cX")
+    first, second = (ChoiceText(tokenizer, (), ("cXY",), 0) for _ in range(2))
+    for token_id in token_ids[:cut]:
+        assert first.push(token_id) == second.push(token_id)
+    assert first.flush() == second.flush()
