@@ -1,0 +1,126 @@
+"""Where transformers' attention modules meet ours: the registered function and its two sides.
+
+Every module calls `paged_attention_forward`; the step that the runner passed along with the
+forward (never a global) says what happens: a probe looks, a paged step writes KV and attends.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+# Not `paged|…`, which transformers rewrites. No mask is registered under it, so none is built.
+ATTENTION_NAME = "batchway"
+# The keyword argument of the model's forward that carries the AttentionStep to every layer.
+STEP_KEYWORD = "batchway_step"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFlags:
+    """What varies from layer to layer besides the tensors.
+
+    `window`: a token sees itself and the `window - 1` before it. `softcap`: scores become
+    `softcap * tanh(scores / softcap)`. `sinks` (num_heads,): one more logit per head in the
+    softmax's denominator.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call. query (T, num_heads, k_dim), key (T, kv_heads, k_dim),
+    value (T, kv_heads, v_dim): T is the flat number of tokens of the step.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    flags: AttentionFlags
+    has_mask: bool
+    extra: dict[str, Any]  # keyword arguments that we have no meaning for
+
+
+class AttentionStep(Protocol):
+    """What one forward does at each attention layer."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """The attention's output (T, num_heads, v_dim)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows of one chunk in the flat batch, and where its sequence's KV lies.
+
+    Rows `first .. first + num_tokens - 1` hold positions `start ..`; `slots[p]` is the cache slot
+    of position p, for all `start + num_tokens` positions that the chunk sees.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    slots: npt.NDArray[np.int64]
+
+
+class PreparedAttention(Protocol):
+    """A back end's plan for one step, used by all layers of that step."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
+        """query (T, num_heads, k_dim), keys (num_slots, kv_heads, k_dim),
+        values (num_slots, kv_heads, v_dim) -> (T, num_heads, v_dim).
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to attend through the block tables."""
+
+    def prepare(self, spans: Seq[Span], device: torch.device) -> PreparedAttention: ...
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    batchway_step: AttentionStep | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query (1, num_heads, T, k_dim), key and value
+    (1, kv_heads, T, dim) -> (1, T, num_heads, v_dim). `s_aux` is its name for sinks.
+    """
+    assert batchway_step is not None, "the model's forward was called without our step"
+    assert dropout == 0.0, "the model is in training mode"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    call = AttentionCall(
+        module=module,
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        flags=AttentionFlags(scale, sliding_window, softcap, s_aux),
+        has_mask=attention_mask is not None,
+        extra=extra,
+    )
+    return batchway_step.attend(call).unsqueeze(0), None
+
+
+def register_attention() -> None:
+    """Makes ATTENTION_NAME known to transformers. Registering twice is harmless."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

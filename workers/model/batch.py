@@ -1,0 +1,63 @@
+"""One step's chunks as flat tensors: no padding, no batch dimension worth the name."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from workers.engine.model import Chunk
+from workers.model.attention.interface import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of each token;
+    sample_index (num_samples,): the flat rows whose logits are wanted, in the chunks' order.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    slot_mapping: Tensor
+    sample_index: Tensor
+    spans: tuple[Span, ...]
+
+
+def build_batch(chunks: Seq[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Lays the chunks one behind the other."""
+    token_ids: list[int] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    spans: list[Span] = []
+    for chunk in chunks:
+        end = chunk.start + chunk.num_tokens
+        assert chunk.num_tokens > 0
+        assert end <= chunk.sequence.num_known
+        slots = block_slots(chunk.sequence.block_ids, end, block_size)
+        spans.append(Span(len(token_ids), chunk.num_tokens, chunk.start, slots))
+        token_ids += chunk.sequence.token_ids[chunk.start : end]
+        positions.append(np.arange(chunk.start, end, dtype=np.int64))
+    last_rows = [
+        span.first + span.num_tokens - 1
+        for chunk, span in zip(chunks, spans, strict=True)
+        if chunk.samples
+    ]
+    slot_mapping = np.concatenate([span.slots[span.start :] for span in spans])
+    return Batch(
+        input_ids=torch.tensor([token_ids], device=device),
+        position_ids=torch.from_numpy(np.concatenate(positions))[None].to(device),
+        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        sample_index=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        spans=tuple(spans),
+    )
+
+
+def block_slots(block_ids: Seq[int], num_tokens: int, block_size: int) -> npt.NDArray[np.int64]:
+    """The cache slots (num_tokens,) of a sequence's first `num_tokens` positions."""
+    num_blocks = -(-num_tokens // block_size)
+    assert num_blocks <= len(block_ids), "the engine has not grown the block table"
+    blocks = np.asarray(block_ids[:num_blocks], dtype=np.int64)
+    slots = blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)
+    flat: npt.NDArray[np.int64] = slots.reshape(-1)[:num_tokens]
+    return flat

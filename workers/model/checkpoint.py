@@ -1,0 +1,111 @@
+"""What can be said of a checkpoint before any weight is read: refusals, lengths, end tokens.
+
+Knows configuration files. Runs no code that comes with a model.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from workers.engine.model import ModelRefused
+
+# Where families keep the number of positions they were trained for.
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def read_config(model_path: str) -> PretrainedConfig:
+    """The configuration of a decoder that we can serve. Raises ModelRefused."""
+    check_place(model_path)
+    raw = _read_raw_config(model_path)
+    if "auto_map" in raw:
+        raise ModelRefused(
+            f"{model_path} brings its own code (auto_map in config.json); "
+            "batchway never runs code that comes with a model"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ModelRefused(
+            f"the configuration of {model_path} is none that this release of transformers "
+            f"knows: {first_line(exc)}"
+        ) from exc
+    _check_kind(model_path, config)
+    return config
+
+
+def check_place(model_path: str) -> None:
+    """Refuses local paths that hold no model. A name such as `org/model` is the Hub's."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelRefused(f"{model_path} holds no config.json, so it is no model folder")
+        if not any(path.glob("*.safetensors")):
+            is_pickle = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+            reason = " (pickled weights can run code and are never loaded)" if is_pickle else ""
+            raise ModelRefused(f"{model_path} holds no weights in safetensors format{reason}")
+    elif path.exists():
+        raise ModelRefused(f"{model_path} is a file; the model's folder is wanted")
+    elif model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
+        raise ModelRefused(f"there is no folder {model_path}")
+
+
+def _read_raw_config(model_path: str) -> dict[str, Any]:
+    """config.json as it stands, before any class reads it."""
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError) as exc:
+        if Path(model_path).expanduser().is_dir():
+            raise ModelRefused(f"config.json of {model_path} cannot be read as JSON") from exc
+        raise ModelRefused(
+            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "
+            f"(unknown, private, or out of reach): {first_line(exc)}"
+        ) from exc
+    assert isinstance(raw, dict)
+    return raw
+
+
+def _check_kind(model_path: str, config: PretrainedConfig) -> None:
+    """Refuses what is no decoder that attends to its own past in every layer."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{model_path} is an encoder-decoder; batchway serves decoders")
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+        raise ModelRefused(f"{model_path} attends to both sides; batchway serves causal decoders")
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ModelRefused(
+            f"{model_path} has layers of a kind that is not supported yet ({names}): "
+            "full and sliding-window attention are"
+        )
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Positions that the model was made for; None where its configuration sets no limit."""
+    text = config.get_text_config()
+    for name in _LENGTH_NAMES:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def eos_token_ids(model_path: str, config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that end an answer, by the configuration and the generation configuration."""
+    sources: list[Any] = [config.get_text_config().eos_token_id, config.eos_token_id]
+    with suppress(OSError):  # the file is optional
+        sources.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    found: set[int] = set()
+    for value in sources:
+        values = value if isinstance(value, list | tuple) else [value]
+        found.update(v for v in values if v is not None)
+    return tuple(sorted(found))
+
+
+def first_line(exc: BaseException) -> str:
+    """The first line of a library's message: what an operator can use of it."""
+    lines = str(exc).strip().splitlines()
+    return lines[0] if lines else type(exc).__name__

@@ -1,0 +1,95 @@
+"""The KV cache's tensors: one K and one V tensor per attention layer, cut into blocks.
+
+Knows shapes and bytes. Leaves to the engine which block belongs to whom.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.attention.interface import AttentionBackend, AttentionCall, Span
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one token leaves in one layer."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.kv_heads * (self.k_dim + self.v_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """keys (num_blocks, block_size, kv_heads, k_dim), values (…, v_dim)."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def key_slots(self) -> Tensor:
+        """(num_slots, kv_heads, k_dim): slot = block * block_size + offset."""
+        return self.keys.view(-1, *self.keys.shape[2:])
+
+    @property
+    def value_slots(self) -> Tensor:
+        """(num_slots, kv_heads, v_dim)."""
+        return self.values.view(-1, *self.values.shape[2:])
+
+
+class KVCache:
+    """The cache of all layers, found by attention module."""
+
+    def __init__(
+        self,
+        shapes: Mapping[nn.Module, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers: dict[nn.Module, LayerCache] = {}
+        for module, shape in shapes.items():
+            dims = (num_blocks, block_size, shape.kv_heads)
+            # Uninitialised: on a CPU the system gives out pages when they are first written.
+            keys = torch.empty(*dims, shape.k_dim, dtype=dtype, device=device)
+            values = torch.empty(*dims, shape.v_dim, dtype=dtype, device=device)
+            self.layers[module] = LayerCache(keys, values)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+
+
+def token_bytes(shapes: Mapping[nn.Module, LayerShape], dtype: torch.dtype) -> int:
+    """Bytes that one token takes in all layers together."""
+    return sum(shape.num_elements for shape in shapes.values()) * dtype.itemsize
+
+
+class PagedStep:
+    """AttentionStep that writes the step's KV into the cache and attends through it."""
+
+    def __init__(
+        self, cache: KVCache, backend: AttentionBackend, spans: Seq[Span], slot_mapping: Tensor
+    ) -> None:
+        """`slot_mapping` (T,): the cache slot of each flat token."""
+        self._layers = cache.layers
+        self._slot_mapping = slot_mapping
+        self._prepared = backend.prepare(spans, slot_mapping.device)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See AttentionStep.attend."""
+        layer = self._layers[call.module]
+        keys, values = layer.key_slots, layer.value_slots
+        keys.index_copy_(0, self._slot_mapping, call.key.to(keys.dtype))
+        values.index_copy_(0, self._slot_mapping, call.value.to(values.dtype))
+        return self._prepared.attend(call.query, keys, values, call.flags)

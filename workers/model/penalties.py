@@ -1,0 +1,65 @@
+"""Changes to the logits that single rows ask for: bias, penalties, tokens banned for now.
+
+Rows that ask for nothing are not touched. Token ids outside the vocabulary mean nothing here:
+who takes a request in refuses them.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from workers.engine.sequence import Sequence
+
+
+def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """logits (num_rows, vocab_size) float32, one row per sequence -> the same, or a changed copy.
+
+    In this order: bias, repetition, presence and frequency penalty, bans until `min_tokens`.
+    """
+    rows = [row for row, sequence in enumerate(sequences) if _asks(sequence)]
+    if not rows:
+        return logits
+    adjusted = logits.clone()
+    for row in rows:
+        _adjust_row(adjusted[row], sequences[row])
+    return adjusted
+
+
+def _asks(sequence: Sequence) -> bool:
+    params = sequence.params
+    return (
+        bool(params.logit_bias)
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or sequence.num_output < params.min_tokens
+    )
+
+
+def _adjust_row(logits: Tensor, sequence: Sequence) -> None:
+    """logits (vocab_size,), changed in place."""
+    params = sequence.params
+    vocab_size = logits.shape[0]
+    if params.logit_bias:
+        bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
+        logits.index_add_(0, _ids(list(bias), logits), logits.new_tensor(list(bias.values())))
+    if params.repetition_penalty != 1.0:
+        seen = _ids(sequence.token_ids, logits)
+        values = logits[seen]
+        logits[seen] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        output = _ids(sequence.token_ids[sequence.num_prompt :], logits)
+        counts = torch.zeros_like(logits).index_add_(
+            0, output, torch.ones(len(output), device=logits.device)
+        )
+        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    if sequence.num_output < params.min_tokens:
+        banned = [i for i in sequence.ending_ids if 0 <= i < vocab_size]
+        logits[_ids(banned, logits)] = float("-inf")
+
+
+def _ids(token_ids: Seq[int], logits: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)

@@ -1,0 +1,173 @@
+"""Looks at a loaded decoder before it serves: what its layers keep, and whether paging changes it.
+
+A model whose attention does not come through our function would attend across sequences without
+a word; one that hides a window in a mask would attend too far. Both are refused here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from contract.jobs import SamplingParams
+from workers.engine.model import Chunk, ModelRefused
+from workers.engine.sequence import Sequence
+from workers.model.attention.interface import ATTENTION_NAME, STEP_KEYWORD, AttentionCall
+from workers.model.attention.reference import attend_dense, causal_mask
+from workers.model.checkpoint import first_line
+from workers.model.kv_cache import LayerShape
+from workers.model.runner import ModelRunner
+
+# Keyword arguments of attention that change nothing for us: positions are in the rotary
+# embedding by then, and the rest is bookkeeping.
+_HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+_PROBE_LENGTHS = (11, 5)
+# Lowest cosine between logits of the paged and of transformers' own attention, around their mean.
+_LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
+
+
+class ProbeStep:
+    """AttentionStep for one plain sequence that notes the shape of each layer's KV."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[nn.Module, LayerShape] = {}
+        self.num_windows = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See AttentionStep.attend. Raises ModelRefused for what we cannot do."""
+        _check_call(call, is_again=call.module in self.shapes)
+        num_tokens, kv_heads, k_dim = call.key.shape
+        self.shapes[call.module] = LayerShape(kv_heads, k_dim, call.value.shape[-1])
+        self.num_windows += call.flags.window is not None
+        seen = causal_mask(0, num_tokens, 0, num_tokens, call.flags.window, call.query.device)
+        query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
+        return attend_dense(query, key, value, seen, call.flags)[0].transpose(0, 1)
+
+
+def own_attention(name: str) -> str:
+    """The refusal of a model that computes attention outside transformers' interface."""
+    return (
+        f"{name} keeps its attention to itself (no call came through transformers' attention "
+        "interface), so its sequences cannot share a batch; it is not supported yet"
+    )
+
+
+def _check_call(call: AttentionCall, *, is_again: bool) -> None:
+    name = type(call.module).__name__
+    unknown = {
+        key for key, value in call.extra.items() if value is not None and key not in _HARMLESS
+    }
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ModelRefused(f"{name} passes what our attention has no meaning for: {names}")
+    if call.extra.get("is_causal") is False or call.query.shape[0] != call.key.shape[0]:
+        raise ModelRefused(f"{name} attends to something other than its own past")
+    if call.has_mask:
+        raise ModelRefused(f"{name} brings a mask of its own, which paged attention cannot follow")
+    if is_again:
+        raise ModelRefused(f"{name} attends twice in one layer, which is not supported yet")
+
+
+@torch.inference_mode()
+def probe_layers(
+    decoder: Any, config: PretrainedConfig, device: torch.device
+) -> dict[nn.Module, LayerShape]:
+    """Runs a few tokens to learn what each attention layer keeps. Raises ModelRefused."""
+    step = ProbeStep()
+    input_ids = _probe_ids(config, _PROBE_LENGTHS[0], device)
+    try:
+        decoder(input_ids=input_ids, use_cache=False, **{STEP_KEYWORD: step})
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as exc:
+        if not step.shapes:
+            raise ModelRefused(own_attention(type(decoder).__name__)) from exc
+        raise ModelRefused(
+            f"{type(decoder).__name__} does not run on plain tokens: {first_line(exc)}"
+        ) from exc
+    _check_layers(step, type(decoder).__name__, config.get_text_config())
+    return step.shapes
+
+
+def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
+    num_layers = int(text.num_hidden_layers)
+    if not step.shapes:
+        raise ModelRefused(own_attention(name))
+    if len(step.shapes) != num_layers:
+        raise ModelRefused(
+            f"only {len(step.shapes)} of the {num_layers} layers of {name} attend through "
+            "transformers' attention interface; hybrid models are not supported yet"
+        )
+    layer_types = getattr(text, "layer_types", None)
+    num_windows = num_layers if getattr(text, "sliding_window", None) else 0
+    if layer_types:
+        num_windows = sum(kind == "sliding_attention" for kind in layer_types)
+    if step.num_windows < num_windows:
+        raise ModelRefused(
+            f"{name} has {num_windows} layers with a sliding window but tells its attention of "
+            f"{step.num_windows}; it is not supported yet"
+        )
+
+
+@torch.inference_mode()
+def check_parity(
+    decoder: Any, runner: ModelRunner, config: PretrainedConfig, device: torch.device
+) -> None:
+    """Refuses a model whose paged batch of two sequences differs from transformers' own way."""
+    prompts = [_probe_ids(config, n, device) for n in _PROBE_LENGTHS]
+    paged = runner.logits(_probe_chunks(prompts, runner.block_size)).float()
+    decoder.set_attn_implementation("eager")
+    try:
+        own = [decoder(input_ids=ids, use_cache=False).logits[0, -1].float() for ids in prompts]
+    finally:
+        decoder.set_attn_implementation(ATTENTION_NAME)
+    cosine = torch.cosine_similarity(_centred(paged), _centred(torch.stack(own)), dim=-1)
+    lowest = float(cosine.min())
+    if not lowest >= _LOWEST_COSINE[decoder.dtype]:
+        raise ModelRefused(
+            f"{type(decoder).__name__} gives other logits in a paged batch than by transformers' "
+            f"own attention (cosine {lowest:.4f}); it is refused rather than served wrongly"
+        )
+
+
+def _centred(logits: Tensor) -> Tensor:
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _probe_ids(config: PretrainedConfig, num_tokens: int, device: torch.device) -> Tensor:
+    """(1, num_tokens) ids spread over the vocabulary."""
+    vocab_size = int(config.get_text_config().vocab_size)
+    ids = (torch.arange(num_tokens, device=device) * 7919 + num_tokens) % vocab_size
+    return ids[None]
+
+
+def _probe_chunks(prompts: list[Tensor], block_size: int) -> list[Chunk]:
+    """Whole prompts, in blocks dealt out backwards from the sequences' order."""
+    chunks = []
+    next_block = 0
+    for prompt in reversed(prompts):
+        token_ids = prompt[0].tolist()
+        num_blocks = -(-len(token_ids) // block_size)
+        sequence = Sequence(
+            job_id="probe",
+            epoch=0,
+            choice=0,
+            tenant="",
+            lane="",
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            params=SamplingParams(max_tokens=1, seed=0),
+            block_ids=list(reversed(range(next_block, next_block + num_blocks))),
+        )
+        next_block += num_blocks
+        chunks.append(Chunk(sequence, 0, len(token_ids), samples=True))
+    return chunks[::-1]

@@ -1,0 +1,54 @@
+"""Rotary embeddings whose frequencies depend on length, made independent of the batch.
+
+transformers takes the longest position *of the batch* to choose longrope's factors or to grow
+dynamic NTK scaling, so that a sequence's tokens would change with its neighbours. Here they are
+fixed once, by the longest sequence that this engine will run.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# No name that the update in modeling_rope_utils.dynamic_rope_update reacts to.
+_FIXED = "fixed"
+
+
+def fix_rope(decoder: nn.Module, max_model_len: int) -> int:
+    """Fixes every length-dependent rotary module for `max_model_len`; returns how many."""
+    num_fixed = 0
+    for module in decoder.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict):
+            for layer_type in list(rope_type):
+                num_fixed += _fix(module, max_model_len, layer_type)
+        elif isinstance(rope_type, str):
+            num_fixed += _fix(module, max_model_len, None)
+    return num_fixed
+
+
+def _fix(module: Any, max_model_len: int, layer_type: str | None) -> bool:
+    """Fixes one set of frequencies; False where they do not depend on length."""
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if rope_type != "longrope" and "dynamic" not in rope_type:
+        return False
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    parameters = module.config.rope_parameters
+    if layer_type is not None:
+        parameters = parameters[layer_type]
+    original = parameters.get("original_max_position_embeddings")
+    original_length = int(original or module.config.max_position_embeddings)
+    if max_model_len > original_length:
+        buffer: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+        arguments = {} if layer_type is None else {"layer_type": layer_type}
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+            module.config, buffer.device, seq_len=max_model_len, **arguments
+        )
+        buffer.copy_(inv_freq)
+        setattr(module, f"{prefix}attention_scaling", scaling)
+    if layer_type is None:
+        module.rope_type = _FIXED
+    else:
+        module.rope_type[layer_type] = _FIXED
+    return True

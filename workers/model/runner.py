@@ -1,0 +1,90 @@
+"""Runs a step: chunks in, samples out. Implements the engine's Model.
+
+Knows how the parts work together. Leaves attention to a back end and choice to the sampler.
+"""
+
+import inspect
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.engine.model import Chunk, RowFailed, Sample
+from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
+from workers.model.batch import Batch, build_batch
+from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.sampler import sample
+
+
+class ModelRunner:
+    """A Hugging Face decoder with a paged KV cache."""
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.cache = cache
+        self.backend = backend
+        self._decoder = decoder
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._device = device
+
+    @property
+    def num_blocks(self) -> int:
+        return self.cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    @torch.inference_mode()
+    def run(self, chunks: Seq[Chunk]) -> list[Sample | RowFailed | None]:
+        """See Model.run."""
+        if not chunks:
+            return []
+        logits = self.logits(chunks)
+        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        samples = iter(sample(logits, sampled))
+        return [next(samples) if chunk.samples else None for chunk in chunks]
+
+    @torch.inference_mode()
+    def logits(self, chunks: Seq[Chunk]) -> Tensor:
+        """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
+        batch = build_batch(chunks, self.block_size, self._device)
+        step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
+        return forward(self._decoder, batch, step)
+
+
+def forward(decoder: nn.Module, batch: Batch, step: AttentionStep) -> Tensor:
+    """The whole ForCausalLM on a flat batch -> (num_samples, vocab_size) logits.
+
+    Whole, because scaling and capping of the logits live in its head.
+    """
+    arguments: dict[str, Any] = {STEP_KEYWORD: step}
+    takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
+    if takes_index:
+        arguments["logits_to_keep"] = batch.sample_index
+    output = decoder(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **arguments,
+    )
+    logits: Tensor = output.logits[0]
+    return logits if takes_index else logits[batch.sample_index]

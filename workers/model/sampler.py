@@ -1,0 +1,85 @@
+"""Chooses each row's next token, all rows together.
+
+bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise is a
+function of the row's own seed and position (see `noise`), so a token depends on its own sequence
+alone. Rows that ask for nothing special pay for nothing special: greedy is one argmax.
+
+Log probabilities are of the model's raw logits in float32, before penalties and temperature.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from workers.engine.model import RowFailed, Sample
+from workers.engine.sequence import Sequence
+from workers.model.noise import add_gumbel_noise, row_key
+from workers.model.penalties import adjust_logits
+from workers.model.thresholds import lowest_allowed
+
+# Below this a temperature means greedy: logits divided by less overflow float32.
+LOWEST_TEMPERATURE = 1e-5
+
+
+def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sample | RowFailed]:
+    """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
+    if not sequences:
+        return []
+    raw = logits.float()
+    scores = adjust_logits(raw, sequences)
+    token_ids = scores.argmax(-1)
+    drawing = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.params.temperature >= LOWEST_TEMPERATURE
+    ]
+    if drawing:
+        index = torch.tensor(drawing, device=raw.device)
+        token_ids[index] = _draw(scores[index], [sequences[row] for row in drawing])
+    samples = _samples(raw, token_ids, sequences)
+    # NaN wins every argmax, so one look at the chosen logit finds it anywhere in the row.
+    is_finite = raw.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
+    return [
+        sample if finite else RowFailed("the model's logits are not finite numbers")
+        for sample, finite in zip(samples, is_finite, strict=True)
+    ]
+
+
+def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
+    params = [sequence.params for sequence in sequences]
+    scores /= scores.new_tensor([p.temperature for p in params])[:, None]
+    limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
+    if limited:
+        index = torch.tensor(limited, device=scores.device)
+        some = scores[index]
+        lowest = lowest_allowed(
+            some,
+            torch.tensor([params[row].top_k for row in limited], device=scores.device),
+            scores.new_tensor([params[row].top_p for row in limited]),
+            scores.new_tensor([params[row].min_p for row in limited]),
+        )
+        scores[index] = some.masked_fill(some < lowest, float("-inf"))
+    keys = [row_key(s.params.seed, s.choice, s.num_output) for s in sequences]
+    add_gumbel_noise(scores, keys)
+    return scores.argmax(-1)
+
+
+def _samples(raw: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> list[Sample]:
+    """raw logits (num_rows, vocab_size), token_ids (num_rows,) -> one sample per row."""
+    samples = [Sample(token_id) for token_id in token_ids.tolist()]
+    rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
+    if not rows:
+        return samples
+    index = torch.tensor(rows, device=raw.device)
+    logprobs = torch.log_softmax(raw[index], dim=-1)
+    chosen = logprobs.gather(1, token_ids[index][:, None])[:, 0].tolist()
+    num_wanted = [sequences[row].params.logprobs or 0 for row in rows]
+    top = torch.topk(logprobs, min(max(num_wanted), logprobs.shape[1]), dim=-1)
+    for row, logprob, n, ids, values in zip(
+        rows, chosen, num_wanted, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        pairs = tuple(zip(ids[:n], values[:n], strict=True))
+        samples[row] = Sample(samples[row].token_id, logprob, pairs)
+    return samples

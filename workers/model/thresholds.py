@@ -1,0 +1,61 @@
+"""Which tokens a row may draw: top-k, then top-p of what is left, then min-p.
+
+Each is a lowest score. Tokens that tie with the lowest are all kept, so that the set depends on
+the scores alone and never on the order in which a sort meets them.
+"""
+
+import torch
+from torch import Tensor
+
+# The most likely tokens that are sorted first. Where they do not reach top-p, all are sorted.
+_NUM_CANDIDATES = 1024
+
+
+def lowest_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest score that each row may draw, (num_rows, 1).
+
+    scores (num_rows, vocab_size) float32: logits over temperature. top_k (num_rows,) int64, 0 for
+    off; top_p and min_p (num_rows,) float32, 1 and 0 for off.
+    """
+    vocab_size = scores.shape[1]
+    top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
+    top_p, min_p = top_p[:, None], min_p[:, None]
+    num_candidates = min(vocab_size, _NUM_CANDIDATES)
+    candidates = torch.topk(scores, num_candidates, dim=-1).values
+    if num_candidates < vocab_size and not _suffices(scores, candidates, top_k, top_p):
+        candidates = torch.sort(scores, dim=-1, descending=True).values
+    lowest = _lowest_of_top_k(candidates, top_k)
+    lowest = torch.maximum(lowest, _lowest_of_top_p(scores, candidates, lowest, top_p))
+    lowest_of_min_p = candidates[:, :1] + torch.log(min_p)  # log 0 = -inf: all
+    return torch.maximum(lowest, lowest_of_min_p)
+
+
+def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) -> bool:
+    """Whether the candidates (num_rows, n), sorted, decide top-k and top-p of every row."""
+    num_candidates = candidates.shape[1]
+    all_of_k = (top_k >= scores.shape[1]) | (top_k <= num_candidates)
+    # With top-k among the candidates, top-p is too; else the candidates' mass must reach it.
+    mass = (torch.logsumexp(candidates, -1) - torch.logsumexp(scores, -1)).exp()[:, None]
+    reaches_p = (top_p >= 1.0) | (mass > top_p) | (top_k < num_candidates)
+    return bool((all_of_k & reaches_p).all())
+
+
+def _lowest_of_top_k(candidates: Tensor, top_k: Tensor) -> Tensor:
+    """candidates (num_rows, n) sorted -> (num_rows, 1); -inf where top-k is beyond them (off)."""
+    lowest = candidates.gather(1, (top_k - 1).clamp(max=candidates.shape[1] - 1))
+    return torch.where(top_k > candidates.shape[1], float("-inf"), lowest)
+
+
+def _lowest_of_top_p(scores: Tensor, candidates: Tensor, lowest: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest set whose mass, of what `lowest` leaves, reaches top_p. (num_rows, 1)."""
+    kept = torch.where(candidates >= lowest, candidates, float("-inf"))
+    # Without top-k the mass is that of the whole vocabulary, which may exceed the candidates.
+    unlimited = torch.isneginf(lowest)
+    total = torch.where(
+        unlimited, torch.logsumexp(scores, -1, True), torch.logsumexp(kept, -1, True)
+    )
+    probabilities = (kept - total).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    num_kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
+    lowest_of_top_p = candidates.gather(1, num_kept - 1)
+    return torch.where(top_p >= 1.0, float("-inf"), lowest_of_top_p)
