@@ -30,6 +30,8 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": EOS_ID,
     "pad_token_id": 2,
+    # Tied, a random model mostly says its last token again.
+    "tie_word_embeddings": False,
 }
 _GPT2_NAMES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -39,6 +41,7 @@ _GPT2_NAMES: dict[str, Any] = {
     "n_positions": 512,
     "bos_token_id": 0,
     "eos_token_id": EOS_ID,
+    "tie_word_embeddings": False,
 }
 _MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _MIXED_LAYERS = ["sliding_attention", "full_attention"]
@@ -80,6 +83,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", _common(sliding_window=WINDOW, layer_types=_MIXED_LAYERS)),
     "granite": ("GraniteConfig", _common(attention_multiplier=0.2, logits_scaling=2.0)),
     "stablelm": ("StableLmConfig", _common()),
+    "nemotron": ("NemotronConfig", _common()),
     "opt": (
         "OPTConfig",
         _common("intermediate_size", "num_key_value_heads", ffn_dim=96, word_embed_proj_dim=64),

@@ -115,7 +115,7 @@ def _load_decoder(
     path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     register_attention()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -13,11 +13,17 @@ from transformers import PretrainedConfig
 from contract.jobs import SamplingParams
 from workers.engine.model import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
-from workers.model.attention.interface import ATTENTION_NAME, STEP_KEYWORD, AttentionCall
+from workers.model.attention.interface import (
+    ATTENTION_NAME,
+    STEP_KEYWORD,
+    AttentionCall,
+    StepNotHandedDown,
+)
 from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.checkpoint import first_line
 from workers.model.kv_cache import LayerShape
 from workers.model.runner import ModelRunner
+from workers.model.step_relay import relay_step
 
 # Keyword arguments of attention that change nothing for us: positions are in the rotary
 # embedding by then, and the rest is bookkeeping.
@@ -84,6 +90,16 @@ def probe_layers(
     decoder: Any, config: PretrainedConfig, device: torch.device
 ) -> dict[nn.Module, LayerShape]:
     """Runs a few tokens to learn what each attention layer keeps. Raises ModelRefused."""
+    try:
+        step = _run_probe(decoder, config, device)
+    except StepNotHandedDown:
+        relay_step(decoder)
+        step = _run_probe(decoder, config, device)
+    _check_layers(step, type(decoder).__name__, config.get_text_config())
+    return step.shapes
+
+
+def _run_probe(decoder: Any, config: PretrainedConfig, device: torch.device) -> ProbeStep:
     step = ProbeStep()
     input_ids = _probe_ids(config, _PROBE_LENGTHS[0], device)
     try:
@@ -94,8 +110,7 @@ def probe_layers(
         raise ModelRefused(
             f"{type(decoder).__name__} does not run on plain tokens: {first_line(exc)}"
         ) from exc
-    _check_layers(step, type(decoder).__name__, config.get_text_config())
-    return step.shapes
+    return step
 
 
 def _check_layers(step: ProbeStep, name: str, text: Any) -> None:

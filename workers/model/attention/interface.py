@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from workers.engine.model import ModelRefused
+
 # Not `paged|…`, which transformers rewrites. No mask is registered under it, so none is built.
 ATTENTION_NAME = "batchway"
 # The keyword argument of the model's forward that carries the AttentionStep to every layer.
 STEP_KEYWORD = "batchway_step"
+
+
+class StepNotHandedDown(ModelRefused):
+    """A layer calls its attention without the keyword arguments of the model's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,11 @@ def paged_attention_forward(
     """transformers' attention function. query (1, num_heads, T, k_dim), key and value
     (1, kv_heads, T, dim) -> (1, T, num_heads, v_dim). `s_aux` is its name for sinks.
     """
-    assert batchway_step is not None, "the model's forward was called without our step"
+    if batchway_step is None:
+        raise StepNotHandedDown(
+            f"{type(module).__name__} is not handed the keyword arguments of its model's forward, "
+            "by which it would learn of its sequences; it is not supported yet"
+        )
     assert dropout == 0.0, "the model is in training mode"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = AttentionCall(

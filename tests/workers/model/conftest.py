@@ -1,0 +1,36 @@
+"""Tiny models, loaded once a session, and one thread for torch: the tests' tensors are small."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import save_tiny_model
+from workers.messages import EngineOptions
+from workers.model.loader import LoadedModel, load_model
+
+LoadFamily = Callable[[str], tuple[LoadedModel, Path]]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
+    """Saves and loads a family's tiny model, once; returns it and its folder."""
+    loaded: dict[str, tuple[LoadedModel, Path]] = {}
+
+    def load(family: str) -> tuple[LoadedModel, Path]:
+        if family not in loaded:
+            folder = save_tiny_model(family, tmp_path_factory.mktemp(family))
+            options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=16)
+            loaded[family] = (load_model(options, lambda text: None), folder)
+        return loaded[family]
+
+    return load
