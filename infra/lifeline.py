@@ -1,0 +1,47 @@
+"""Lets children notice that their parent is gone, however it went, kill -9 included.
+
+The parent holds the only write end of a pipe; a child holds the read end, which meets its end of
+file when the kernel closes the parent's. Works wherever there are pipes.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+LIFELINE_VARIABLE = "BATCHWAY_LIFELINE_FD"  # internal: from `batchway up` to its children
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[int]:
+    """The read end, to be passed to children; this process keeps the write end."""
+    read_fd, write_fd = os.pipe()
+    try:
+        yield read_fd
+    finally:
+        os.close(write_fd)
+        os.close(read_fd)
+
+
+def end_with_parent(grace_s: float) -> None:
+    """Ends this process when the parent is gone: SIGTERM, and after a grace SIGKILL.
+
+    Does nothing in a process that was given no lifeline.
+    """
+    fd = os.environ.pop(LIFELINE_VARIABLE, None)
+    if fd is None:
+        return
+    os.set_inheritable(int(fd), False)
+    threading.Thread(
+        target=_wait_and_end, args=(int(fd), grace_s), name="lifeline", daemon=True
+    ).start()
+
+
+def _wait_and_end(fd: int, grace_s: float) -> None:
+    while os.read(fd, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)
