@@ -1,0 +1,115 @@
+"""What an engine refuses, each for one job alone, with a code and one sentence."""
+
+import dataclasses
+import math
+
+import pytest
+
+from contract.jobs import SamplingParams
+from tests.fakes import EOS_ID, VOCAB_SIZE
+from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job
+from workers.engine.limits import EngineLimits
+from workers.engine.request import ErrorCode, RequestRefused, ending_token_ids
+
+REFUSED_CHANGES: list[dict[str, object]] = [
+    {"temperature": -0.1},
+    {"temperature": math.nan},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"min_p": -0.1},
+    {"top_k": -1},
+    {"repetition_penalty": 0.0},
+    {"presence_penalty": math.inf},
+    {"frequency_penalty": math.nan},
+    {"logit_bias": {VOCAB_SIZE: 1.0}},
+    {"logit_bias": {1: math.inf}},
+    {"logprobs": VOCAB_SIZE + 1},
+    {"max_tokens": -1},
+    {"min_tokens": -1},
+    {"seed": 2**63},
+    {"n": 0},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED_CHANGES, ids=str)
+def test_a_bad_parameter_is_refused_and_costs_no_other_job(changes: dict[str, object]) -> None:
+    """The refused job leaves nothing behind; the one before it runs to its end."""
+    harness = Harness(Sizes())
+    harness.add(job("good"))
+
+    with pytest.raises(RequestRefused) as refusal:
+        harness.add(job("bad", (1, 2, 3), **changes))
+    harness.run()
+
+    assert refusal.value.code == ErrorCode.BAD_PARAMETER
+    assert harness.reasons.keys() == {("good", 0)}
+
+
+@pytest.mark.parametrize("prompt_ids", [(), (VOCAB_SIZE,), (1, -1)])
+def test_a_prompt_outside_the_vocabulary_is_refused(prompt_ids: tuple[int, ...]) -> None:
+    """On a device such an id reads out of bounds, which would cost every job."""
+    with pytest.raises(RequestRefused) as refusal:
+        Harness(Sizes()).add(job(prompt_ids=prompt_ids))
+
+    assert refusal.value.code == ErrorCode.BAD_PARAMETER
+
+
+def test_known_outputs_are_checked_like_the_prompt() -> None:
+    """A log from another model's vocabulary, and a log of too few choices."""
+    harness = Harness(Sizes())
+
+    for outputs in (((VOCAB_SIZE,),), ((), ())):
+        with pytest.raises(RequestRefused):
+            harness.engine.add(dataclasses.replace(job(), outputs=outputs))
+
+
+def test_a_prompt_that_fills_the_context_is_too_long() -> None:
+    """One token of output must fit."""
+    harness = Harness(Sizes())
+
+    with pytest.raises(RequestRefused) as refusal:
+        harness.add(job(prompt_ids=[1] * MAX_MODEL_LEN))
+    harness.add(job("fits", prompt_ids=[1] * (MAX_MODEL_LEN - 1)))
+    harness.run()
+
+    assert refusal.value.code == ErrorCode.PROMPT_TOO_LONG
+    assert len(harness.output_ids["fits", 0]) == 1
+
+
+def test_a_job_that_can_never_fit_into_the_cache_is_refused() -> None:
+    """Sixteen slots hold ten of prompt and six of seven outputs: the last one's KV is not kept."""
+    harness = Harness(Sizes(num_blocks=4, block_size=4))
+
+    with pytest.raises(RequestRefused) as refusal:
+        harness.add(job(prompt_ids=[1] * 10, max_tokens=8))
+    harness.add(job("fits", prompt_ids=[1] * 10, max_tokens=7, ignore_eos=True))
+    harness.run()
+
+    assert refusal.value.code == ErrorCode.PROMPT_TOO_LONG
+    assert len(harness.output_ids["fits", 0]) == 7
+
+
+def test_a_refusal_does_not_quote_the_prompt() -> None:
+    """Its message goes to logs and clients."""
+    with pytest.raises(RequestRefused) as refusal:
+        Harness(Sizes()).add(job(prompt_ids=[123456789]))
+
+    assert "123456789" not in refusal.value.message
+
+
+def test_eos_and_stop_tokens_end_a_choice_unless_eos_is_ignored() -> None:
+    """`ignore_eos` spares the caller's own stop tokens."""
+    params = SamplingParams(max_tokens=1, seed=0, stop_token_ids=(10,))
+    ignoring = SamplingParams(max_tokens=1, seed=0, stop_token_ids=(10,), ignore_eos=True)
+
+    assert ending_token_ids(params, frozenset({EOS_ID})) == {10, EOS_ID}
+    assert ending_token_ids(ignoring, frozenset({EOS_ID})) == {10}
+
+
+@pytest.mark.parametrize(
+    "values", [(0, 1, 1, 0.8), (1, 0, 1, 0.8), (1, 1, 0, 0.8), (1, 1, 1, 0.0), (1, 1, 1, 1.1)]
+)
+def test_limits_under_which_nothing_runs_are_refused(values: tuple[int, int, int, float]) -> None:
+    """At start, not by an engine that waits for ever."""
+    with pytest.raises(ValueError, match=r"must be|is a share"):
+        EngineLimits(*values)

@@ -1,0 +1,206 @@
+"""Who gets tokens and blocks in a step, and who must wait."""
+
+from contract.jobs import SamplingParams
+from workers.engine.block_manager import BlockManager
+from workers.engine.limits import EngineLimits
+from workers.engine.policies import FirstComeFirstServed, Key
+from workers.engine.scheduler import Scheduler, StepPlan
+from workers.engine.sequence import Sequence
+from workers.strategies.continuous import ContinuousBatching
+
+
+class SmallestFirst:
+    """A policy by length of the prompt, so that tests can make a late sequence important."""
+
+    def key(self, sequence: Sequence, now_s: float) -> Key:
+        return (sequence.num_prompt, sequence.arrival)
+
+
+def scheduler_of(
+    num_blocks: int = 100,
+    block_size: int = 1,
+    budget: int = 100,
+    max_num_seqs: int = 10,
+    high_water: float = 1.0,
+    policy: FirstComeFirstServed | SmallestFirst | None = None,
+) -> Scheduler:
+    limits = EngineLimits(budget, max_num_seqs, vocab_size=1000, kv_high_water=high_water)
+    blocks = BlockManager(num_blocks, block_size)
+    return Scheduler(blocks, limits, ContinuousBatching(), policy or FirstComeFirstServed())
+
+
+def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
+    """A waiting sequence, named by its arrival."""
+    params = SamplingParams(max_tokens=1000, seed=0)
+    prompt_ids = [0] * num_prompt
+    sequence = Sequence(f"job-{arrival}", 1, 0, "t", "lane", prompt_ids, num_prompt, params)
+    sequence.arrival = arrival
+    scheduler.add(sequence)
+    return sequence
+
+
+def compute(plan: StepPlan) -> dict[int, int]:
+    """Does what a model and the engine do; returns tokens computed by arrival."""
+    for sequence, chunk in plan.chunks.items():
+        sequence.num_computed += chunk.num_tokens
+        if chunk.samples:
+            sequence.token_ids.append(0)
+    return {sequence.arrival: chunk.num_tokens for sequence, chunk in plan.chunks.items()}
+
+
+def step(scheduler: Scheduler) -> dict[int, int]:
+    return compute(scheduler.plan(0.0))
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    """25 tokens under a budget of 10 take three steps; only the last one samples."""
+    scheduler = scheduler_of(budget=10)
+    sequence = add(scheduler, arrival=0, num_prompt=25)
+
+    plans = []
+    for _ in range(3):
+        plans.append(scheduler.plan(0.0))
+        compute(plans[-1])
+
+    chunks = [plan.chunks[sequence] for plan in plans]
+    assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [(0, 10), (10, 10), (20, 5)]
+    assert [chunk.samples for chunk in chunks] == [False, False, True]
+
+
+def test_who_needs_one_token_goes_before_a_long_prompt() -> None:
+    """An older sequence that catches up on many tokens does not delay a younger stream."""
+    scheduler = scheduler_of(budget=10)
+    old, young = add(scheduler, arrival=0, num_prompt=3), add(scheduler, arrival=1, num_prompt=3)
+    step(scheduler)
+    old.token_ids += [0] * 50
+
+    assert step(scheduler) == {1: 1, 0: 9}
+    assert young.num_pending == 1
+
+
+def test_a_sequence_is_admitted_into_what_is_left_of_the_budget() -> None:
+    """The running one takes its one token, the next prompt the nine others."""
+    scheduler = scheduler_of(budget=10)
+    add(scheduler, arrival=0, num_prompt=4)
+    step(scheduler)
+    add(scheduler, arrival=1, num_prompt=30)
+    add(scheduler, arrival=2, num_prompt=30)
+
+    assert step(scheduler) == {0: 1, 1: 9}
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    """The third waits although budget and blocks would do."""
+    scheduler = scheduler_of(max_num_seqs=2)
+    for arrival in range(3):
+        add(scheduler, arrival, num_prompt=1)
+
+    assert step(scheduler) == {0: 1, 1: 1}
+    assert scheduler.num_waiting == 1
+
+
+def test_new_sequences_wait_at_the_high_water_mark() -> None:
+    """Of ten blocks eight may be filled by admissions; what runs may fill the rest."""
+    scheduler = scheduler_of(num_blocks=10, high_water=0.8)
+    running = add(scheduler, arrival=0, num_prompt=6)
+    add(scheduler, arrival=1, num_prompt=3)
+
+    assert step(scheduler) == {0: 6}
+    for _ in range(4):
+        assert step(scheduler) == {0: 1}
+    assert len(running.block_ids) == 10
+
+
+def test_prompt_tokens_still_to_come_count_against_the_mark() -> None:
+    """A long prompt of which one chunk is computed has its blocks as good as taken."""
+    scheduler = scheduler_of(num_blocks=20, budget=4, high_water=0.8)
+    add(scheduler, arrival=0, num_prompt=15)
+    step(scheduler)
+    add(scheduler, arrival=1, num_prompt=2)
+    for _ in range(2):
+        step(scheduler)
+
+    assert scheduler.blocks.num_free > 2
+    assert scheduler.num_waiting == 1
+
+
+def test_an_empty_engine_always_admits_one() -> None:
+    """A prompt beyond the mark runs once it is alone."""
+    scheduler = scheduler_of(num_blocks=10, high_water=0.1)
+    add(scheduler, arrival=0, num_prompt=10)
+
+    assert step(scheduler) == {0: 10}
+
+
+def test_no_one_passes_a_sequence_that_does_not_fit() -> None:
+    """A small one behind a large one waits with it, or the large one could starve."""
+    scheduler = scheduler_of(num_blocks=10)
+    add(scheduler, arrival=0, num_prompt=5)
+    step(scheduler)
+    add(scheduler, arrival=1, num_prompt=8)
+    add(scheduler, arrival=2, num_prompt=1)
+
+    assert step(scheduler) == {0: 1}
+    assert scheduler.num_waiting == 2
+
+
+def test_without_blocks_the_worst_key_is_preempted_and_keeps_its_place() -> None:
+    """The youngest loses its blocks to the oldest, and comes back before a later arrival."""
+    scheduler = scheduler_of(num_blocks=9)
+    sequences = [add(scheduler, arrival, num_prompt=3) for arrival in range(3)]
+    step(scheduler)
+    add(scheduler, arrival=3, num_prompt=1)
+
+    plan = scheduler.plan(0.0)
+    compute(plan)
+    scheduler.remove(sequences[0])
+
+    assert plan.num_preemptions == 1
+    assert sequences[2].num_preemptions == 1
+    assert list(plan.chunks) == sequences[:2]
+    assert list(step(scheduler)) == [1, 2]
+
+
+def test_tokens_of_a_preempted_sequence_go_back_to_the_budget() -> None:
+    """It had its token of this step already; an important one took its block."""
+    scheduler = scheduler_of(num_blocks=7, budget=3, policy=SmallestFirst())
+    large = add(scheduler, arrival=0, num_prompt=3)
+    step(scheduler)
+    small = add(scheduler, arrival=1, num_prompt=2)
+    step(scheduler)
+    small.token_ids += [0] * 5
+
+    plan = scheduler.plan(0.0)
+
+    assert list(plan.chunks) == [small]
+    assert plan.num_tokens_left == 0
+    assert plan.chunks[small].num_tokens == 3
+    assert (large.block_ids, large.num_computed) == ([], 0)
+
+
+def test_where_no_one_is_worse_a_sequence_waits_with_what_it_has() -> None:
+    """The youngest needs a block that an older one has: it computes nothing, and loses nothing."""
+    scheduler = scheduler_of(num_blocks=4, block_size=2)
+    add(scheduler, arrival=0, num_prompt=3)
+    young = add(scheduler, arrival=1, num_prompt=4)
+    step(scheduler)
+
+    plan = scheduler.plan(0.0)
+
+    assert [sequence.arrival for sequence in plan.chunks] == [0]
+    assert plan.num_preemptions == 0
+    assert (len(young.block_ids), young.num_computed) == (2, 4)
+
+
+def test_a_preempted_sequence_is_not_taken_back_in_the_same_step() -> None:
+    """Its blocks went to one that needed them: both do not fit, whatever the mark."""
+    scheduler = scheduler_of(num_blocks=6, high_water=1.0)
+    old, young = add(scheduler, arrival=0, num_prompt=3), add(scheduler, arrival=1, num_prompt=3)
+    step(scheduler)
+
+    plan = scheduler.plan(0.0)
+
+    assert list(plan.chunks) == [old]
+    assert scheduler.running == [old]
+    assert young.num_preemptions == 1
