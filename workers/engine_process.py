@@ -240,12 +240,9 @@ def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
 
 def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
     """The loader of real models; torch is imported here and not before. Raises ModelRefused."""
-    from workers.model import loader
+    from workers.model.loader import load_model
 
-    try:
-        return loader.load_model(options, progress)
-    except loader.ModelRefused as exc:
-        raise ModelRefused(str(exc)) from exc
+    return load_model(options, progress)
 
 
 def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
