@@ -47,6 +47,7 @@ _MAX_CLAIM = 64  # jobs in one call
 # Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
 # claims up to twice what its KV cache could hold if every job ran to its cap.
 _OVERCOMMIT = 2
+_IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -75,7 +76,7 @@ class Supervisor:
         self._engine: EngineClient | None = None
         self._ready: Ready | None = None
         self._tokenizer: Tokenizer | None = None
-        self._load = EngineLoad(0, 0, 0, 0, 0.0)
+        self._load = _IDLE
         self._refusal: str | None = None
         self._is_published = False
 
@@ -124,7 +125,7 @@ class Supervisor:
             async for messages in self._engine.messages():
                 await self._take_in(messages)
             status = await self._engine.stop()
-            self._engine, self._ready = None, None
+            self._engine, self._ready, self._load = None, None, _IDLE
             if self._refusal is not None:
                 return
             log.error("engine process ended status=%d jobs_held=%d", status, len(self._held))
