@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
@@ -12,6 +13,11 @@ from workers.model.checkpoint import first_line
 
 def read_tokenizer(model_path: str) -> TokenizerFiles:
     """The fast tokenizer and chat template beside the weights. Raises ModelRefused."""
+    if "auto_map" in get_tokenizer_config(model_path):
+        raise ModelRefused(
+            f"the tokenizer of {model_path} brings its own code (auto_map in "
+            "tokenizer_config.json); batchway never runs code that comes with a model"
+        )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as exc:

@@ -1,0 +1,220 @@
+"""What the loader takes, says and refuses. Every refusal is one sentence for the operator."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
+
+from tests.tiny_models import (
+    CHAT_TEMPLATE,
+    EOS_ID,
+    VOCAB_SIZE,
+    edit_json,
+    make_model,
+    save_tiny_model,
+    save_tokenizer,
+)
+from workers.messages import EngineOptions
+from workers.model.loader import LoadedModel, ModelRefused, load_model
+
+
+def load(folder: Path | str, **options: Any) -> LoadedModel:
+    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4} | options
+    return load_model(EngineOptions(model_path=str(folder), **arguments), lambda text: None)
+
+
+def refusal(folder: Path | str, **options: Any) -> str:
+    """The sentence of the refusal."""
+    with pytest.raises(ModelRefused) as caught:
+        load(folder, **options)
+    sentence = str(caught.value)
+    assert sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def llama(saved_llama: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    folder = tmp_path / "llama"
+    shutil.copytree(saved_llama, folder)
+    return folder
+
+
+def test_a_model_says_what_gateways_must_know(saved_llama: Path) -> None:
+    """Lengths, end tokens, tokenizer and template, and progress in words."""
+    said: list[str] = []
+
+    loaded = load_model(EngineOptions(model_path=str(saved_llama), device="cpu"), said.append)
+
+    assert (loaded.context_length, loaded.vocab_size) == (512, VOCAB_SIZE)
+    assert loaded.eos_token_ids == (EOS_ID,)
+    assert loaded.model.eos_token_ids == frozenset({EOS_ID})
+    tokenizer = Tokenizer.from_str(loaded.tokenizer.tokenizer_json)
+    assert tokenizer.decode(tokenizer.encode("Grüße!").ids) == "Grüße!"
+    assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
+    assert loaded.tokenizer.special_tokens["eos_token"] == "</s>"
+    assert any("float32 on cpu" in line for line in said)
+
+
+def test_end_tokens_come_from_both_configurations(llama: Path) -> None:
+    """A chat model often names its end of turn in the generation configuration alone."""
+    edit_json(llama / "generation_config.json", eos_token_id=[EOS_ID, 7])
+
+    assert load(llama).eos_token_ids == (EOS_ID, 7)
+
+
+def test_a_tokenizer_without_a_template_is_fine(llama: Path) -> None:
+    """Base models have none."""
+    (llama / "chat_template.jinja").unlink()
+
+    assert load(llama).tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype: str) -> None:
+    """As many blocks as the bytes hold; keys and values of each layer in block shape."""
+    loaded = load(saved_llama, dtype=dtype, kv_memory_bytes=200_000, block_size=8)
+
+    cache = loaded.model.cache
+    element_bytes = {"float32": 4}.get(dtype, 2)
+    block_bytes = 8 * 2 * 2 * 2 * 16 * element_bytes  # tokens, layers, K and V, heads, size
+    assert loaded.model.num_blocks == min(200_000 // block_bytes, 4 * 512 // 8)
+    assert loaded.model.block_size == 8
+    assert cache.num_bytes == loaded.model.num_blocks * block_bytes
+    assert len(cache.layers) == 2
+    for layer in cache.layers.values():
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape == (loaded.model.num_blocks, 8, 2, 16)
+            assert tensor.dtype == getattr(torch, dtype)
+            assert tensor.device.type == "cpu"
+
+
+def test_the_default_cache_holds_every_sequence_at_its_longest_where_memory_allows(
+    saved_llama: Path,
+) -> None:
+    """And no more than that."""
+    loaded = load(saved_llama, max_model_len=100, max_num_seqs=3)
+
+    assert loaded.context_length == loaded.model.max_model_len == 100
+    assert loaded.model.num_blocks == 3 * 7
+
+
+def test_a_small_cache_shortens_the_context(saved_llama: Path) -> None:
+    """Unless the operator asked for a length that does not fit."""
+    assert load(saved_llama, kv_memory_bytes=2**16).context_length == 128
+    assert "KV cache" in refusal(saved_llama, kv_memory_bytes=2**16, max_model_len=200)
+    assert "blocks" in refusal(saved_llama, kv_memory_bytes=1000)
+
+
+def test_options_out_of_range_are_refused(saved_llama: Path) -> None:
+    """With the name of the option in the sentence."""
+    assert "max_model_len" in refusal(saved_llama, max_model_len=513)
+    assert "dtype" in refusal(saved_llama, dtype="int8")
+    assert "device" in refusal(saved_llama, device="tpu")
+
+
+def test_code_that_comes_with_a_model_is_never_run(llama: Path) -> None:
+    """Neither the configuration's nor the tokenizer's."""
+    canary = llama / "ran"
+    (llama / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
+    edit_json(llama / "config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil")
+
+    assert "auto_map" in refusal(llama)
+    assert not canary.exists()
+
+
+def test_a_tokenizer_that_brings_code_is_refused(llama: Path) -> None:
+    edit_json(
+        llama / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    )
+
+    assert "auto_map" in refusal(llama)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=VOCAB_SIZE)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    assert "encoder-decoder" in refusal(tmp_path)
+
+
+def test_pickled_weights_are_refused(llama: Path) -> None:
+    """Reading them could run code."""
+    (llama / "model.safetensors").unlink()
+    torch.save(make_model("llama").state_dict(), llama / "pytorch_model.bin")
+
+    assert "safetensors" in refusal(llama)
+    assert "pickled" in refusal(llama)
+
+
+def test_missing_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not there, one without a model, a file, and a Hub out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").write_text("")
+
+    assert "no folder" in refusal(tmp_path / "nowhere")
+    assert "no folder" in refusal("./nowhere")
+    assert "config.json" in refusal(tmp_path)
+    assert "is a file" in refusal(tmp_path / "file")
+    assert "Hub" in refusal("batchway-tests/no-such-model")
+
+
+def test_damaged_files_are_refused(llama: Path) -> None:
+    """Weights cut short; a configuration that is no JSON."""
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "damaged" in refusal(llama)
+
+    (llama / "config.json").write_text("{")
+    assert "config.json" in refusal(llama)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(llama: Path) -> None:
+    """transformers would fill the third layer with random numbers."""
+    edit_json(llama / "config.json", num_hidden_layers=3)
+
+    assert "missing" in refusal(llama)
+
+
+def test_a_model_without_a_tokenizer_is_refused(llama: Path) -> None:
+    for file in llama.glob("*token*"):
+        file.unlink()
+
+    assert "tokenizer" in refusal(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"is_causal": False}, "causal"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"sliding_window": 8}, "window"),
+    ],
+)
+def test_attention_that_would_be_paged_wrongly_is_refused(
+    llama: Path, changes: dict[str, Any], word: str
+) -> None:
+    """Both-sided, chunked, or with a window that the layers do not tell us of."""
+    edit_json(llama / "config.json", **changes)
+
+    assert word in refusal(llama)
+
+
+def test_an_unknown_architecture_is_refused(llama: Path) -> None:
+    edit_json(llama / "config.json", model_type="no_such_model")
+    config = json.loads((llama / "config.json").read_text())
+    assert config["model_type"] == "no_such_model"
+
+    assert "transformers" in refusal(llama)

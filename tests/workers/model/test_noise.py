@@ -1,0 +1,92 @@
+"""The hash behind sampling: its definition, its evenness, its independence of the batch."""
+
+import math
+
+import torch
+
+from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
+
+MASK = 2**64 - 1
+# Chi-square with 255 degrees of freedom exceeds this once in 10,000 draws of the seed.
+CHI_SQUARE_255_LIMIT = 346.0
+
+
+def mix(z: int) -> int:
+    """SplitMix64's finaliser, as published."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def rows(*keys: int) -> torch.Tensor:
+    return torch.tensor(keys, dtype=torch.int64)[:, None]
+
+
+def test_the_tensor_hash_is_the_documented_one() -> None:
+    """Against the definition in Python's unbounded integers, for keys of both signs."""
+    token_ids = [0, 1, 7, 150_000]
+    keys = [row_key(seed, 3, 11) for seed in (0, 1, 2, 3, 2**63 - 1)]
+    assert min(keys) < 0 < max(keys)
+
+    found = uniform(rows(*keys), torch.tensor(token_ids))
+
+    for key, values in zip(keys, found.tolist(), strict=True):
+        for token_id, value in zip(token_ids, values, strict=True):
+            bits = mix((key + (token_id + 1) * 0x9E3779B97F4A7C15) & MASK)
+            assert math.isclose(value, (bits >> 11) / 2**53, rel_tol=1e-6)
+
+
+def test_the_first_hashes_never_change() -> None:
+    """Another hash would break the resume of jobs across a deployment."""
+    assert row_key(0, 0, 0) == 2558736989570252433
+    assert row_key(42, 1, 7) == -3065441783940111817
+
+
+def test_noise_is_uniform_over_tokens_and_over_positions() -> None:
+    """256 bins, for many tokens of one draw and for one token of many draws."""
+    one_draw = uniform(rows(row_key(7, 0, 0)), torch.arange(100_000)).flatten()
+    keys = [row_key(7, 0, position) for position in range(100_000)]
+    one_token = uniform(rows(*keys), torch.tensor([5])).flatten()
+
+    for values in (one_draw, one_token):
+        counts = torch.histc(values, 256, 0, 1)
+        expected = len(values) / 256
+        assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_255_LIMIT
+
+
+def test_noise_of_neighbouring_draws_is_uncorrelated() -> None:
+    """Neighbours in seed, choice, position and token id: correlation within five deviations."""
+    ids = torch.arange(50_000)
+    base = uniform(rows(row_key(7, 0, 0)), ids)[0]
+    neighbours = [
+        uniform(rows(row_key(8, 0, 0)), ids)[0],
+        uniform(rows(row_key(7, 1, 0)), ids)[0],
+        uniform(rows(row_key(7, 0, 1)), ids)[0],
+        base.roll(1),
+    ]
+
+    for other in neighbours:
+        correlation = float(torch.corrcoef(torch.stack([base, other]))[0, 1])
+        assert abs(correlation) < 5 / math.sqrt(len(ids))
+
+
+def test_gumbel_noise_is_always_finite_and_has_gumbels_mean() -> None:
+    """At both ends of what `uniform` returns too."""
+    ends = torch.tensor([2.0**-54, 1.0 - 2.0**-24])
+    assert gumbel(ends).isfinite().all()
+
+    noise = gumbel(uniform(rows(row_key(1, 0, 0)), torch.arange(200_000)))
+
+    assert abs(float(noise.mean()) - 0.5772) < 0.02
+
+
+def test_noise_of_a_row_is_the_same_alone_and_in_a_batch() -> None:
+    """Also where the vocabulary is worked through in slices of another width."""
+    keys = [row_key(seed, 0, 0) for seed in range(40)]
+    together = torch.zeros(40, 9000)
+    add_gumbel_noise(together, keys)
+
+    for row, key in enumerate(keys):
+        alone = torch.zeros(1, 9000)
+        add_gumbel_noise(alone, [key])
+        torch.testing.assert_close(together[row], alone[0], rtol=0, atol=1e-6)

@@ -1,0 +1,144 @@
+"""The runner: what a step writes, what a resumed sequence yields, what a neighbour may change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.model.conftest import LoadFamily
+from tests.workers.model.driver import (
+    allot_blocks,
+    generate_greedily,
+    make_prompts,
+    make_sequence,
+    run_step,
+    run_to_end,
+)
+from workers.engine.model import Chunk
+from workers.messages import EngineOptions
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.loader import load_model
+from workers.model.runner import ModelRunner
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
+
+
+def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFamily) -> None:
+    """Every other slot of the cache keeps what it held, bit for bit."""
+    model = load_family("llama")[0].model
+    sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    run_step(model, sequences, chunk_tokens=7)
+    layers = list(model.cache.layers.values())
+    before = [layer.key_slots.clone() for layer in layers]
+
+    run_step(model, sequences, chunk_tokens=7)
+
+    expected = set()
+    for sequence, positions in ((sequences[0], range(7, 14)), (sequences[1], range(5, 6))):
+        size = model.block_size
+        expected |= {sequence.block_ids[p // size] * size + p % size for p in positions}
+    for layer, old in zip(layers, before, strict=True):
+        changed = (layer.key_slots != old).flatten(1).any(-1).nonzero().flatten()
+        assert set(changed.tolist()) == expected
+
+
+def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) -> None:
+    model = load_family("llama")[0].model
+    [sequence] = [make_sequence(prompt) for prompt in make_prompts([20], VOCAB_SIZE)]
+    allot_blocks([sequence], model)
+
+    assert model.run([Chunk(sequence, 0, 12, samples=False)]) == [None]
+    assert model.run([]) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
+    family: str, load_family: LoadFamily
+) -> None:
+    """Seeded sampling alone, in a batch, chunked, and resumed from the middle: the same tokens."""
+    model = load_family(family)[0].model
+    prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
+    batch = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
+    together = run_to_end(model, batch, 1000)
+
+    chunked = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
+    assert run_to_end(model, chunked, 7) == together
+    for i, prompt in enumerate(prompts):
+        alone = make_sequence(prompt, seed=i, **DRAWN)
+        assert run_to_end(model, [alone], 64) == [together[i]]
+        resumed = make_sequence(prompt, output_ids=together[i][:9], seed=i, **DRAWN)
+        assert run_to_end(model, [resumed], 64) == [together[i]]
+    assert all(len(set(ids)) > 6 for ids in together)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_the_reference_back_end_gives_the_same_logits(family: str, load_family: LoadFamily) -> None:
+    """Prompts and decoding rows in one step, through the whole model."""
+    model = load_family(family)[0].model
+    sequences = [make_sequence(prompt) for prompt in make_prompts([30, 9, 17], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    run_step(model, sequences[:2], chunk_tokens=1000)
+    chunks = [Chunk(s, s.num_computed, s.num_pending, samples=True) for s in sequences]
+    reference = ModelRunner(
+        model._decoder,
+        model.cache,
+        ReferenceAttention(),
+        eos_token_ids=frozenset(),
+        max_model_len=model.max_model_len,
+        device=torch.device("cpu"),
+    )
+
+    torch.testing.assert_close(model.logits(chunks), reference.logits(chunks), rtol=1e-4, atol=1e-4)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0 + i for i in range(8)],
+}
+
+
+@pytest.mark.parametrize(("max_model_len", "prompt_lengths"), [(64, (5, 30)), (512, (70, 90))])
+def test_longrope_is_fixed_by_the_longest_sequence_allowed(
+    max_model_len: int, prompt_lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Short factors up to the original length, long ones above; as `generate` does on its side."""
+    folder = save_tiny_model(
+        "phi3",
+        tmp_path,
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=64,
+        sliding_window=None,
+    )
+    options = EngineOptions(
+        model_path=str(folder), device="cpu", max_model_len=max_model_len, max_num_seqs=4
+    )
+    model = load_model(options, lambda text: None).model
+    prompts = make_prompts(prompt_lengths, VOCAB_SIZE)
+    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
+
+    found = run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 1000)
+
+    assert found == expected
+
+
+def test_longrope_does_not_change_with_the_neighbours(tmp_path: Path) -> None:
+    """A short prompt beside a long one, whose position transformers would choose factors by."""
+    folder = save_tiny_model(
+        "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64
+    )
+    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4)
+    model = load_model(options, lambda text: None).model
+    short, long = make_prompts([5, 100], VOCAB_SIZE)
+
+    [alone] = run_to_end(model, [make_sequence(short)], 1000)
+    beside, _ = run_to_end(model, [make_sequence(short), make_sequence(long)], 1000)
+
+    assert beside == alone

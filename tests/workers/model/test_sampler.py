@@ -1,0 +1,294 @@
+"""The sampling pipeline against per-row references and against the distributions it claims."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model.driver import make_sequence
+from workers.engine.model import RowFailed, Sample
+from workers.engine.sequence import Sequence
+from workers.model.penalties import adjust_logits
+from workers.model.sampler import sample
+from workers.model.thresholds import lowest_allowed
+
+# Exceeded once in 10,000 by a sampler that is right, by degrees of freedom (seeds are fixed).
+CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
+NUM_DRAWS = 20_000
+
+
+def draw(logits: Tensor, sequences: list[Sequence]) -> list[Sample]:
+    rows = sample(logits, sequences)
+    assert all(isinstance(row, Sample) for row in rows)
+    return [row for row in rows if isinstance(row, Sample)]
+
+
+def draw_counts(logits: Tensor, **params: Any) -> Tensor:
+    """How often each token of logits (vocab_size,) is drawn, over as many seeds."""
+    sequences = [
+        make_sequence([4], **({"temperature": 1.0} | params | {"seed": i}))
+        for i in range(NUM_DRAWS)
+    ]
+    ids = [s.token_id for s in draw(logits.expand(NUM_DRAWS, -1), sequences)]
+    return torch.bincount(torch.tensor(ids), minlength=len(logits)).double()
+
+
+def assert_distributed(counts: Tensor, probabilities: Tensor) -> None:
+    """Chi-square over the tokens that can be drawn; no other may be."""
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0
+    expected = probabilities[possible].double() * NUM_DRAWS
+    statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
+    assert statistic < CHI_SQUARE_LIMITS[int(possible.sum()) - 1]
+
+
+LOGITS = torch.linspace(-1.5, 1.5, 16)[
+    torch.randperm(16, generator=torch.Generator().manual_seed(1))
+]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_at_a_temperature(temperature: float) -> None:
+    """Over 20,000 seeds, by chi-square with 15 degrees of freedom."""
+    counts = draw_counts(LOGITS, temperature=temperature)
+
+    assert_distributed(counts, torch.softmax(LOGITS / temperature, 0))
+
+
+def test_draws_of_one_sequence_follow_the_softmax_over_positions() -> None:
+    """The same seed at 20,000 positions, as one long output would."""
+    sequences = [
+        make_sequence([4], output_ids=[5] * position, seed=3, temperature=1.0)
+        for position in range(2000)
+    ]
+
+    counts = torch.zeros(16)
+    for choice in range(10):
+        for sequence in sequences:
+            sequence.choice = choice
+        ids = [s.token_id for s in draw(LOGITS.expand(2000, -1), sequences)]
+        counts += torch.bincount(torch.tensor(ids), minlength=16)
+
+    assert_distributed(counts, torch.softmax(LOGITS, 0))
+
+
+def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
+    """Each by chi-square against the softmax over the tokens that it leaves."""
+    probabilities = torch.softmax(LOGITS, 0)
+    order = probabilities.argsort(descending=True)
+    for params, num_kept in (
+        ({"top_k": 5}, 5),
+        ({"top_p": float(probabilities[order[:3]].sum()) + 0.01}, 4),
+        ({"min_p": float(probabilities[order[7]] / probabilities[order[0]]) - 1e-4}, 8),
+    ):
+        expected = torch.zeros(16)
+        expected[order[:num_kept]] = probabilities[order[:num_kept]]
+        assert_distributed(draw_counts(LOGITS, **params), expected / expected.sum())
+
+
+def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The set by sorting, one row, in float64. scores (vocab_size,)."""
+    order = scores.argsort(descending=True).tolist()
+    kept = order[: top_k or len(order)]
+    probabilities = torch.softmax(scores[kept].double(), 0).tolist()
+    nucleus, mass = [], 0.0
+    for token_id, probability in zip(kept, probabilities, strict=True):
+        if mass >= top_p and top_p < 1.0:
+            break
+        nucleus.append(token_id)
+        mass += probability
+    lowest = float(scores.max()) + (math.log(min_p) if min_p else -math.inf)
+    return {token_id for token_id in nucleus if float(scores[token_id]) >= lowest}
+
+
+@pytest.mark.parametrize("vocab_size", [50, 3000])
+def test_the_allowed_sets_are_exact(vocab_size: int) -> None:
+    """All combinations in one batch; flat rows too, whose nucleus is beyond the first 1024."""
+    torch.manual_seed(0)
+    settings = [
+        (k, p, m)
+        for k in (0, 1, 7, 40, 2000)
+        for p in (1.0, 0.99, 0.7, 0.05)
+        for m in (0.0, 0.02, 0.5, 1.0)
+    ]
+    for scale in (0.3, 4.0):
+        scores = torch.randn(len(settings), vocab_size) * scale
+        top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+
+        lowest = lowest_allowed(scores, top_k, top_p, min_p)
+
+        for row, setting in enumerate(settings):
+            found = set((scores[row] >= lowest[row]).nonzero().flatten().tolist())
+            assert found == allowed_by_reference(scores[row], *setting), setting
+
+
+def test_a_row_does_not_change_with_its_batch() -> None:
+    """Seeded rows of every kind, alone and together, in two orders."""
+    torch.manual_seed(0)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "logit_bias": {3: 4.0}, "presence_penalty": 1.0},
+        {"temperature": 1.0, "logprobs": 3},
+    ]
+    sequences = [
+        make_sequence([4, 5, 6], output_ids=[7] * (seed % 3), seed=seed, **kind)
+        for seed in range(8)
+        for kind in kinds
+    ]
+    logits = torch.randn(len(sequences), 2000)
+
+    together = draw(logits, sequences)
+    backwards = draw(logits.flip(0), sequences[::-1])[::-1]
+    alone = [draw(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
+
+    assert [s.token_id for s in together] == [s.token_id for s in alone]
+    assert [s.token_id for s in together] == [s.token_id for s in backwards]
+
+
+def test_noise_depends_on_seed_choice_and_position_and_nothing_else() -> None:
+    """Other prompts, jobs and epochs draw alike; another seed, choice or position does not."""
+    logits = torch.zeros(1, 1000)
+
+    def token(**changes: Any) -> int:
+        sequence = make_sequence([4], **{"temperature": 1.0, **changes})
+        return draw(logits, [sequence])[0].token_id
+
+    same = make_sequence([9, 9, 9], temperature=1.0)
+    same.job_id, same.epoch, same.tenant, same.num_computed = "other", 7, "else", 2
+    assert draw(logits, [same])[0].token_id == token()
+    assert len({token(), token(seed=2), token(choice=1), token(output_ids=[5])}) == 4
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    """At temperature 0, whatever top-k, top-p and the seed say."""
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    sequences = [make_sequence([4], seed=i, top_k=3, top_p=0.1) for i in range(3)]
+
+    assert [s.token_id for s in draw(logits, sequences)] == logits.argmax(-1).tolist()
+
+
+def adjusted_by_reference(logits: list[float], sequence: Sequence) -> list[float]:
+    """Bias and penalties, token by token."""
+    params = sequence.params
+    output = sequence.token_ids[sequence.num_prompt :]
+    found = list(logits)
+    for token_id in range(len(found)):
+        value = found[token_id] + params.logit_bias.get(token_id, 0.0)
+        if token_id in sequence.token_ids:
+            is_positive = value > 0
+            factor = params.repetition_penalty
+            value = value / factor if is_positive else value * factor
+        count = output.count(token_id)
+        value -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        if sequence.num_output < params.min_tokens and token_id in sequence.ending_ids:
+            value = -math.inf
+        found[token_id] = value
+    return found
+
+
+def test_bias_penalties_and_bans_equal_a_reference_per_row() -> None:
+    """One row of each kind, one of all, one of none, in one batch."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {0: 5.0, 7: -100.0}},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.7},
+        {"frequency_penalty": 0.4},
+        {"min_tokens": 6},
+        {"min_tokens": 5},
+        {
+            "logit_bias": {4: 1.0},
+            "repetition_penalty": 0.8,
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.3,
+            "min_tokens": 9,
+        },
+    ]
+    ending_ids = frozenset({1, 6})
+    sequences = [
+        make_sequence([4, 5, 5, 6], output_ids=[6, 7, 7, 7, 8], ending_ids=ending_ids, **kind)
+        for kind in kinds
+    ]
+    logits = torch.randn(len(kinds), 12, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+
+    found = adjust_logits(logits, sequences)
+
+    expected = [
+        adjusted_by_reference(row, s) for row, s in zip(logits.tolist(), sequences, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert torch.equal(logits, before)
+
+
+def test_no_ending_token_is_drawn_before_min_tokens() -> None:
+    """Though the model wants nothing else; from min_tokens on it may."""
+    logits = torch.zeros(1, 20)
+    logits[0, 1] = 50.0
+
+    for num_output in range(5):
+        sequence = make_sequence(
+            [4], output_ids=[5] * num_output, min_tokens=3, ending_ids=frozenset({1})
+        )
+        assert (draw(logits, [sequence])[0].token_id == 1) == (num_output >= 3)
+
+
+def test_ids_outside_the_vocabulary_change_nothing() -> None:
+    """They belong to a request that the gateway should have refused; no row may suffer."""
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
+    sequence = make_sequence(
+        [4], logit_bias={-1: 9.0, 20: 9.0}, min_tokens=2, ending_ids=frozenset({20, 10**9})
+    )
+
+    assert draw(logits, [sequence])[0].token_id == int(logits.argmax())
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    """Before bias, penalties and temperature; the chosen token's, and the most likely ones."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    expected = torch.log_softmax(logits, -1)
+    sequences = [
+        make_sequence([4], logprobs=0, logit_bias={9: 100.0}),
+        make_sequence([4], logprobs=3, temperature=2.0),
+        make_sequence([4]),
+        make_sequence([4], logprobs=50, presence_penalty=1.0),
+    ]
+
+    samples = draw(logits, sequences)
+
+    assert samples[0].token_id == 9
+    for row in (0, 1, 3):
+        chosen = float(expected[row, samples[row].token_id])
+        assert math.isclose(samples[row].logprob, chosen, abs_tol=1e-5)
+    assert [len(s.top_logprobs) for s in samples] == [0, 3, 0, 50]
+    ids, values = zip(*samples[1].top_logprobs, strict=True)
+    assert list(ids) == expected[1].topk(3).indices.tolist()
+    torch.testing.assert_close(torch.tensor(values), expected[1].topk(3).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nan_fails_alone(temperature: float) -> None:
+    """Its neighbours draw as if it were not there."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    sequences = [make_sequence([4], seed=i, temperature=temperature) for i in range(3)]
+    expected = draw(logits, sequences)
+    logits[1, 17] = float("nan")
+
+    found = sample(logits, sequences)
+
+    assert isinstance(found[1], RowFailed)
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+
+
+def test_half_precision_logits_are_sampled_in_float32() -> None:
+    """bfloat16 logits give the tokens of their float32 values."""
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sequences = [make_sequence([4], seed=i, temperature=0.9, top_p=0.9) for i in range(8)]
+
+    assert draw(logits, sequences) == draw(logits.float(), sequences)
