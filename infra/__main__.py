@@ -1,0 +1,7 @@
+"""`python -m infra` is `batchway`."""
+
+import sys
+
+from infra.cli import main
+
+sys.exit(main())

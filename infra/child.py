@@ -1,0 +1,119 @@
+"""One child process: started, heard, ended. Leaves to others whether it is started again."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from infra.console import Console
+
+_POLL_S = 0.05
+_READ_BYTES = 2**16
+_OUTPUT_GRACE_S = 1.0  # for the last lines of a child that has ended
+
+
+class Child:
+    """A process in a session of its own, so that a Ctrl-C in the terminal does not reach it."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        console: Console,
+        *,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self._command = command
+        self._environ = environ
+        self._console = console
+        self._pass_fds = pass_fds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Spawns the process; its output is shown as it comes."""
+        assert not self.is_running, "started twice"
+        read_fd, write_fd = os.pipe()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own command
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=write_fd,
+                stderr=write_fd,
+                pass_fds=self._pass_fds,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        self._output = asyncio.create_task(self._show_output(read_fd))
+
+    async def wait(self) -> int:
+        """Returns the exit status, negative for a signal, once its last lines are shown."""
+        assert self._process is not None, "not started"
+        assert self._output is not None
+        # Polled: the one way to wait that needs neither a thread nor a signal on any platform.
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
+        self._output.cancel()
+        await asyncio.wait([self._output])
+        return status
+
+    async def stop(self, budget_s: float) -> None:
+        """SIGTERM, and SIGKILL once the budget is spent."""
+        if not self.is_running:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(budget_s):
+                await self.wait()
+        except TimeoutError:
+            self._console.line("batchway", f"{self.name} did not end in {budget_s:.0f} s: killed")
+            self.kill()
+            await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the process and its own children."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def _show_output(self, read_fd: int) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
+        )
+        try:
+            unfinished = b""
+            while data := await reader.read(_READ_BYTES):
+                *lines, unfinished = (unfinished + data).split(b"\n")
+                for line in lines:
+                    self._show(line)
+            if unfinished:
+                self._show(unfinished)
+        finally:
+            transport.close()
+
+    def _show(self, line: bytes) -> None:
+        self._console.line(self.name, line.decode(errors="replace").rstrip("\r"))

@@ -1,0 +1,229 @@
+"""The command `batchway`: reads options, then hands over. Each command imports its own needs."""
+
+import argparse
+import asyncio
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from gateway.settings import GatewaySettings
+from infra import options as opts
+
+EXIT_USAGE = 2
+_LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
+_NEEDS = {  # modules that show whether an extra is installed
+    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2"),
+    "worker": ("torch", "transformers", "tokenizers", "numpy"),
+}
+
+
+class UsageError(Exception):
+    """Options that cannot work together or here. The message is one sentence."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
+    commands = {"up": _up, "gateway": _gateway, "worker": _worker}
+    try:
+        return commands[options.command](options)
+    except (UsageError, argparse.ArgumentTypeError) as exc:
+        print(f"batchway {options.command}: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="batchway",
+        description="Serves language models: a gateway, a durable queue in Redis, workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"batchway {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = _add(commands, "up", "run everything on this machine: Redis, workers and a gateway")
+    opts.add_address_options(up)
+    opts.add_up_options(up)
+    opts.add_shared_options(up, redis_default="a server of its own")
+    opts.add_drain_option(
+        up,
+        opts.WORKER_DEFAULTS.drain_s,
+        "when asked to end, how long requests may go on, and then jobs that nobody waits for",
+    )
+    opts.add_model_options(up)
+
+    gateway = _add(
+        commands,
+        "gateway",
+        "run the HTTP server",
+        "All its other settings, BATCHWAY_API_KEY among them, are environment variables: "
+        "see docs/configuration.md.",
+    )
+    opts.add_address_options(gateway)
+    opts.add_shared_options(gateway, redis_default="refused")
+    opts.add_drain_option(
+        gateway,
+        opts.GATEWAY_DEFAULTS.drain_s,
+        "when asked to end, how long running requests may go on",
+    )
+    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # from `batchway up`
+
+    worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
+    opts.add_shared_options(worker, redis_default="refused")
+    opts.add_worker_options(worker)
+    opts.add_drain_option(
+        worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
+    )
+    opts.add_model_options(worker)
+    return parser
+
+
+def _add(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    summary: str,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("batchway")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+def _up(options: argparse.Namespace) -> int:
+    _check_extra("gateway")
+    _check_extra("worker")
+    if options.redis_url is not None and options.data_dir is not None:
+        raise UsageError(
+            "--data-dir keeps the data of a Redis that batchway starts; here REDIS_URL or "
+            "--redis-url names another"
+        )
+    shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
+    drain = f"--drain-s={options.drain_s}"
+    if options.threads is None and options.workers > 1:
+        options.threads = max(1, (os.cpu_count() or 1) // options.workers)
+
+    from infra.local_stack import StackOptions
+    from infra.up import run_up
+
+    settings = _gateway_settings(options, options.redis_url or "")
+    stack = StackOptions(
+        redis_url=options.redis_url,
+        data_dir=options.data_dir,
+        listener=_bind(settings, options),
+        num_workers=options.workers,
+        served_model_name=opts.served_name(options),
+        drain_s=options.drain_s,
+        gateway_arguments=(drain, *shared),
+        worker_arguments=(*opts.model_arguments(options), drain, *shared),
+    )
+    return asyncio.run(run_up(stack))
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    _check_extra("gateway")
+    settings = _gateway_settings(options, _known_redis(options))
+    if options.listen_fd is None:
+        listener = _bind(settings, options)
+    else:
+        listener = socket.socket(fileno=options.listen_fd)
+
+    from gateway.server import serve
+    from infra.lifeline import end_with_parent
+
+    end_with_parent(options.drain_s + _LIFELINE_GRACE_S)
+    # uvicorn raises the signal that it has obeyed once more, when all is done.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    serve(settings, listener=listener, on_bound=_say_where)
+    return 0
+
+
+def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
+    """The gateway's settings: from the environment, where no option says otherwise."""
+    try:
+        return GatewaySettings.from_env(
+            redis_url=url, namespace=options.namespace, drain_s=options.drain_s
+        )
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
+
+
+def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
+    """The listening socket, before anything else is started."""
+    from gateway.server import UnsafeBinding, bind
+
+    try:
+        return bind(settings, options.host, options.port)
+    except UnsafeBinding as exc:
+        raise UsageError(str(exc)) from exc
+    except OSError as exc:
+        reason = exc.strerror or exc
+        raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from exc
+
+
+def _say_where(host: str, port: int) -> None:
+    logging.getLogger("batchway.gateway").info("listening on %s port %d", host, port)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    _check_extra("worker")
+    url = _known_redis(options)
+
+    from dataclasses import replace
+
+    from infra.lifeline import end_with_parent
+    from workers.settings import WorkerSettings
+    from workers.supervisor import run_worker
+
+    settings = WorkerSettings(
+        redis_url=url,
+        served_model_name=opts.served_name(options),
+        engine=opts.engine_options(options),
+        namespace=options.namespace,
+        lanes=options.lanes,
+        lease_s=options.lease_s,
+        drain_s=options.drain_s,
+    )
+    if options.engine_module is not None:
+        settings = replace(settings, engine_module=options.engine_module)
+    end_with_parent(options.drain_s + _LIFELINE_GRACE_S)
+    return asyncio.run(run_worker(settings))
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def _check_extra(extra: str) -> None:
+    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not installed: run `pip install 'batchway[{extra}]'`"
+        )
+
+
+def _known_redis(options: argparse.Namespace) -> str:
+    if options.redis_url is None:
+        raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
+    return str(options.redis_url)

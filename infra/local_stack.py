@@ -1,0 +1,197 @@
+"""Runs everything on this machine: Redis, workers and a gateway, as children of one process.
+
+Knows processes and their order; what each of them does, its own command says.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.connection import broker_errors, connect
+from contract.errors import BrokerUnavailable
+from contract.functions import ensure_library
+from infra.child import Child
+from infra.console import Console
+from infra.embedded_redis import EmbeddedRedis, NoRedisServer
+from infra.keeper import PartLost, Restarts, keep_running
+from infra.lifeline import LIFELINE_VARIABLE
+from infra.readiness import until_ready
+from infra.welcome import welcome
+
+_GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
+_POLL_S = 0.1
+_ROOT = Path(__file__).resolve().parent.parent
+_API_KEY_VARIABLE = "BATCHWAY_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What runs. The arguments are those of `batchway gateway` and `batchway worker`."""
+
+    redis_url: str | None  # None: a Redis of our own
+    data_dir: Path | None
+    listener: socket.socket  # bound and listening; the gateway takes over a copy
+    num_workers: int
+    served_model_name: str
+    drain_s: float
+    gateway_arguments: tuple[str, ...]
+    worker_arguments: tuple[str, ...]
+
+
+class LocalStack:
+    """One Redis, some workers, one gateway. `lifeline_fd` tells the children that we are gone."""
+
+    def __init__(self, options: StackOptions, console: Console, lifeline_fd: int) -> None:
+        self._options = options
+        self._console = console
+        self._lifeline_fd = lifeline_fd
+        self._redis = EmbeddedRedis(options.data_dir) if options.redis_url is None else None
+        self._workers: list[Child] = []
+        self._gateway: Child | None = None
+
+    async def serve(self) -> None:
+        """Starts all parts and keeps them running until cancelled. Raises PartLost."""
+        url = await self._find_redis()
+        self._make_children(url)
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self._redis is not None:
+                    group.create_task(self._keep_redis(self._redis))
+                for child in self._children():
+                    group.create_task(keep_running(child, self._console))
+                group.create_task(self._say_when_ready())
+        except* PartLost as lost:
+            raise lost.exceptions[0] from None
+
+    async def end(self) -> None:
+        """Ends the parts in order: no new requests, then what runs, then Redis."""
+        budget_s = self._options.drain_s + _GRACE_S
+        self._options.listener.close()
+        if self._gateway is not None:
+            await self._gateway.stop(budget_s)
+        await asyncio.gather(*(worker.stop(budget_s) for worker in self._workers))
+        if self._redis is not None:
+            await _in_thread(self._redis.stop)
+
+    async def kill(self) -> None:
+        """Ends the parts at once."""
+        self._options.listener.close()
+        children = [child for child in self._children() if child.is_running]
+        for child in children:
+            child.kill()
+        await asyncio.gather(*(child.wait() for child in children))
+        if self._redis is not None:
+            await _in_thread(self._redis.stop)
+
+    # --- Redis --------------------------------------------------------------------------------
+
+    async def _find_redis(self) -> str:
+        """The URL of a Redis that answers and holds the function library. Raises PartLost."""
+        if self._redis is not None:
+            try:
+                await _in_thread(self._redis.start)
+            except NoRedisServer as exc:
+                raise PartLost(str(exc)) from exc
+        url = self._redis.url if self._redis is not None else self._options.redis_url
+        assert url is not None
+        client = connect(url, command_timeout_s=5.0)
+        try:
+            with broker_errors():
+                await client.ping()
+            await ensure_library(client)
+        except (BrokerUnavailable, ValueError) as exc:
+            raise PartLost(f"no Redis to work with: {exc}") from exc
+        finally:
+            await client.aclose()
+        kept = f", kept in {self._options.data_dir}" if self._options.data_dir else ""
+        self._console.line(
+            "batchway", f"redis: {'a server of our own' if self._redis else 'yours'}{kept}"
+        )
+        return url
+
+    async def _keep_redis(self, server: EmbeddedRedis) -> None:
+        """Starts the server again, with its file, whenever it ends. Raises PartLost."""
+        restarts = Restarts()
+        while True:
+            started_s = time.monotonic()
+            while server.is_running:  # noqa: ASYNC110 - see Child.wait
+                await asyncio.sleep(_POLL_S)
+            pause_s = restarts.next_pause_s(time.monotonic() - started_s)
+            if pause_s is None:
+                raise PartLost("redis ended again and again: giving up")
+            self._console.line("batchway", f"redis ended; starts again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            try:
+                await _in_thread(server.start)
+            except NoRedisServer as exc:
+                raise PartLost(str(exc)) from exc
+
+    # --- children -----------------------------------------------------------------------------
+
+    def _children(self) -> list[Child]:
+        return [*self._workers, *([self._gateway] if self._gateway else [])]
+
+    def _make_children(self, redis_url: str) -> None:
+        environ = _child_environ(os.environ, redis_url, self._lifeline_fd)
+        keyless = {name: value for name, value in environ.items() if name != _API_KEY_VARIABLE}
+        self._workers = [
+            self._child(f"worker-{number}", "worker", self._options.worker_arguments, keyless)
+            for number in range(1, self._options.num_workers + 1)
+        ]
+        fd = self._options.listener.fileno()
+        self._gateway = self._child(
+            "gateway",
+            "gateway",
+            (f"--listen-fd={fd}", *self._options.gateway_arguments),
+            environ,
+            fd,
+        )
+
+    def _child(
+        self,
+        name: str,
+        command: str,
+        arguments: tuple[str, ...],
+        environ: Mapping[str, str],
+        *pass_fds: int,
+    ) -> Child:
+        line = [sys.executable, "-m", "infra", command, *arguments]
+        pass_fds = (self._lifeline_fd, *pass_fds)
+        return Child(name, line, environ, self._console, pass_fds=pass_fds)
+
+    async def _say_when_ready(self) -> None:
+        host, port = self._options.listener.getsockname()[:2]
+        await until_ready(
+            host,
+            port,
+            lambda: self._console.line("batchway", "still waiting for a worker to be ready"),
+        )
+        model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
+        print(welcome(host, port, model, has_key=has_key), flush=True)
+
+
+def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:
+    """The environment of a child. The URL goes here, not on a command line that `ps` shows."""
+    path = [str(_ROOT), *filter(None, [environ.get("PYTHONPATH")])]
+    return dict(environ) | {
+        "REDIS_URL": redis_url,
+        LIFELINE_VARIABLE: str(lifeline_fd),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",  # a folder `models` or `infra` where we run must not be imported
+    }
+
+
+async def _in_thread(call: Callable[[], None]) -> None:
+    """Runs a call that waits; where we are cancelled, still sees it through."""
+    task = asyncio.create_task(asyncio.to_thread(call))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

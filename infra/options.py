@@ -1,0 +1,278 @@
+"""The options of the command line, each defined once: unit, default and what is refused.
+
+Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from contract.keys import Keys
+from gateway.settings import GatewaySettings, variable
+from models import demo_model_path
+from workers.messages import EngineOptions
+from workers.settings import LANES, WorkerSettings
+
+DEMO_NAME = "demo"
+NAMESPACE_VARIABLE = variable("namespace")
+DRAIN_VARIABLE = variable("drain_s")
+
+_ENGINE = EngineOptions(model_path="")
+GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
+WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_GIB = 2**30
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """A parser of integers in a range."""
+    wanted = f"an integer of at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+
+    def parse(raw: str) -> int:
+        try:
+            value = int(raw)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum or (maximum is not None and value > maximum):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {raw!r}")
+        return value
+
+    return parse
+
+
+def number(*, may_be_zero: bool) -> Callable[[str], float]:
+    """A parser of finite numbers, positive or not negative."""
+    wanted = "a number of at least 0" if may_be_zero else "a number over 0"
+
+    def parse(raw: str) -> float:
+        try:
+            value = float(raw)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, not {raw!r}")
+        return value
+
+    return parse
+
+
+def redis_url(raw: str) -> str:
+    """A URL that redis-py understands. It may hold a password: never quoted back."""
+    if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):
+        raise argparse.ArgumentTypeError(
+            "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
+        )
+    return raw
+
+
+def namespace(raw: str) -> str:
+    try:
+        return Keys(raw).namespace
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def model_name(raw: str) -> str:
+    if not _MODEL_NAME.fullmatch(raw):
+        raise argparse.ArgumentTypeError(
+            f"must be at most 128 letters, digits and ._/- that begin with one of the first "
+            f"two, not {raw!r}"
+        )
+    return raw
+
+
+def lanes(raw: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in raw.split(","))
+    unknown = [name for name in names if name not in LANES]
+    if unknown or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"must be different names out of {','.join(LANES)}, not {raw!r}"
+        )
+    return names
+
+
+# --- groups of options ------------------------------------------------------------------------
+
+
+def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -> None:
+    """What every part of an installation must agree on."""
+    parser.add_argument(
+        "--redis-url",
+        type=redis_url,
+        default=os.environ.get("REDIS_URL") or None,
+        metavar="URL",
+        help=f"Redis 7.0 or later (default: the variable REDIS_URL, else {redis_default})",
+    )
+    parser.add_argument(
+        "--namespace",
+        type=namespace,
+        default=os.environ.get(NAMESPACE_VARIABLE) or "default",
+        metavar="NAME",
+        help="keeps installations on one Redis apart "
+        f"(default: the variable {NAMESPACE_VARIABLE}, else default)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default="info",
+        help="the least important lines that are shown (default: info)",
+    )
+
+
+def add_address_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; any but loopback needs BATCHWAY_API_KEY (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port",
+        type=integer(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 takes a free one and says which (default: 8000)",
+    )
+
+
+def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str) -> None:
+    parser.add_argument(
+        "--drain-s",
+        type=number(may_be_zero=True),
+        default=os.environ.get(DRAIN_VARIABLE) or str(default),
+        metavar="SECONDS",
+        help=f"{what} (default: the variable {DRAIN_VARIABLE}, else {default:g} s)",
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What a worker serves, and within which limits."""
+    group = parser.add_argument_group("the model and its limits")
+    group.add_argument(
+        "--model",
+        default=str(demo_model_path()),
+        metavar="PATH_OR_HUB_ID",
+        help="a folder in Hugging Face layout, or an id on its hub (default: the built-in demo)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        type=model_name,
+        metavar="NAME",
+        help="the name that requests use (default: demo, or the last part of --model)",
+    )
+    group.add_argument(
+        "--dtype", choices=_DTYPES, default="auto", help="of weights and KV cache (default: auto)"
+    )
+    group.add_argument(
+        "--device", choices=_DEVICES, default="auto", help="where it runs (default: auto)"
+    )
+    _add_limit_options(group)
+    group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
+
+
+def _add_limit_options(group: argparse._ArgumentGroup) -> None:
+    limits = (
+        ("--threads", "CPU threads of each worker (default: as many as its share of the cores)"),
+        ("--max-model-len", "tokens of prompt and output together (default: the model's own)"),
+        ("--max-num-seqs", f"sequences at a time (default: {_ENGINE.max_num_seqs})"),
+        (
+            "--max-num-batched-tokens",
+            f"the token budget of a step (default: {_ENGINE.max_num_batched_tokens})",
+        ),
+        ("--block-size", "tokens in a block of the KV cache (default: chosen for the device)"),
+    )
+    for name, text in limits:
+        group.add_argument(name, type=integer(1), metavar="N", help=text)
+    group.add_argument(
+        "--kv-cache-gib",
+        type=number(may_be_zero=False),
+        metavar="GIB",
+        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
+    )
+
+
+def add_up_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=integer(1, 64),
+        default=1,
+        metavar="N",
+        help="worker processes, each with the whole model (default: 1)",
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="keeps the jobs of the Redis that batchway starts (default: gone when it ends)",
+    )
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lanes",
+        type=lanes,
+        default=LANES,
+        metavar="NAMES",
+        help=f"lanes to take jobs from, most urgent first (default: {','.join(LANES)})",
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=number(may_be_zero=False),
+        default=WORKER_DEFAULTS.lease_s,
+        metavar="SECONDS",
+        help="a worker unheard of for so long loses its jobs to others "
+        f"(default: {WORKER_DEFAULTS.lease_s:g} s)",
+    )
+
+
+# --- what the options mean --------------------------------------------------------------------
+
+
+def served_name(options: argparse.Namespace) -> str:
+    """The model's name in requests. Raises argparse.ArgumentTypeError."""
+    if options.served_model_name is not None:
+        return str(options.served_model_name)
+    if Path(options.model) == demo_model_path():
+        return DEMO_NAME
+    return model_name(Path(options.model).name or options.model)
+
+
+def engine_options(options: argparse.Namespace) -> EngineOptions:
+    """The engine's own options; what was not given stays the engine's default."""
+    given = {
+        "block_size": options.block_size,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "num_threads": options.threads,
+        "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * _GIB),
+    }
+    return EngineOptions(
+        model_path=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    """The same model options again, for the command line of a worker."""
+    names = (
+        "model", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
+        "max_num_batched_tokens", "block_size", "kv_cache_gib", "engine_module",
+    )  # fmt: skip
+    pairs = [(name, getattr(options, name)) for name in names]
+    pairs.append(("served_model_name", served_name(options)))
+    return tuple(
+        f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None
+    )

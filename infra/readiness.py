@@ -1,0 +1,47 @@
+"""Waits until a gateway says that it can serve."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+_POLL_S = 0.2
+_ANSWER_TIMEOUT_S = 5.0
+_REMIND_EVERY_S = 30.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+
+
+def reachable_host(host: str) -> str:
+    """An address at which a server bound to `host` answers on this machine."""
+    return _WILDCARDS.get(host, host)
+
+
+def in_url(host: str) -> str:
+    """The host as URLs write it."""
+    return f"[{host}]" if ":" in host else host
+
+
+async def until_ready(host: str, port: int, remind: Callable[[], None]) -> None:
+    """Returns once /readyz answers 200; calls `remind` every half minute until then."""
+    remind_at = time.monotonic() + _REMIND_EVERY_S
+    while await _readyz_status(reachable_host(host), port) != 200:
+        if time.monotonic() >= remind_at:
+            remind()
+            remind_at += _REMIND_EVERY_S
+        await asyncio.sleep(_POLL_S)
+
+
+async def _readyz_status(host: str, port: int) -> int | None:
+    """The status of one GET; None where there is no answer."""
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                request = f"GET /readyz HTTP/1.1\r\nHost: {in_url(host)}:{port}\r\n"
+                writer.write(f"{request}Connection: close\r\n\r\n".encode())
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return None
+    words = status_line.split()
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else None

@@ -1,0 +1,74 @@
+"""`batchway up` from the first start to the last end: signals, order and exit status."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from infra.console import Console
+from infra.keeper import PartLost
+from infra.lifeline import lifeline
+from infra.local_stack import LocalStack, StackOptions
+
+EXIT_FAILED = 1
+EXIT_KILLED = 130  # as a shell says of a process that Ctrl-C ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Asked:
+    """What signals have asked for: the first to end, the second to end at once."""
+
+    def __init__(self) -> None:
+        self.to_end = asyncio.Event()
+        self.to_die = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                loop.add_signal_handler(number, self._hear)
+
+    def _hear(self) -> None:
+        (self.to_die if self.to_end.is_set() else self.to_end).set()
+
+
+async def run_up(options: StackOptions) -> int:
+    """Runs the stack until it is asked to end, or a part is lost. Returns the exit status."""
+    console = Console(sys.stderr)
+    asked = _Asked()
+    asked.listen()
+    with lifeline() as fd:
+        stack = LocalStack(options, console, fd)
+        status = await _serve(stack, asked, console)
+        ending = asyncio.create_task(stack.end())
+        if await _first(ending, asked.to_die):
+            console.line("batchway", "everything has ended")
+            return status
+        console.line("batchway", "asked twice: killing what still runs")
+        await stack.kill()
+        return EXIT_KILLED
+
+
+async def _serve(stack: LocalStack, asked: _Asked, console: Console) -> int:
+    serving = asyncio.create_task(stack.serve())
+    try:
+        await _first(serving, asked.to_end)
+    except PartLost as lost:
+        console.line("batchway", str(lost))
+        return EXIT_FAILED
+    console.line("batchway", "ending: running requests finish first; Ctrl-C again kills")
+    return 0
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
+    """Whether the task ended before the event was set; where not, the task is cancelled."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        await task
+        return True
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return False

@@ -1,0 +1,30 @@
+"""What `batchway up` prints once it serves: the address, and lines to copy."""
+
+import json
+
+from infra.readiness import in_url, reachable_host
+
+_QUESTION = "Count from 1 to 10."  # the demo model knows the answer
+
+
+def welcome(host: str, port: int, model: str, *, has_key: bool) -> str:
+    """The text; names the variable of an API key, never the key."""
+    url = f"http://{in_url(reachable_host(host))}:{port}"
+    messages = [{"role": "user", "content": _QUESTION}]
+    body = json.dumps({"model": model, "messages": messages})
+    header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
+    key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
+    imports = "import openai, os" if has_key else "import openai"
+    call = f'print(client.chat.completions.create(model="{model}", messages={json.dumps(messages)})'
+    return f"""
+batchway is ready: {url} serves the model {model!r}
+
+  curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'
+
+or in Python:
+
+  {imports}; client = openai.OpenAI(base_url="{url}/v1", api_key={key})
+  {call}.choices[0].message.content)
+
+Ctrl-C ends it.
+"""
