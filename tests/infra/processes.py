@@ -1,0 +1,42 @@
+"""Looks at real processes, and waits for what they do."""
+
+import subprocess
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Returns once the condition holds; fails the test after a while."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"not so within {timeout_s:.0f} s"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended and that nobody has waited for does not."""
+    return _table().get(pid, (0, "Z"))[1][0] != "Z"
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of all processes below one."""
+    table = _table()
+    found = [pid]
+    for parent in found:
+        found += [child for child, (its_parent, _) in table.items() if its_parent == parent]
+    return found[1:]
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, '' where there is none."""
+    return _ps("-o", "args=", "-p", str(pid)).strip()
+
+
+def _table() -> dict[int, tuple[int, str]]:
+    """Parent and state of every process."""
+    rows = (line.split() for line in _ps("-A", "-o", "pid=,ppid=,stat=").splitlines())
+    return {int(pid): (int(parent), state) for pid, parent, state in rows}
+
+
+def _ps(*arguments: str) -> str:
+    return subprocess.run(["ps", *arguments], capture_output=True, text=True).stdout

