@@ -102,8 +102,7 @@ class Supervisor:
         tasks = [asyncio.create_task(duty) for duty in duties]
         drained = asyncio.create_task(self._drained())
         await asyncio.wait([*tasks, drained], return_when=asyncio.FIRST_COMPLETED)
-        for task in (*tasks, drained):
-            task.cancel()
+        await _end_tasks({*tasks, drained})
         results = await asyncio.gather(*tasks, return_exceptions=True)
         await self._close()
         for result in results:
@@ -222,7 +221,8 @@ class Supervisor:
 
     async def _woken(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), _POLL_S)
+            async with asyncio.timeout(_POLL_S):
+                await self._wake.wait()
         self._wake.clear()
 
     def _room(self) -> tuple[int, int] | None:
@@ -356,3 +356,12 @@ class Supervisor:
             with contextlib.suppress(BrokerUnavailable):
                 await self._lane.say_goodbye()
         await self._lane.aclose()
+
+
+async def _end_tasks(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancels tasks until they have ended: asyncio.wait_for of Python 3.11, which the Redis
+    client uses, can lose a cancel that comes just as it is done."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.1)
