@@ -126,17 +126,17 @@ def _load_decoder(
             trust_remote_code=False,
             output_loading_info=True,
         )
+        decoder, info = loaded
+        decoder.to(device)
     except SafetensorError as exc:
         raise ModelRefused(f"a weight file of {path} is damaged: {first_line(exc)}") from exc
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as exc:
         if exc.args == (ATTENTION_NAME,):  # a table of the model's own attention classes
             raise ModelRefused(own_attention(path)) from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
-    decoder, info = loaded
     _check_weights(path, info)
-    decoder.eval().requires_grad_(False)
-    moved: nn.Module = decoder.to(device)
-    return moved
+    frozen: nn.Module = decoder.eval().requires_grad_(False)
+    return frozen
 
 
 def _check_weights(path: str, info: Mapping[str, Any]) -> None:

@@ -36,6 +36,8 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._device = device
+        # Where the head cannot be asked for some rows only, it computes them all.
+        self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
 
     @property
     def num_blocks(self) -> int:
@@ -68,23 +70,21 @@ class ModelRunner:
         """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
         batch = build_batch(chunks, self.block_size, self._device)
         step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
-        return forward(self._decoder, batch, step)
+        return self._forward(batch, step)
 
+    def _forward(self, batch: Batch, step: AttentionStep) -> Tensor:
+        """The whole ForCausalLM on a flat batch -> (num_samples, vocab_size) logits.
 
-def forward(decoder: nn.Module, batch: Batch, step: AttentionStep) -> Tensor:
-    """The whole ForCausalLM on a flat batch -> (num_samples, vocab_size) logits.
-
-    Whole, because scaling and capping of the logits live in its head.
-    """
-    arguments: dict[str, Any] = {STEP_KEYWORD: step}
-    takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
-    if takes_index:
-        arguments["logits_to_keep"] = batch.sample_index
-    output = decoder(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        **arguments,
-    )
-    logits: Tensor = output.logits[0]
-    return logits if takes_index else logits[batch.sample_index]
+        Whole, because scaling and capping of the logits live in its head.
+        """
+        arguments: dict[str, Any] = {STEP_KEYWORD: step}
+        if self._takes_index:
+            arguments["logits_to_keep"] = batch.sample_index
+        output = self._decoder(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **arguments,
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._takes_index else logits[batch.sample_index]

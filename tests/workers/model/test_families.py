@@ -1,5 +1,6 @@
 """Greedy tokens of every proven family against transformers' generate, batched and chunked."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def test_the_engine_yields_the_tokens_of_generate(
 
     for number, (prompt, expected) in enumerate(zip(prompts, outputs, strict=True)):
         assert_same(decoder, prompt, expected, found[f"job-{number}"])
+
+
+def test_the_page_on_models_names_the_families_that_these_tests_prove() -> None:
+    """docs/models.md, each in its own table."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    _, proven = page.split("## Families proven by the tests")
+    proven, refused = proven.split("## Refused")
+
+    assert set(re.findall(r"^\| `(\w+)` \|", proven, re.MULTILINE)) == set(SERVED)
+    assert all(f"`{family}`" in refused for family in REFUSED)
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
