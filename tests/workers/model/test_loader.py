@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tests.tiny_models import (
     save_tokenizer,
 )
 from workers.messages import EngineOptions
+from workers.model.attention.interface import Span
+from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import LoadedModel, ModelRefused, load_model
 
 
@@ -218,3 +222,30 @@ def test_an_unknown_architecture_is_refused(llama: Path) -> None:
     assert config["model_type"] == "no_such_model"
 
     assert "transformers" in refusal(llama)
+
+
+class _ForgetfulAttention(ReferenceAttention):
+    """A back end with a bug: it sees only the newest tokens of each sequence."""
+
+    def prepare(self, spans: Seq[Span], device: torch.device) -> Any:
+        return super().prepare(
+            [replace(s, slots=s.slots[-1:].repeat(len(s.slots))) for s in spans], device
+        )
+
+
+def test_a_model_that_paging_would_change_is_refused(
+    saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the cause: here it is a back end that reads the wrong slots."""
+    monkeypatch.setattr("workers.model.loader.PackedAttention", _ForgetfulAttention)
+
+    assert "other logits" in refusal(saved_llama)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_passes_the_check_of_logits(family: str, dtype: str, tmp_path: Path) -> None:
+    """The bound leaves room for rounding, also in a mixture of experts."""
+    folder = save_tiny_model(family, tmp_path)
+
+    assert load(folder, dtype=dtype).model.num_blocks > 0

@@ -142,3 +142,33 @@ def test_longrope_does_not_change_with_the_neighbours(tmp_path: Path) -> None:
     beside, _ = run_to_end(model, [make_sequence(short), make_sequence(long)], 1000)
 
     assert beside == alone
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """Batched, with a prompt on either side of the original length."""
+    folder = save_tiny_model("llama", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
+    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4)
+    model = load_model(options, lambda text: None).model
+    prompts = make_prompts([9, 100], VOCAB_SIZE)
+    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
+
+    assert run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 64) == expected
