@@ -99,15 +99,7 @@ class LocalStack:
                 raise PartLost(str(exc)) from exc
         url = self._redis.url if self._redis is not None else self._options.redis_url
         assert url is not None
-        client = connect(url, command_timeout_s=5.0)
-        try:
-            with broker_errors():
-                await client.ping()
-            await ensure_library(client)
-        except (BrokerUnavailable, ValueError) as exc:
-            raise PartLost(f"no Redis to work with: {exc}") from exc
-        finally:
-            await client.aclose()
+        await _load_library(url)
         kept = f", kept in {self._options.data_dir}" if self._options.data_dir else ""
         self._console.line(
             "batchway", f"redis: {'a server of our own' if self._redis else 'yours'}{kept}"
@@ -128,6 +120,7 @@ class LocalStack:
             await asyncio.sleep(pause_s)
             try:
                 await _in_thread(server.start)
+                await _load_library(server.url)  # the last second before a kill may be lost
             except NoRedisServer as exc:
                 raise PartLost(str(exc)) from exc
 
@@ -185,6 +178,19 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONSAFEPATH": "1",  # a folder `models` or `infra` where we run must not be imported
     }
+
+
+async def _load_library(url: str) -> None:
+    """Makes sure that a Redis answers and holds the Functions. Raises PartLost."""
+    client = connect(url, command_timeout_s=5.0)
+    try:
+        with broker_errors():
+            await client.ping()
+        await ensure_library(client)
+    except (BrokerUnavailable, ValueError) as exc:
+        raise PartLost(f"no Redis to work with: {exc}") from exc
+    finally:
+        await client.aclose()
 
 
 async def _in_thread(call: Callable[[], None]) -> None:

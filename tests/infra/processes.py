@@ -29,7 +29,7 @@ def descendants(pid: int) -> list[int]:
 
 def command_of(pid: int) -> str:
     """The command line of a process, '' where there is none."""
-    return _ps("-o", "args=", "-p", str(pid)).strip()
+    return _ps("-ww", "-o", "args=", "-p", str(pid)).strip()
 
 
 def _table() -> dict[int, tuple[int, str]]:

@@ -1,0 +1,121 @@
+"""`batchway up` as a process, on the hash model, with all that it prints."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from tests.fakes import HashModelOptions
+from tests.hash_engine import HASH_MODEL_VARIABLE
+from tests.infra.processes import command_of, descendants, is_alive, wait_until
+
+MODEL = "m"
+
+
+class Stack:
+    """A running `batchway up`. `temp_dir` is where it and its children put temporary files."""
+
+    def __init__(self, temp_dir: Path, model: HashModelOptions, arguments: tuple[str, ...]) -> None:
+        self.temp_dir = temp_dir
+        self.lines: list[str] = []
+        environ = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "PYTHONPATH")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "infra", "up", "--port=0", "--engine-module"),
+                *("tests.hash_engine", "--model=hash", f"--served-model-name={MODEL}", *arguments),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ
+            | {
+                "TMPDIR": str(temp_dir),
+                HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode(),
+            },
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, text: str, num_times: int = 1) -> str:
+        """The line in which a text appears for the n-th time."""
+
+        def found() -> list[str]:
+            return [line for line in self.lines if text in line]
+
+        wait_until(lambda: len(found()) >= num_times or self.process.poll() is not None)
+        assert len(found()) >= num_times, "\n".join(self.lines)
+        return found()[num_times - 1]
+
+    @property
+    def url(self) -> str:
+        """Where it serves, once it does."""
+        return self.wait_for("batchway is ready: ").split()[3]
+
+    def children(self) -> list[int]:
+        """All processes below it, and its reapers."""
+        return descendants(self.process.pid)
+
+    def pid_of(self, part: str) -> int:
+        """The process whose command line holds a text."""
+        [pid] = [pid for pid in self.children() if part in command_of(pid)]
+        return pid
+
+    def complete(self, prompt: str = "a prompt", max_tokens: int = 8) -> httpx.Response:
+        return httpx.post(
+            f"{self.url}/v1/completions",
+            json={"model": MODEL, "prompt": prompt, "max_tokens": max_tokens},
+            timeout=60,
+        )
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Sends a signal; returns the exit status."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        return status
+
+    def assert_left_nothing(self, children: list[int]) -> None:
+        """No process, no socket, no temporary folder."""
+        wait_until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: list(self.temp_dir.iterdir()) == [])
+
+    def close(self) -> None:
+        """Ends what a failed test has left."""
+        if self.process.poll() is None:
+            children = self.children()
+            self.process.kill()
+            self.process.wait()
+            wait_until(lambda: not any(map(is_alive, children)))
+        self._reader.join(timeout=10)
+
+
+@contextlib.contextmanager
+def running_stack(*arguments: str, model: HashModelOptions | None = None) -> Iterator[Stack]:
+    """`batchway up` with more arguments; ended at exit at the latest."""
+    temp_dir = Path(tempfile.mkdtemp(prefix="bw-", dir="/tmp"))  # short, for sockets
+    stack = Stack(temp_dir, model or HashModelOptions(), arguments)
+    try:
+        yield stack
+    finally:
+        stack.close()
+        shutil.rmtree(temp_dir, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""How often a part is started again, what a child's lines look like, and who notices a death."""
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+import pytest
+
+from infra.child import Child
+from infra.console import Console
+from infra.keeper import PartLost, Restarts, describe_status, keep_running
+from infra.lifeline import LIFELINE_VARIABLE, lifeline
+
+pytestmark = pytest.mark.anyio
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def child_of(program: str, output: TextIO, *, pass_fds: Sequence[int] = ()) -> Child:
+    """A child that runs a line of Python; its lines end up in `output`."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    if pass_fds:
+        environ[LIFELINE_VARIABLE] = str(pass_fds[0])
+    command = [sys.executable, "-c", program]
+    return Child("part", command, environ, Console(output, {}), pass_fds=pass_fds)
+
+
+def test_pauses_grow_and_then_it_is_enough() -> None:
+    """Five quick deaths in a row are borne."""
+    restarts = Restarts()
+    pauses = [restarts.next_pause_s(lived_s=1.0) for _ in range(6)]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_a_long_life_makes_up_for_early_deaths() -> None:
+    """A part that ran for a minute begins anew."""
+    restarts = Restarts()
+    for _ in range(5):
+        restarts.next_pause_s(lived_s=0.0)
+    assert restarts.next_pause_s(lived_s=61.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(1, "exit status 1"), (-9, "signal SIGKILL"), (-200, "signal 200")],
+)
+def test_an_exit_status_is_put_in_words(status: int, words: str) -> None:
+    """Signals by name, where they have one."""
+    assert describe_status(status) == words
+
+
+@pytest.mark.parametrize("status", [2, 3])
+async def test_what_would_fail_again_is_not_tried_again(status: int) -> None:
+    """Wrong options and a refused model end the part at once."""
+    output = io.StringIO()
+    child = child_of(f"raise SystemExit({status})", output)
+    with pytest.raises(PartLost, match=rf"part cannot run \(exit status {status}\)"):
+        await keep_running(child, Console(output, {}))
+
+
+async def test_every_line_of_a_child_carries_its_name() -> None:
+    """Long lines, broken characters and a last line without its end included."""
+    output = io.StringIO()
+    program = "import os; os.write(1, b'one\\n'); os.write(2, b'x' * 200_000 + b'\\n\\xff end')"
+    child = child_of(program, output)
+    child.start()
+    assert await child.wait() == 0
+    assert output.getvalue().splitlines() == [
+        "part     | one",
+        "part     | " + "x" * 200_000,
+        "part     | \ufffd end",
+    ]
+
+
+async def test_a_child_that_ignores_the_signal_is_killed() -> None:
+    """Its budget is kept, and said."""
+    output = io.StringIO()
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(600)"
+    )
+    child = child_of(program, output)
+    child.start()
+    async with asyncio.timeout(20):
+        while "deaf" not in output.getvalue():
+            await asyncio.sleep(0.01)
+    await child.stop(budget_s=0.2)
+    assert await child.wait() == -signal.SIGKILL
+    assert "part did not end in 0 s: killed" in output.getvalue()
+
+
+async def test_a_child_ends_when_its_lifeline_is_cut() -> None:
+    """SIGTERM first; SIGKILL where that is not heard."""
+    program = (
+        "import signal, time; from infra.lifeline import end_with_parent; "
+        "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
+        "end_with_parent(grace_s=0.1); time.sleep(600)"
+    )
+    output = io.StringIO()
+    with lifeline() as fd:
+        child = child_of(program, output, pass_fds=[fd])
+        child.start()
+    assert await child.wait() == -signal.SIGKILL
+    assert output.getvalue() == "part     | told\n"
+
+
+def test_colour_is_for_terminals_that_want_it() -> None:
+    """Not in a file, and not where NO_COLOR is set."""
+    for stream, environ, is_coloured in (
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (io.StringIO(), {}, False),
+    ):
+        Console(stream, environ).line("part", "text")
+        assert ("\x1b[" in stream.getvalue()) is is_coloured
+        assert stream.getvalue().endswith(" text\n")
+
+
+def test_a_reader_that_leaves_stops_nothing() -> None:
+    """`batchway up | head` goes on serving."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys; from infra.console import Console\n"
+            "read_fd, write_fd = os.pipe(); os.close(read_fd)\n"
+            "console = Console(os.fdopen(write_fd, 'w'), {})\n"
+            "console.line('a', 'b'); console.line('a', 'c'); print('still here', flush=True)\n"
+            "os._exit(0)",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "still here\n"

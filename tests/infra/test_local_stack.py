@@ -1,0 +1,158 @@
+"""`batchway up` from end to end: it serves, it mends itself, and it leaves nothing behind."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes import HashModelOptions
+from tests.infra.processes import wait_until
+from tests.infra.stack import MODEL, Stack, running_stack
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = HashModelOptions(step_s=0.02, eos_rate=0.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
+    """Ready, an answer, a signal: gateway, workers and Redis go, with exit status 0."""
+    with running_stack("--workers=2") as stack:
+        assert stack.complete().status_code == 200
+        stack.wait_for("worker-2 | ")
+        children = stack.children()
+        assert stack.end(number) == 0
+        stack.assert_left_nothing(children)
+        assert "batchway | everything has ended" in stack.lines
+
+
+def test_what_it_prints_can_be_copied() -> None:
+    """The welcome holds the address, the model and no secret; every other line has a name."""
+    with running_stack() as stack:
+        url = stack.url
+        curl = stack.wait_for("curl ")
+        stack.wait_for("Ctrl-C ends it.")
+        assert f"{url}/v1/chat/completions" in curl
+        assert f'"model": "{MODEL}"' in curl
+        assert stack.end() == 0
+        names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
+        assert names == {"batchway", "gateway", "worker-1"}
+
+
+def test_a_killed_parent_takes_its_children_along() -> None:
+    """kill -9 leaves no gateway, no worker, no engine, no Redis, no folder."""
+    with running_stack() as stack:
+        assert stack.complete().status_code == 200
+        children = stack.children()
+        assert len(children) >= 5  # gateway, worker, engine, Redis, reaper
+        stack.process.kill()
+        stack.wait()
+        stack.assert_left_nothing(children)
+
+
+def test_a_running_request_outlives_the_first_signal() -> None:
+    """The caller gets the whole answer; then everything ends."""
+    with running_stack(model=ENDLESS) as stack:
+        request = Stream(stack, max_tokens=100)
+        children = stack.children()
+        assert stack.end() == 0
+        request.join()
+        assert request.num_tokens == 100
+        stack.assert_left_nothing(children)
+
+
+def test_a_second_signal_kills() -> None:
+    """Nobody has to wait for a long answer."""
+    with running_stack("--max-model-len=512", model=ENDLESS) as stack:
+        request = Stream(stack, max_tokens=480)
+        children = stack.children()
+        stack.process.send_signal(signal.SIGINT)
+        stack.wait_for("Ctrl-C again kills")
+        assert stack.end() == 130
+        request.join()
+        assert request.num_tokens < 480
+        stack.assert_left_nothing(children)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("infra worker", "worker-1"), ("infra gateway", "gateway"), ("redis.sock", "redis")],
+)
+def test_a_part_that_dies_is_started_again(part: str, name: str) -> None:
+    """kill -9 of any part: it comes back at the same address, and requests are served."""
+    with running_stack() as stack:
+        assert stack.complete().status_code == 200
+        killed = stack.pid_of(part)
+        os.kill(killed, signal.SIGKILL)
+        stack.wait_for(f"{name} ended")
+
+        def is_back() -> bool:
+            try:
+                return stack.complete().status_code == 200 and stack.pid_of(part) != killed
+            except (httpx.TransportError, ValueError):
+                return False
+
+        wait_until(is_back)
+        assert stack.end() == 0
+
+
+def test_a_model_that_cannot_be_served_ends_everything() -> None:
+    """One sentence says why, and there is no endless restarting."""
+    with running_stack(model=HashModelOptions(refuses="the folder holds no model")) as stack:
+        assert stack.wait() == 1
+        stack.wait_for("the folder holds no model")
+        stack.wait_for("worker-1 cannot run (exit status 3)")
+        stack.assert_left_nothing([])
+
+
+def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
+    """A job that finished in one run can be read in the next."""
+    body = {"model": MODEL, "prompt": "keep me", "max_tokens": 4}
+    with running_stack(f"--data-dir={tmp_path}") as stack:
+        job = httpx.post(
+            f"{stack.url}/v1/jobs", json={"endpoint": "/v1/completions", "body": body}
+        ).json()
+
+        def has_ended() -> bool:
+            found = httpx.get(f"{stack.url}/v1/jobs/{job['id']}").json()
+            return bool(found["status"] == "succeeded")
+
+        wait_until(has_ended)
+        assert stack.end() == 0
+    with running_stack(f"--data-dir={tmp_path}") as stack:
+        kept = httpx.get(f"{stack.url}/v1/jobs/{job['id']}")
+        assert kept.json()["status"] == "succeeded"
+        assert stack.end() == 0
+
+
+class Stream(threading.Thread):
+    """A streamed request that has begun; counts the tokens that arrive."""
+
+    def __init__(self, stack: Stack, max_tokens: int) -> None:
+        super().__init__()
+        self._url = f"{stack.url}/v1/completions"
+        self._body = {
+            "model": MODEL,
+            "prompt": "go on",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        self.num_tokens = 0
+        self.start()
+        wait_until(lambda: self.num_tokens > 0)
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self._count(httpx.Response(200, text=line[6:]).json())
+        except httpx.TransportError:
+            return  # the gateway was killed
+
+    def _count(self, chunk: dict[str, list[dict[str, list[int]]]]) -> None:
+        self.num_tokens += sum(len(c.get("token_ids") or ()) for c in chunk.get("choices", ()))
