@@ -20,24 +20,32 @@ def lowest_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
     top_p, min_p = top_p[:, None], min_p[:, None]
-    num_candidates = min(vocab_size, _NUM_CANDIDATES)
-    candidates = torch.topk(scores, num_candidates, dim=-1).values
-    if num_candidates < vocab_size and not _suffices(scores, candidates, top_k, top_p):
-        candidates = torch.sort(scores, dim=-1, descending=True).values
-    lowest = _lowest_of_top_k(candidates, top_k)
-    lowest = torch.maximum(lowest, _lowest_of_top_p(scores, candidates, lowest, top_p))
-    lowest_of_min_p = candidates[:, :1] + torch.log(min_p)  # log 0 = -inf: all
-    return torch.maximum(lowest, lowest_of_min_p)
+    candidates = torch.topk(scores, min(vocab_size, _NUM_CANDIDATES), dim=-1).values
+    lowest = _lowest(scores, candidates, top_k, top_p, min_p)
+    rows = (~_suffices(scores, candidates, top_k, top_p)).nonzero()[:, 0]
+    if len(rows) > 0:
+        everything = torch.sort(scores[rows], dim=-1, descending=True).values
+        lowest[rows] = _lowest(scores[rows], everything, top_k[rows], top_p[rows], min_p[rows])
+    return lowest
 
 
-def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) -> bool:
-    """Whether the candidates (num_rows, n), sorted, decide top-k and top-p of every row."""
-    num_candidates = candidates.shape[1]
-    all_of_k = (top_k >= scores.shape[1]) | (top_k <= num_candidates)
+def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Whether the candidates (num_rows, n), sorted, decide top-k and top-p: bool (num_rows,)."""
+    vocab_size, num_candidates = scores.shape[1], candidates.shape[1]
+    decides_k = (top_k >= vocab_size) | (top_k <= num_candidates)
     # With top-k among the candidates, top-p is too; else the candidates' mass must reach it.
     mass = (torch.logsumexp(candidates, -1) - torch.logsumexp(scores, -1)).exp()[:, None]
-    reaches_p = (top_p >= 1.0) | (mass > top_p) | (top_k < num_candidates)
-    return bool((all_of_k & reaches_p).all())
+    decides_p = (top_p >= 1.0) | (mass > top_p) | (top_k <= num_candidates)
+    return (decides_k & decides_p)[:, 0]
+
+
+def _lowest(
+    scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """All three thresholds together (num_rows, 1); each parameter (num_rows, 1)."""
+    lowest = _lowest_of_top_k(candidates, top_k)
+    lowest = torch.maximum(lowest, _lowest_of_top_p(scores, candidates, lowest, top_p))
+    return torch.maximum(lowest, candidates[:, :1] + torch.log(min_p))  # log 0 = -inf: all
 
 
 def _lowest_of_top_k(candidates: Tensor, top_k: Tensor) -> Tensor:
