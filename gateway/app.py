@@ -1,0 +1,43 @@
+"""The gateway as an ASGI app. Starts while Redis is down, and needs no restart when it is back."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from gateway import errors
+from gateway.auth import hosts_of
+from gateway.broker import Broker
+from gateway.drain import Drain
+from gateway.limits import BodyLimit, LastNet, RequestIds, TrustedHosts
+from gateway.routes import chat, completions, health, jobs, models
+from gateway.settings import GatewaySettings
+from gateway.streams import Gateway
+
+
+def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastAPI:
+    """The app. A broker that is handed in is left open at the end."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if broker is None:
+            await gateway.broker.aclose()
+
+    gateway = Gateway(settings, broker or Broker(settings), Drain())
+    app = FastAPI(
+        title="batchway", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.state.settings = settings
+    app.state.gateway = gateway
+    for module in (chat, completions, jobs, models, health):
+        app.include_router(module.router)
+    errors.install(app)
+    # The last added is the outermost.
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+    app.add_middleware(TrustedHosts, hosts=hosts_of(settings))
+    app.add_middleware(LastNet)
+    app.add_middleware(RequestIds)
+    return app

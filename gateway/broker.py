@@ -1,0 +1,269 @@
+"""The gateway's only door to Redis: submits jobs, reads them, follows their logs.
+
+Every method raises BrokerUnavailable, at once where Redis failed a moment ago. Opens no
+connection before its first call, so that a gateway starts while Redis is down.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from redis.exceptions import NoPermissionError
+
+from contract.catalogue import Catalogue
+from contract.connection import connect
+from contract.errors import BrokerUnavailable
+from contract.events import End, LogEntry
+from contract.functions import Functions, JobView, Submission, Submitted, ensure_library
+from contract.jobs import Job, JobStatus, ModelCard
+from contract.keys import Keys
+from gateway.breaker import Breaker
+from gateway.errors import UnknownJob
+from gateway.hints import Hints
+from gateway.settings import GatewaySettings
+from gateway.tokens import ModelTokenizer
+
+log = logging.getLogger("batchway.gateway")
+
+PAGE_EVENTS = 500  # of a log, in one read
+CATALOGUE_TTL_S = 1.0
+SWEEP_EVERY_S = 1.0
+MAX_TOKENIZERS = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing new for a while; the job as it was last read, None while Redis is away."""
+
+    view: JobView | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The log is not the one that was read so far: what follows starts at its first event."""
+
+
+class Broker:
+    """One for each gateway process."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self.keys = Keys(settings.namespace)
+        self._client = connect(settings.redis_url)
+        self._functions = Functions(self._client, self.keys)
+        self._catalogue = Catalogue(self._client, self.keys)
+        self._breaker = Breaker()
+        self._has_library = False
+        self._hints = Hints(
+            connect(settings.redis_url, retries=0, command_timeout_s=None),
+            max_bytes=settings.max_buffer_bytes,
+            idle_channel=self.keys.events_channel("none"),
+        )
+        self._models: tuple[float, dict[str, ModelCard]] | None = None
+        self._num_workers: dict[str, tuple[float, int]] = {}
+        self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._swept_s = 0.0
+
+    async def aclose(self) -> None:
+        await self._hints.aclose()
+        await self._client.aclose()
+
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Raises JobRefused."""
+        return await self._call(lambda: self._functions.submit(job, submission))
+
+    async def read(
+        self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
+    ) -> tuple[JobView, list[LogEntry]]:
+        """A job and a page of its log. Raises UnknownJob."""
+        found = await self._call(
+            lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
+        )
+        if found is None:
+            raise UnknownJob(job_id)
+        return found
+
+    async def log(self, job_id: str, tenant: str, *, up_to: int) -> AsyncIterator[LogEntry]:
+        """What the log holds now of the events 1 to `up_to`. Raises UnknownJob."""
+        number = 0
+        while number < up_to:
+            max_events = min(PAGE_EVENTS, up_to - number)
+            _, entries = await self.read(job_id, tenant, after=number, max_events=max_events)
+            if not entries:
+                return
+            for entry in entries:
+                yield entry
+            number = entries[-1].number
+
+    async def cancel(self, job_id: str, tenant: str) -> JobStatus:
+        """The status the job has now. Raises UnknownJob."""
+        status = await self._call(lambda: self._functions.cancel(job_id, tenant))
+        if status is None:
+            raise UnknownJob(job_id)
+        return status
+
+    async def events(
+        self, job_id: str, tenant: str, after: int = 0, after_hash: str | None = None
+    ) -> AsyncIterator[LogEntry | Idle | Reset]:
+        """Follows a job's log from event `after` to its End; Idle at least every poll.
+
+        Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
+        """
+        cursor = _Cursor(after, after_hash)
+        answered_s = time.monotonic()
+        async with self._hints.listen(self.keys.events_channel(job_id)) as mailbox:
+            while True:
+                try:
+                    page = await self._next_page(job_id, tenant, cursor)
+                except BrokerUnavailable:
+                    if time.monotonic() - answered_s > self._settings.outage_grace_s:
+                        raise
+                    yield Idle(None)
+                    await asyncio.sleep(self._settings.poll_s)
+                    continue
+                answered_s = time.monotonic()
+                for item in page.items:
+                    yield item
+                    if _is_end(item):
+                        return
+                if page.is_whole and page.view.is_terminal:
+                    return  # the caller has the end already
+                while page.is_whole:
+                    hints = await mailbox.take(self._settings.poll_s)
+                    if hints is None:
+                        yield Idle(page.view)
+                        await self.sweep()
+                        break
+                    for entry in cursor.next_of(hints):
+                        yield entry
+                        if _is_end(entry):
+                            return
+                    if cursor.misses_some_of(hints):
+                        break
+
+    async def _next_page(self, job_id: str, tenant: str, cursor: "_Cursor") -> "_Page":
+        view, entries = await self.read(
+            job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
+        )
+        if not cursor.agrees_with(view, entries):
+            cursor.reset()
+            return _Page(view, [Reset()], is_whole=False)
+        return _Page(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
+
+    async def models(self) -> dict[str, ModelCard]:
+        """The published models by name, at most a second old. Raises WireError."""
+        now_s = time.monotonic()
+        if self._models is None or now_s - self._models[0] > CATALOGUE_TTL_S:
+            cards = await self._call(self._catalogue.models)
+            self._models = (now_s, {card.name: card for card in cards})
+        return self._models[1]
+
+    async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
+        """A model's tokenizer; kept by its hash. Raises WireError, KeyError."""
+        sha256 = card.tokenizer_sha256
+        if sha256 not in self._tokenizers:
+            files = await self._call(lambda: self._catalogue.tokenizer(sha256))
+            self._tokenizers[sha256] = await asyncio.to_thread(ModelTokenizer, files)
+        self._tokenizers.move_to_end(sha256)
+        while len(self._tokenizers) > MAX_TOKENIZERS:
+            self._tokenizers.popitem(last=False)
+        return self._tokenizers[sha256]
+
+    async def num_live_workers(self, model: str) -> int:
+        """Live workers of a model; a figure above 0 may be a second old."""
+        now_s = time.monotonic()
+        asked_s, num_workers = self._num_workers.get(model, (0.0, 0))
+        if not num_workers or now_s - asked_s > CATALOGUE_TTL_S:
+            num_workers = await self._call(lambda: self._catalogue.num_live_workers(model))
+            self._num_workers[model] = (now_s, num_workers)
+        return num_workers
+
+    async def sweep(self) -> None:
+        """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s < SWEEP_EVERY_S:
+            return
+        self._swept_s = now_s
+        try:
+            await self._call(self._functions.sweep)
+        except BrokerUnavailable as exc:
+            log.info("no sweep: %s", exc)
+
+    async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        with self._breaker.guard():
+            if not self._has_library:
+                await self._load_library()
+            try:
+                return await function()
+            except BrokerUnavailable as exc:
+                if "function library" not in str(exc):
+                    raise
+            await self._load_library()
+            return await function()
+
+    async def _load_library(self) -> None:
+        try:
+            await ensure_library(self._client)
+        except NoPermissionError:
+            log.info("may not load functions: leaving that to whoever deploys")
+        self._has_library = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A job, what is new in its log, and whether that is all there is just now."""
+
+    view: JobView
+    items: Sequence[LogEntry | Reset]
+    is_whole: bool
+
+
+class _Cursor:
+    """Where a follower stands in a log: the last event it has, and the hash of the log there."""
+
+    def __init__(self, number: int, hash_: str | None) -> None:
+        self._number = number
+        self._hash = hash_
+        self._is_behind = False  # the log has lost events that the follower has
+
+    @property
+    def read_after(self) -> int:
+        """The last event is read again: a Redis that lost its end may have another one there."""
+        return self._number - 1 if self._number and self._hash else self._number
+
+    def agrees_with(self, view: JobView, entries: Sequence[LogEntry]) -> bool:
+        """Whether the log holds what the follower has, or may still come to hold it."""
+        if self._number == 0:
+            return True
+        self._is_behind = view.next_number <= self._number
+        if self._is_behind:
+            return self._hash is not None and not view.is_terminal
+        if self._hash is None:
+            return True
+        return bool(entries) and (entries[0].number, entries[0].hash) == (self._number, self._hash)
+
+    def next_of(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """Those that follow without a gap, which the follower then has."""
+        fresh: list[LogEntry] = []
+        for entry in entries:
+            if entry.number == self._number + 1 and not self._is_behind:
+                self._number, self._hash = entry.number, entry.hash
+                fresh.append(entry)
+        return fresh
+
+    def misses_some_of(self, hints: Sequence[LogEntry]) -> bool:
+        """Whether the log must be read before going on; no hints stand for a gap."""
+        return not hints or self._is_behind or hints[-1].number > self._number
+
+    def reset(self) -> None:
+        self._number, self._hash, self._is_behind = 0, None, False
+
+
+def _is_end(item: LogEntry | Reset) -> bool:
+    return isinstance(item, LogEntry) and isinstance(item.event, End)

@@ -1,0 +1,173 @@
+"""The one place where errors become HTTP, in OpenAI's error shape. Never with a stack or an input.
+
+ApiError is what the gateway raises on purpose; `to_api_error` translates what `contract` raises.
+"""
+
+import logging
+import random
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode, JobRefused
+from contract.events import End
+from contract.jobs import JobStatus
+
+log = logging.getLogger("batchway.gateway")
+
+# Every ErrorCode of the contract as an HTTP status; a meta-test keeps this complete.
+STATUS_BY_CODE: Mapping[ErrorCode, int] = {
+    ErrorCode.LANE_FULL: 429,
+    ErrorCode.NO_WORKERS: 503,
+    ErrorCode.IDEMPOTENCY_MISMATCH: 422,
+    ErrorCode.PROMPT_TOO_LONG: 400,
+    ErrorCode.BAD_PARAMETER: 400,
+    ErrorCode.ENGINE_ERROR: 500,
+    ErrorCode.RETRIES: 500,
+}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+# Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(BatchwayError):
+    """A refusal with everything that its HTTP answer says."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{status} {code}")  # not the message: it may quote the caller
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body()),
+            self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+class UnknownJob(BatchwayError):
+    """The tenant has no such job, or no longer: the two look the same."""
+
+
+def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, code, message, param=param)
+
+
+def invalid_value(param: str | None, message: str) -> ApiError:
+    """A field of the right name with a wrong type or value."""
+    return bad_request("invalid_value", message, param)
+
+
+def not_found(what: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(404, code, f"{what} does not exist, or is not yours", param=param)
+
+
+def _dropped(status: int, reason: str, message: str, retry_after_s: int | None) -> ApiError:
+    headers = {"x-dropped-reason": reason}
+    if retry_after_s is not None:
+        headers["retry-after"] = str(retry_after_s)
+    return ApiError(status, reason, message, headers=headers)
+
+
+def broker_unavailable() -> ApiError:
+    return _dropped(503, "broker_unavailable", "the queue does not answer", random.randint(1, 2))
+
+
+def no_workers(model: str) -> ApiError:
+    message = f"no worker of model {model!r} is alive; POST /v1/jobs would queue this"
+    return _dropped(503, ErrorCode.NO_WORKERS, message, random.randint(2, 5))
+
+
+def draining() -> ApiError:
+    return _dropped(503, "draining", "this gateway is shutting down", 1)
+
+
+def to_api_error(exc: BatchwayError) -> ApiError:
+    """What the contract's errors are on HTTP."""
+    match exc:
+        case ApiError():
+            return exc
+        case JobRefused(code=ErrorCode.LANE_FULL):
+            # When the lane will have room is unknown until drain rates are measured.
+            return _dropped(429, exc.code, exc.message, None)
+        case JobRefused():
+            return ApiError(STATUS_BY_CODE[exc.code], exc.code, exc.message)
+        case BrokerUnavailable():
+            return broker_unavailable()
+        case UnknownJob():
+            return not_found("this job", "job_not_found")
+    return internal_error()
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal_error", "an internal error; the request id finds it in the log")
+
+
+def failure_of(end: End) -> ApiError | None:
+    """How a job's end answers a synchronous call; None where it succeeded."""
+    match end.status:
+        case JobStatus.SUCCEEDED:
+            return None
+        case JobStatus.EXPIRED:
+            message = "the job did not end before its deadline"
+            return ApiError(504, "deadline_exceeded", message, headers=_NO_RETRY)
+        case JobStatus.CANCELLED:
+            return ApiError(409, "cancelled", "the job was cancelled", headers=_NO_RETRY)
+    code = ErrorCode(end.code) if end.code in set(ErrorCode) else ErrorCode.ENGINE_ERROR
+    status = STATUS_BY_CODE[code]
+    return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app, the framework's own included, take the one shape."""
+
+    async def on_batchway_error(_: Request, exc: Exception) -> Response:
+        assert isinstance(exc, BatchwayError)
+        error = to_api_error(exc)
+        if error.code == "internal_error":
+            log.error("unexpected %s", type(exc).__name__)
+        return error.response()
+
+    async def on_http_exception(_: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        code = _HTTP_CODES.get(exc.status_code, "bad_request")
+        return ApiError(exc.status_code, code, exc.detail, headers=exc.headers).response()
+
+    async def on_validation_error(_: Request, exc: Exception) -> Response:
+        assert isinstance(exc, RequestValidationError)
+        first = exc.errors()[0]
+        return invalid_value(str(first["loc"][-1]), str(first["msg"])).response()
+
+    app.add_exception_handler(BatchwayError, on_batchway_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -1,0 +1,61 @@
+"""A job as `/v1/jobs` shows it."""
+
+from typing import Any
+
+from contract.functions import JobView, Submitted
+from contract.jobs import Job, JobStatus
+from gateway.answers import usage
+
+_PUBLIC = {JobStatus.CLAIMED: "running", JobStatus.STREAMING: "running"}
+
+
+def public_status(status: JobStatus) -> str:
+    """`claimed` and `streaming` are one thing to a caller."""
+    return _PUBLIC.get(status, status.value)
+
+
+def events_url(job_id: str) -> str:
+    return f"/v1/jobs/{job_id}/events"
+
+
+def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[str, Any]:
+    """What a submission answers. `position` is the number of jobs ahead in its lane."""
+    is_waiting = submitted.is_new
+    return {
+        "id": submitted.job_id,
+        "object": "job",
+        "status": public_status(status),
+        "endpoint": job.endpoint,
+        "model": job.model,
+        "lane": job.lane,
+        "position": submitted.num_jobs_ahead if is_waiting else None,
+        "eta_s": None,
+        "events_url": events_url(submitted.job_id),
+    }
+
+
+def job_object(view: JobView) -> dict[str, Any]:
+    """The job without its result, which `GET /v1/jobs/{id}` adds."""
+    return {
+        "id": view.job.id,
+        "object": "job",
+        "status": public_status(view.status),
+        "endpoint": view.job.endpoint,
+        "model": view.job.model,
+        "lane": view.lane,
+        "attempt": view.attempt,
+        "usage": usage(view.num_prompt_tokens, view.num_output_tokens),
+        "timings": {
+            "queued_at": _seconds(view.created_ms),
+            "started_at": _seconds(view.claimed_ms),
+            "first_token_at": _seconds(view.first_token_ms),
+            "finished_at": _seconds(view.finished_ms),
+            "deadline_at": _seconds(view.deadline_ms),
+        },
+        "error": {"code": view.code, "message": view.message} if view.code else None,
+        "events_url": events_url(view.job.id),
+    }
+
+
+def _seconds(ms: int | None) -> float | None:
+    return None if ms is None else ms / 1000

@@ -1,0 +1,16 @@
+"""POST /v1/chat/completions."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from contract.jobs import Endpoint
+from gateway.auth import Tenant
+from gateway.calls import answer_call
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, tenant: Tenant) -> Response:
+    """Answers a conversation, whole or as a stream."""
+    return await answer_call(request, Endpoint.CHAT, tenant)

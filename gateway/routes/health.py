@@ -1,0 +1,36 @@
+"""GET /livez, /readyz: no key asked for, nothing told that is worth one."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from contract.errors import BrokerUnavailable
+from gateway.calls import gateway_of, json_response
+
+router = APIRouter()
+
+
+@router.get("/livez")
+async def livez() -> Response:
+    """200 while the process answers."""
+    return json_response({"status": "alive"})
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 where at least one model has a live worker; else 503 with what is missing."""
+    gateway = gateway_of(request)
+    if gateway.drain.has_begun:
+        return _not_ready("draining")
+    try:
+        models = await gateway.broker.models()
+        num_workers = {name: await gateway.broker.num_live_workers(name) for name in models}
+    except BrokerUnavailable:
+        return _not_ready("redis")
+    if not any(num_workers.values()):
+        return _not_ready("workers" if models else "models")
+    return json_response({"status": "ready", "workers": num_workers})
+
+
+def _not_ready(missing: str) -> Response:
+    body = {"status": "draining" if missing == "draining" else "unavailable", "missing": missing}
+    return json_response(body, status=503)

@@ -1,0 +1,115 @@
+"""POST /v1/jobs; GET /v1/jobs/{id}, …/events; POST …/cancel."""
+
+import re
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from contract.jobs import Endpoint, JobStatus
+from gateway import sse
+from gateway.admission import Terms
+from gateway.answers import Answer
+from gateway.auth import Tenant
+from gateway.bodies import read_object
+from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
+from gateway.errors import ApiError, UnknownJob, draining, invalid_value
+from gateway.job_objects import job_object
+from gateway.schemas import parse_call, parse_job
+from gateway.streams import job_stream
+
+router = APIRouter()
+
+_JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
+_EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
+
+
+@router.post("/v1/jobs")
+async def create_job(request: Request, tenant: Tenant) -> Response:
+    """Queues a call to be run whenever there is room; 202."""
+    gateway = gateway_of(request)
+    if gateway.drain.has_begun:
+        raise draining()
+    raw = await read_object(request)
+    asked = parse_job(raw)
+    endpoint = Endpoint(asked.endpoint)
+    terms = Terms(
+        tenant=tenant,
+        lane=asked.lane,
+        deadline_s=asked.deadline_s or gateway.settings.job_deadline_s,
+        retention_s=gateway.settings.job_retention_s,
+        idempotency_key=idempotency_key(request),
+        body_hash=body_hash("/v1/jobs", raw),
+    )
+    try:
+        body = parse_call(endpoint, asked.body)
+        return await submit_job(gateway, endpoint, body, terms, {})
+    except ApiError as exc:
+        if exc.param is not None:
+            exc.param = f"body.{exc.param}"
+        raise
+
+
+@router.get("/v1/jobs/{job_id}")
+async def get_job(job_id: str, request: Request, tenant: Tenant) -> Response:
+    """A job's state, with its result once it has ended."""
+    gateway = gateway_of(request)
+    await gateway.broker.sweep()
+    view, _ = await gateway.broker.read(_checked(job_id), tenant)
+    shown = job_object(view) | {"result": None}
+    if view.is_terminal and view.num_output_tokens:
+        answer = Answer(view.job, await gateway.tokenizer_for(view.job))
+        async for entry in gateway.broker.log(job_id, tenant, up_to=view.next_number - 1):
+            answer.add(entry)
+        shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
+    return json_response(shown)
+
+
+@router.get("/v1/jobs/{job_id}/events")
+async def stream_job(
+    job_id: str, request: Request, tenant: Tenant, starting_after: str | None = None
+) -> Response:
+    """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
+    gateway = gateway_of(request)
+    header = request.headers.get("last-event-id")
+    param = "starting_after" if header is None else "Last-Event-ID"
+    after, after_hash = _position(param, starting_after if header is None else header)
+    view, _ = await gateway.broker.read(_checked(job_id), tenant)
+    return sse.SseResponse(
+        job_stream(gateway, view, after, after_hash),
+        headers={"x-job-id": job_id},
+        stall_timeout_s=gateway.settings.stall_timeout_s,
+        on_gone=_nothing,
+    )
+
+
+@router.post("/v1/jobs/{job_id}/cancel")
+async def cancel_job(job_id: str, request: Request, tenant: Tenant) -> Response:
+    """Ends a job, waiting or running; 409 where it has ended otherwise."""
+    broker = gateway_of(request).broker
+    status = await broker.cancel(_checked(job_id), tenant)
+    if status is not JobStatus.CANCELLED:
+        message = f"the job has ended before: {status}"
+        headers = {"x-should-retry": "false"}
+        raise ApiError(409, "already_terminal", message, headers=headers)
+    view, _ = await broker.read(job_id, tenant)
+    return json_response(job_object(view))
+
+
+def _checked(job_id: str) -> str:
+    """What is no job id looks like a job that does not exist."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise UnknownJob(job_id[:64])
+    return job_id
+
+
+def _position(param: str, event_id: str | None) -> tuple[int, str | None]:
+    if not event_id:
+        return 0, None
+    match = _EVENT_ID.fullmatch(event_id.strip())
+    if match is None:
+        raise invalid_value(param, f"{param} must be an event's id: `12.89abcdef` or `12`")
+    return int(match[1]), match[2]
+
+
+async def _nothing() -> None:
+    """A job of its own goes on without readers."""

@@ -1,0 +1,39 @@
+"""GET /v1/models, /v1/models/{id}."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from contract.jobs import ModelCard
+from gateway.auth import Tenant
+from gateway.calls import gateway_of, json_response
+from gateway.errors import not_found
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request, _: Tenant) -> Response:
+    """Every model that a worker has published."""
+    cards = await gateway_of(request).broker.models()
+    return json_response({"object": "list", "data": [_shown(card) for card in cards.values()]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(model_id: str, request: Request, _: Tenant) -> Response:
+    """One model."""
+    card = (await gateway_of(request).broker.models()).get(model_id)
+    if card is None:
+        raise not_found("this model", "model_not_found", "model")
+    return json_response(_shown(card))
+
+
+def _shown(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "batchway",
+        "max_model_len": card.context_length,
+    }

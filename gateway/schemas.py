@@ -1,0 +1,223 @@
+"""The bodies that callers send, in OpenAI's shapes: types and ranges of every field.
+
+Leaves to admission what needs the model: vocabulary, context length, defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from contract.jobs import Endpoint
+from gateway.errors import ApiError, bad_request, invalid_value
+from gateway.unsupported import refuse_unsupported
+
+MAX_STOPS = 4
+MAX_STOP_BYTES = 64
+MAX_LOGIT_BIASES = 300
+MAX_CHOICES = 4
+MAX_TOP_LOGPROBS = 20
+MAX_DEADLINE_S = 7 * 86_400
+_INT64 = 2**63
+_MAX_NAME = 64
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", message)
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _refusal("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise _refusal(f"at most {MAX_STOPS} stop strings")
+    if not all(0 < len(stop.encode()) <= MAX_STOP_BYTES for stop in stops):
+        raise _refusal(f"each stop string has 1 to {MAX_STOP_BYTES} bytes")
+    return tuple(stops)
+
+
+def _content(value: Any) -> Any:
+    """A string as it is, text parts joined by line ends."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _refusal("must be a string or a non-empty list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or set(part) != {"type", "text"}:
+            raise _refusal('each part must be {"type": "text", "text": …}')
+        if not isinstance(part["text"], str):
+            raise _refusal("the text of a part must be a string")
+    return "\n".join(part["text"] for part in value)
+
+
+def _prompt(value: Any) -> Any:
+    """A string, or token ids as a tuple. A list of one prompt counts as that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise _refusal("several prompts in one call are not supported: send one call for each")
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return tuple(value)
+    raise _refusal("must be a string or a non-empty list of token ids")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted; there is none
+
+
+class _SamplingBody(_Strict):
+    """What both endpoints take. None always means the default."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES),
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    # Accepted and of no effect, so far.
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatBody(_SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(_SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class JobBody(_Strict):
+    """POST /v1/jobs; `body` is checked as the body of its endpoint."""
+
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+    lane: Literal["interactive", "standard", "batch"] | None = None
+    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+CallBody = ChatBody | CompletionBody
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def parse_call(endpoint: Endpoint, raw: Mapping[str, Any]) -> CallBody:
+    """A synchronous call's body. Raises ApiError."""
+    fields = refuse_unsupported(raw)
+    if endpoint is Endpoint.CHAT:
+        chat = _validate(ChatBody, fields)
+        _check_chat(chat)
+        body: CallBody = chat
+    else:
+        completion = _validate(CompletionBody, fields)
+        if completion.best_of not in (None, completion.n or 1):
+            raise bad_request("unsupported_parameter", "best_of must equal n", "best_of")
+        body = completion
+    if body.stream_options is not None and not body.stream:
+        raise invalid_value("stream_options", "stream_options is for calls with stream: true")
+    return body
+
+
+def parse_job(raw: Mapping[str, Any]) -> JobBody:
+    """Raises ApiError."""
+    if raw.get("callback") is not None:
+        raise bad_request("unsupported_parameter", "callbacks are not supported yet", "callback")
+    return _validate(JobBody, {name: raw[name] for name in raw if name != "callback"})
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise invalid_value("max_tokens", "max_tokens and max_completion_tokens differ: give one")
+
+
+def _validate(model: type[_M], fields: Mapping[str, Any]) -> _M:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as exc:
+        raise _translated(exc.errors(include_input=False, include_url=False)[0], fields) from None
+
+
+def _translated(error: ErrorDetails, fields: Mapping[str, Any]) -> ApiError:
+    param = _path(error["loc"], fields)
+    if error["type"] == "extra_forbidden":
+        return bad_request("unknown_parameter", f"unknown parameter: {param}", param)
+    if error["type"] == "missing":
+        missing = f"{param}.{error['loc'][-1]}" if param else str(error["loc"][-1])
+        return bad_request("missing_required_parameter", f"missing parameter: {missing}", missing)
+    return invalid_value(param, f"{param}: {error['msg']}")
+
+
+def _path(loc: Sequence[int | str], fields: Mapping[str, Any]) -> str:
+    """The error's place as the caller wrote it: pydantic also names the types it tried."""
+    node: Any = fields
+    path: list[str] = []
+    for part in loc:
+        if isinstance(node, Mapping) and part in node:
+            node = node[str(part)]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        else:
+            continue
+        path.append(str(part)[:_MAX_NAME])
+    return ".".join(path)

@@ -1,0 +1,79 @@
+"""What an operator may set of a gateway. Read once at the edge, frozen afterwards."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Every setting of a gateway; the environment variable is `variable(name)`.
+
+    Seconds, bytes and tokens, as the names say. Raises ValueError for values that cannot work.
+    """
+
+    redis_url: str = field(repr=False)
+    namespace: str = "default"
+    api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
+    allowed_hosts: tuple[str, ...] = ()  # (): loopback names without a key, any with one
+    sync_deadline_s: float = 120.0
+    job_deadline_s: float = 86_400.0
+    sync_retention_s: float = 600.0
+    job_retention_s: float = 86_400.0
+    max_body_bytes: int = 256 * 1024
+    body_timeout_s: float = 10.0
+    max_output_tokens: int = 32_768
+    default_output_tokens: int = 4_096
+    lane_bound_tokens: int = 0  # 0: no bound
+    heartbeat_s: float = 10.0
+    poll_s: float = 1.0
+    max_buffer_bytes: int = 256 * 1024
+    stall_timeout_s: float = 30.0
+    outage_grace_s: float = 30.0
+    drain_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and len(self.api_key) < 16:
+            raise ValueError("the API key must have at least 16 characters")
+        may_be_zero = {"lane_bound_tokens", "drain_s", "outage_grace_s"}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, int | float) and (
+                value < 0 or (value == 0 and spec.name not in may_be_zero)
+            ):
+                raise ValueError(f"{variable(spec.name)} must be positive, not {value}")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Self:
+        """Settings from environment variables; `overrides` win, for what a command line gave.
+
+        Raises ValueError that names the variable.
+        """
+        environ = os.environ if environ is None else environ
+        given: dict[str, object] = {}
+        for spec in fields(cls):
+            raw = environ.get(variable(spec.name), "")
+            if raw:
+                given[spec.name] = _parse(spec.name, raw, spec.default)
+        given |= overrides
+        if "redis_url" not in given:
+            raise ValueError("REDIS_URL is not set: a gateway needs to know its Redis")
+        return cls(**given)  # type: ignore[arg-type]
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return "REDIS_URL" if name == "redis_url" else f"BATCHWAY_{name.upper()}"
+
+
+def _parse(name: str, raw: str, default: object) -> object:
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in raw.split(",") if part.strip())
+    if not isinstance(default, int | float):
+        return raw
+    try:
+        return type(default)(raw)
+    except ValueError as exc:
+        kind = "an integer" if isinstance(default, int) else "a number"
+        raise ValueError(f"{variable(name)} must be {kind}, not {raw!r}") from exc

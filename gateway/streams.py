@@ -1,0 +1,145 @@
+"""A job's log as a caller's stream: of a synchronous call, or of the job itself (resumable)."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from contract.errors import BatchwayError
+from contract.events import End, LogEntry
+from contract.functions import JobView
+from contract.jobs import Job, JobStatus
+from gateway import sse
+from gateway.answers import Answer, Chunks
+from gateway.broker import Broker, Idle, Reset
+from gateway.drain import Drain
+from gateway.errors import ApiError, draining, failure_of, to_api_error
+from gateway.job_objects import job_object, public_status
+from gateway.settings import GatewaySettings
+from gateway.tokens import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What every route needs; one for each app."""
+
+    settings: GatewaySettings
+    broker: Broker
+    drain: Drain
+
+    async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
+        """The tokenizer where the job's answer needs one: token texts of logprobs."""
+        if job.params.logprobs is None:
+            return None
+        card = (await self.broker.models()).get(job.model)
+        return None if card is None else await self.broker.tokenizer(card)
+
+
+def _reset_error() -> ApiError:
+    message = "the queue lost the end of this answer after it was sent: start again"
+    return ApiError(500, "stream_reset", message)
+
+
+async def whole_answer(gateway: Gateway, job: Job) -> dict[str, object]:
+    """A synchronous call's answer, once the job has ended. Raises ApiError where it failed."""
+    answer = Answer(job, await gateway.tokenizer_for(job))
+    async for item in gateway.broker.events(job.id, job.tenant):
+        match item:
+            case LogEntry(event=End() as end):
+                failure = failure_of(end)
+                if failure is not None:
+                    raise failure
+                return answer.build(end.prompt_tokens, end.output_tokens)
+            case LogEntry():
+                answer.add(item)
+            case Reset():
+                answer.reset()
+        if gateway.drain.is_over:
+            raise draining()
+    raise AssertionError("a log that ends without an End")
+
+
+async def call_stream(
+    gateway: Gateway, job: Job, *, includes_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """A synchronous call's events. Raises BatchwayError before the first; later ones end in it."""
+    chunks = Chunks(job, await gateway.tokenizer_for(job), includes_usage=includes_usage)
+    heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
+    has_sent = False
+    try:
+        async for item in gateway.broker.events(job.id, job.tenant):
+            match item:
+                case LogEntry(event=End() as end):
+                    failure = failure_of(end)
+                    if failure is not None:
+                        raise failure
+                    if includes_usage:
+                        yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
+                    break
+                case LogEntry():
+                    yield _chunk_messages(chunks, item)
+                    has_sent = True
+                    heartbeat.touch()
+                case Reset() if has_sent:
+                    raise _reset_error()
+                case Idle() if heartbeat.is_due():
+                    yield sse.COMMENT
+                    has_sent = True
+            if gateway.drain.is_over:
+                raise draining()
+    except BatchwayError as exc:
+        if not has_sent:
+            raise
+        yield sse.message(to_api_error(exc).body())
+    yield sse.DONE
+
+
+async def job_stream(
+    gateway: Gateway, view: JobView, after: int, after_hash: str | None
+) -> AsyncGenerator[bytes, None]:
+    """The events of `GET /v1/jobs/{id}/events`, from event `after` on."""
+    job = view.job
+    chunks = Chunks(job, await gateway.tokenizer_for(job))
+    await _prime(gateway, chunks, job, after)
+    heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
+    last_id = f"{after}.{after_hash}" if after_hash else str(after)
+    yield _queued(view) if view.status is JobStatus.QUEUED else sse.COMMENT
+    async for item in gateway.broker.events(job.id, job.tenant, after, after_hash):
+        match item:
+            case LogEntry(event=End() as end):
+                ended, _ = await gateway.broker.read(job.id, job.tenant)
+                yield sse.message(job_object(ended), event=end.status, id_=item.sse_id)
+                break
+            case LogEntry():
+                yield _chunk_messages(chunks, item)
+                last_id = item.sse_id
+                heartbeat.touch()
+            case Reset():
+                chunks.reset()
+                yield sse.message({"from": 0}, event="stream_reset")
+            case Idle(view=read) if heartbeat.is_due():
+                is_queued = read is not None and public_status(read.status) == "queued"
+                yield _queued(view) if is_queued else sse.COMMENT
+        if gateway.drain.is_over:
+            yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
+            return
+    yield sse.DONE
+
+
+async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
+    """Text offsets of logprobs count from the first token."""
+    if job.params.logprobs is None:
+        return
+    async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
+        if not isinstance(entry.event, End):
+            chunks.of(entry)
+
+
+def _chunk_messages(chunks: Chunks, entry: LogEntry) -> bytes:
+    """The id stands on the last: who resumes there has them all."""
+    *heads, last = chunks.of(entry)
+    return b"".join(map(sse.message, heads)) + sse.message(last, id_=entry.sse_id)
+
+
+def _queued(view: JobView) -> bytes:
+    # The place in the queue is told at submission; the wire does not say it later.
+    data = {"id": view.job.id, "status": "queued", "position": None, "eta_s": None}
+    return sse.message(data, event="queued")

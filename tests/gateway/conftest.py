@@ -1,0 +1,77 @@
+"""A real gateway on a loopback port, and a worker that says what a test wants."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from gateway.server import bind, build_server
+from gateway.settings import GatewaySettings
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.fake_worker import FakeWorker, publish_model
+
+
+def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
+    """Settings with a test's patience."""
+    fields: dict[str, object] = {
+        "redis_url": redis_url,
+        "namespace": "test",
+        "poll_s": 0.05,
+        "heartbeat_s": 0.2,
+        "drain_s": 0.0,
+    }
+    return GatewaySettings(**(fields | overrides))  # type: ignore[arg-type]
+
+
+@contextmanager
+def running_gateway(settings: GatewaySettings) -> Iterator[str]:
+    """The base URL of a gateway that runs in a thread of its own."""
+    listener = bind(settings, "127.0.0.1", 0)
+    server = build_server(settings)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def gateway_url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    with running_gateway(make_settings(redis_server.url)) as url:
+        yield url
+
+
+@pytest.fixture
+async def idle_worker(
+    redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
+) -> FakeWorker:
+    """A live worker of a published model; a test drives it by hand."""
+    await publish_model(redis_client, keys)
+    worker = FakeWorker(functions)
+    await worker.beat()
+    return worker
+
+
+@pytest.fixture
+async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
+    """A worker that runs every job by its script."""
+    task = asyncio.create_task(idle_worker.serve())
+    yield idle_worker
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture
+async def http(gateway_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway_url, timeout=20) as client:
+        yield client

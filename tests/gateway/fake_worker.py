@@ -1,0 +1,150 @@
+"""The counterpart of the gateway over the real wire: claims jobs and says what a script says."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import redis.asyncio
+
+from contract.catalogue import Catalogue
+from contract.codec import encode_tokenizer
+from contract.events import ChoiceDelta, TokenLogprob, Tokens
+from contract.functions import Append, Claimed, Functions, Verdict
+from contract.jobs import FinishReason, Job, JobStatus, ModelCard, TokenizerFiles
+from contract.keys import Keys
+from tests.fakes import EOS_ID, VOCAB_SIZE, encode_text, hash_tokenizer
+
+MODEL = "hash"
+LANES = ("interactive", "standard", "batch")
+LEASE_S = 10.0
+CONTEXT_LENGTH = 512
+
+Script = Callable[[Job], Sequence[Tokens]]
+
+
+def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
+    """Every choice says the texts, an event for each; the last one ends the choice."""
+
+    def script(job: Job) -> list[Tokens]:
+        events, start = [], 0
+        for i, text in enumerate(texts):
+            token_ids = encode_text(text)
+            is_last = i == len(texts) - 1
+            deltas = [
+                ChoiceDelta(
+                    choice,
+                    start,
+                    token_ids,
+                    text,
+                    finish if is_last else None,
+                    _logprobs(job, token_ids),
+                )
+                for choice in range(job.params.n)
+            ]
+            start += len(token_ids)
+            events.append(Tokens(tuple(deltas)))
+        return events
+
+    return script
+
+
+def _logprobs(job: Job, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
+    num_top = job.params.logprobs
+    if num_top is None:
+        return None
+    top = [(token_id, -0.5 * rank) for rank, token_id in enumerate(range(65, 65 + num_top), 1)]
+    return tuple(TokenLogprob(token_id, -0.25, tuple(top)) for token_id in token_ids)
+
+
+async def publish_model(
+    client: redis.asyncio.Redis,
+    keys: Keys,
+    name: str = MODEL,
+    *,
+    files: TokenizerFiles | None = None,
+    context_length: int = CONTEXT_LENGTH,
+) -> ModelCard:
+    files = files or hash_tokenizer()
+    card = ModelCard(
+        name=name,
+        context_length=context_length,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
+        tokenizer_sha256=encode_tokenizer(files)[0],
+        created_s=1_700_000_000,
+    )
+    await Catalogue(client, keys).publish(card, files)
+    return card
+
+
+@dataclass
+class FakeWorker:
+    """Alive once it `beat`s. `serve` runs every job by the script; or drive it by hand."""
+
+    functions: Functions
+    model: str = MODEL
+    incarnation: str = "w1"
+    script: Script = field(default_factory=lambda: says("Hello", " wörld", "!"))
+    seen: list[Job] = field(default_factory=list)
+
+    async def beat(self, *held: Claimed) -> list[str]:
+        pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
+        return await self.functions.heartbeat(
+            self.incarnation, self.model, pairs, lease_s=LEASE_S, info="{}"
+        )
+
+    async def claim(self) -> Claimed:
+        """Waits for the next job."""
+        while True:
+            jobs = await self.functions.claim(
+                self.incarnation,
+                self.model,
+                LANES,
+                lease_s=LEASE_S,
+                max_jobs=1,
+                max_tokens=10**6,
+            )
+            if jobs:
+                self.seen.append(jobs[0].job)
+                return jobs[0]
+            await asyncio.sleep(0.002)
+
+    async def say(
+        self, claimed: Claimed, number: int, event: Tokens
+    ) -> tuple[Verdict | JobStatus, int]:
+        num_tokens = sum(len(delta.token_ids) for delta in event.deltas)
+        item = Append(claimed.job.id, claimed.epoch, number, event, num_tokens)
+        [verdict] = await self.functions.append(self.incarnation, [item], lease_s=LEASE_S)
+        return verdict
+
+    async def finish(
+        self, claimed: Claimed, number: int, code: str = "", message: str = ""
+    ) -> None:
+        fin = Append(
+            claimed.job.id,
+            claimed.epoch,
+            number,
+            fin=JobStatus.FAILED if code else JobStatus.SUCCEEDED,
+            code=code,
+            message=message,
+        )
+        await self.functions.append(self.incarnation, [fin], lease_s=LEASE_S)
+
+    async def run(self, claimed: Claimed, script: Script | None = None) -> None:
+        """One job from its first event to its end."""
+        events = (script or self.script)(claimed.job)
+        for number, event in enumerate(events, 1):
+            await self.say(claimed, number, event)
+        await self.finish(claimed, len(events) + 1)
+
+    async def serve(self) -> None:
+        while True:
+            await self.run(await self.claim())
+
+    async def wait_until_ended(self, claimed: Claimed) -> JobStatus:
+        """Waits until the job has been ended by someone else, as a beating worker learns it."""
+        while not await self.beat(claimed):
+            await asyncio.sleep(0.005)
+        found = await self.functions.read(claimed.job.id, claimed.job.tenant)
+        assert found is not None
+        return found[0].status
