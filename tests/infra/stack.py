@@ -1,4 +1,4 @@
-"""`batchway up` as a process, on the hash model, with all that it prints."""
+"""`batchway up` as a process, with all that it prints."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,23 +24,19 @@ MODEL = "m"
 class Stack:
     """A running `batchway up`. `temp_dir` is where it and its children put temporary files."""
 
-    def __init__(self, temp_dir: Path, model: HashModelOptions, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, temp_dir: Path, arguments: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
         self.temp_dir = temp_dir
         self.lines: list[str] = []
-        environ = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "PYTHONPATH")}
+        ours = ("REDIS_URL", "PYTHONPATH", "BATCHWAY_API_KEY")
+        inherited = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "infra", "up", "--port=0", "--engine-module"),
-                *("tests.hash_engine", "--model=hash", f"--served-model-name={MODEL}", *arguments),
-            ],
+            [sys.executable, "-m", "infra", "up", "--port=0", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environ
-            | {
-                "TMPDIR": str(temp_dir),
-                HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode(),
-            },
+            env={**inherited, "TMPDIR": str(temp_dir), **environ},
             text=True,
             start_new_session=True,
         )
@@ -111,9 +107,28 @@ class Stack:
 
 @contextlib.contextmanager
 def running_stack(*arguments: str, model: HashModelOptions | None = None) -> Iterator[Stack]:
-    """`batchway up` with more arguments; ended at exit at the latest."""
+    """`batchway up` on the hash model; ended at exit at the latest."""
+    options = msgspec.json.encode(model or HashModelOptions()).decode()
+    hash_model = (
+        "--engine-module=tests.hash_engine",
+        "--model=hash",
+        f"--served-model-name={MODEL}",
+    )
+    with _running([*hash_model, *arguments], {HASH_MODEL_VARIABLE: options}) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
+def running_demo_stack() -> Iterator[Stack]:
+    """`batchway up` as a newcomer starts it, on the demo model, with a small KV cache."""
+    with _running(["--kv-cache-gib=0.25"], {}) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
+def _running(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Stack]:
     temp_dir = Path(tempfile.mkdtemp(prefix="bw-", dir="/tmp"))  # short, for sockets
-    stack = Stack(temp_dir, model or HashModelOptions(), arguments)
+    stack = Stack(temp_dir, arguments, environ)
     try:
         yield stack
     finally:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra import cli, options
+from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
-
-COMMANDS = ("up", "gateway", "worker")
 
 
 def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -27,17 +26,6 @@ def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         text=True,
         timeout=60,
     )
-
-
-def command_options(command: str) -> list[argparse.Action]:
-    """All options of a command but `--help` and those for tests and children."""
-    [commands] = [a for a in cli.build_parser()._actions if a.dest == "command"]
-    assert isinstance(commands.choices, dict)
-    return [
-        action
-        for action in commands.choices[command]._actions
-        if action.dest != "help" and action.help != argparse.SUPPRESS
-    ]
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -1,0 +1,118 @@
+"""The shape of the code: who imports whom; files, functions and options keep their word."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.infra.command_line import COMMANDS, command_options
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("contract", "gateway", "workers", "infra")
+MAX_LINES = 300
+MAX_SCRIPT_LINES = 30
+WHY_LONG = "Over 300 lines:"  # begins the reason in the docstring of a longer file
+
+IMPORT_WITHOUT = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocker())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+LUA_FILES = sorted(p for p in ROOT.glob("contract/lua/*.lua") if not p.name.startswith("_"))
+SCRIPTS = sorted(p for p in [*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"] if p.is_file())
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted(ROOT.glob(f"{package}/**/*.py"))
+
+
+def test_nobody_imports_whom_it_may_not() -> None:
+    """The contracts of import-linter in pyproject.toml, each of which says its reason."""
+    program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "blocked"),
+    [
+        ("contract", ["torch", "transformers", "fastapi", "tokenizers", "numpy"]),
+        ("gateway", ["torch", "transformers", "numpy", "safetensors", "workers", "infra"]),
+        ("workers/engine", ["torch", "transformers", "redis", "tokenizers", "fastapi"]),
+        ("workers/strategies", ["torch", "transformers", "redis", "tokenizers", "fastapi"]),
+    ],
+)
+def test_a_package_imports_where_others_are_not_installed(package: str, blocked: list[str]) -> None:
+    """Every module of it, in a process where an import of the others fails."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in modules_of(package)
+    ]
+    program = IMPORT_WITHOUT.format(blocked=blocked, modules=names)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", LUA_FILES, ids=lambda path: path.name)
+def test_a_function_in_lua_says_what_goes_in_and_out(path: Path) -> None:
+    """Its header names keys, arguments and reply, before the first line of code."""
+    lines = path.read_text().splitlines()
+    header = []
+    for line in lines:
+        if not line.startswith("--"):
+            break
+        header.append(line)
+    assert header[0].startswith(f"-- {path.stem}: ")
+    for word in ("KEYS", "ARGV", "reply"):
+        assert any(line.startswith(f"-- {word} ") for line in header), f"no {word}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_are_short_or_say_why_not(package: str) -> None:
+    """A file over 300 lines states its reason in its docstring."""
+    for path in modules_of(package):
+        text = path.read_text()
+        if len(text.splitlines()) > MAX_LINES:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            assert WHY_LONG in docstring, (
+                f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
+            )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_says_what_it_is(package: str) -> None:
+    """A docstring at the top of each module that holds anything."""
+    for path in modules_of(package):
+        tree = ast.parse(path.read_text())
+        assert not tree.body or ast.get_docstring(tree), path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_short_and_strict(path: Path) -> None:
+    """At most 30 lines, executable, and they stop at the first failure."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_SCRIPT_LINES
+    assert "set -euo pipefail" in text
+    assert path.stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_documented(command: str) -> None:
+    """docs/configuration.md names each long option of the command line."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for option in command_options(command):
+        for name in option.option_strings:
+            assert f"`{name}" in page, f"{name} of `batchway {command}`"

@@ -1,0 +1,143 @@
+"""What the pages show is true: the README's code runs, and links lead somewhere.
+
+In README.md every block marked `bash` or `python` is run as it stands, in order, each in a process
+of its own, against one `batchway up` whose address replaces port 8000 of this machine. Other
+languages are never run. `<!-- not run: REASON -->` before a block leaves it out.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.infra.stack import running_demo_stack
+from tests.markdown import REASONS, Block, anchors, code_blocks, relative_links
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+ADDRESS = re.compile(r"http://(?:localhost|127\.0\.0\.1):8000")
+CURL_OPTIONS = "fail-with-body\nsilent\nshow-error\nmax-time = 100\n"
+
+SAMPLE = """
+# A page: with *marks*
+
+<!-- not run: installs -->
+```bash
+pip install x
+```
+
+A [link](docs/a.md#part), an [outside link](https://example.org), <img src="docs/a.png">.
+
+```text
+[no link](nowhere.md)
+```
+
+1. Indented:
+
+   ```python
+   if True:
+       print("http://localhost:8000")
+   ```
+"""
+
+
+def readme_blocks() -> list[Block]:
+    return code_blocks(README.read_text()) if README.exists() else []
+
+
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    """One `batchway up` on the demo model, as the README starts it."""
+    with running_demo_stack() as stack:
+        yield stack.url
+
+
+def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a block as a reader would, who replaces nothing but the port."""
+    (temp_dir / ".curlrc").write_text(CURL_OPTIONS)
+    text = ADDRESS.sub(url, block.text)
+    command = {
+        "bash": ["bash", "-euo", "pipefail", "-c", text],
+        "python": [sys.executable, "-c", text],
+    }[block.language]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PATH": path, "CURL_HOME": str(temp_dir)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, id=f"line-{b.line}") for b in readme_blocks() if b.is_runnable],
+)
+def test_a_block_of_the_readme_runs(block: Block, server_url: str, tmp_path: Path) -> None:
+    """As it stands, with exit status 0; an HTTP error fails it too."""
+    done = run_block(block, server_url, tmp_path)
+    assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_can_be_run() -> None:
+    """It shows code that works, and leaves out only what has a good reason."""
+    if not README.exists():
+        pytest.skip("README.md is not written yet")
+    blocks = readme_blocks()
+    assert any(block.is_runnable for block in blocks), "the README has no block that is run"
+    for block in blocks:
+        assert block.reason is None or block.reason in REASONS, f"line {block.line}"
+        assert block.language, f"line {block.line}: a block without a language"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every file, and every heading, that a page links to exists."""
+    for link in relative_links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text()), f"{page.name} links to {link}"
+
+
+def test_blocks_are_found_with_their_marks() -> None:
+    """Language, text without its indentation, and why it is not run."""
+    install, text, python = code_blocks(SAMPLE)
+    assert (install.language, install.reason, install.is_runnable) == ("bash", "installs", False)
+    assert not text.is_runnable
+    assert python.is_runnable
+    assert python.text == 'if True:\n    print("http://localhost:8000")\n'
+
+
+def test_links_and_anchors_are_found() -> None:
+    """Only those inside the repository, and none inside code."""
+    assert relative_links(SAMPLE) == ["docs/a.md#part", "docs/a.png"]
+    assert anchors(SAMPLE) == {"a-page-with-marks"}
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    """A failing command in the middle, a Python error, an HTTP error; and the port is replaced."""
+    url = "http://127.0.0.1:1"
+    for language, text in (("bash", "false\ntrue\n"), ("python", "1 / 0\n")):
+        assert run_block(Block(language, text, 1), url, tmp_path).returncode != 0
+    shown = run_block(Block("bash", "echo http://localhost:8000/v1\n", 1), url, tmp_path)
+    assert shown.stdout == f"{url}/v1\n"
+
+
+@pytest.mark.e2e
+def test_an_http_error_fails_a_block(server_url: str, tmp_path: Path) -> None:
+    """curl is told to, so that the README need not."""
+    found = Block("bash", "curl http://localhost:8000/v1/models\n", 1)
+    absent = Block("bash", "curl http://localhost:8000/v1/nothing\n", 1)
+    assert run_block(found, server_url, tmp_path).returncode == 0
+    assert run_block(absent, server_url, tmp_path).returncode != 0
