@@ -20,7 +20,9 @@ PROMPT_IDS = encode_text("user: Hi\nassistant: ")
 @pytest.fixture
 async def client(gateway_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     base_url = f"{gateway_url}/v1"
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=base_url, api_key="none", max_retries=0, timeout=20
+    ) as client:
         yield client
 
 
@@ -69,7 +71,9 @@ async def test_the_synchronous_client_works_as_well(worker: FakeWorker, gateway_
     """One client, both endpoints, streaming and not."""
 
     def talk() -> list[str | None]:
-        with openai.OpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=f"{gateway_url}/v1", api_key="none", max_retries=0, timeout=20
+        ) as client:
             whole = client.chat.completions.create(model=MODEL, messages=MESSAGES)
             stream = client.completions.create(model=MODEL, prompt="ab", stream=True)
             text = "".join(chunk.choices[0].text for chunk in stream)

@@ -1,0 +1,262 @@
+"""What a body may say: every refusal names its code and its parameter, and none echoes the body."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import hash_tokenizer
+from tests.gateway.fake_worker import CONTEXT_LENGTH, MODEL, FakeWorker, publish_model, says
+
+pytestmark = pytest.mark.anyio
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "Hi"}
+VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
+MISSING = "missing_required_parameter"
+
+BOTH: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": 3}, "model", VALUE),
+    ({"model": ""}, "model", VALUE),
+    ({"temperature": 2.1}, "temperature", VALUE),
+    ({"temperature": "1"}, "temperature", VALUE),
+    ({"temperature": True}, "temperature", VALUE),
+    ({"top_p": 0}, "top_p", VALUE),
+    ({"top_p": 1.01}, "top_p", VALUE),
+    ({"top_k": -2}, "top_k", VALUE),
+    ({"min_p": -0.1}, "min_p", VALUE),
+    ({"presence_penalty": 2.5}, "presence_penalty", VALUE),
+    ({"frequency_penalty": -2.5}, "frequency_penalty", VALUE),
+    ({"repetition_penalty": 0}, "repetition_penalty", VALUE),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", VALUE),
+    ({"logit_bias": {"x": 1}}, "logit_bias", VALUE),
+    ({"logit_bias": {"259": 1}}, "logit_bias", VALUE),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", VALUE),
+    ({"seed": 2**63}, "seed", VALUE),
+    ({"seed": 1.5}, "seed", VALUE),
+    ({"n": 5}, "n", VALUE),
+    ({"n": 0}, "n", VALUE),
+    ({"n": True}, "n", VALUE),
+    ({"stop": ["a"] * 5}, "stop", VALUE),
+    ({"stop": ""}, "stop", VALUE),
+    ({"stop": ["é" * 33]}, "stop", VALUE),
+    ({"stop": [1]}, "stop", VALUE),
+    ({"stop_token_ids": [259]}, "stop_token_ids", VALUE),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", VALUE),
+    ({"max_tokens": 0}, "max_tokens", VALUE),
+    ({"max_tokens": CONTEXT_LENGTH}, "max_tokens", VALUE),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens", VALUE),
+    ({"stream": "yes"}, "stream", VALUE),
+    ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", UNKNOWN),
+    ({"user": 7}, "user", VALUE),
+    ({"metadata": {"a": 1}}, "metadata.a", VALUE),
+    ({"service_tier": "scale"}, "service_tier", VALUE),
+    ({"return_token_ids": 1}, "return_token_ids", VALUE),
+    ({"store": True}, "store", UNSUPPORTED),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", UNSUPPORTED),
+    ({"guided_json": {}}, "guided_json", UNSUPPORTED),
+    ({"no_such_thing": 1}, "no_such_thing", UNKNOWN),
+]
+OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", VALUE),
+    ({"messages": "Hi"}, "messages", VALUE),
+    ({"messages": ["Hi"]}, "messages.0", VALUE),
+    ({"messages": [{"content": "Hi"}]}, "messages.0.role", MISSING),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", MISSING),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", VALUE),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", VALUE),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content", VALUE),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", VALUE),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", UNSUPPORTED),
+    ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages.0.x", UNKNOWN),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0.type",
+        UNSUPPORTED,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        "messages.0.content",
+        VALUE,
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "messages.0.tool_calls",
+        UNSUPPORTED,
+    ),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", VALUE),
+    ({"max_completion_tokens": CONTEXT_LENGTH}, "max_completion_tokens", VALUE),
+    ({"logprobs": 1}, "logprobs", VALUE),
+    ({"top_logprobs": 2}, "top_logprobs", VALUE),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
+    ({"prompt": "Hi"}, "prompt", UNKNOWN),
+    ({"tools": [{}]}, "tools", UNSUPPORTED),
+    ({"tool_choice": "auto"}, "tool_choice", UNSUPPORTED),
+    ({"functions": []}, "functions", UNSUPPORTED),
+    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
+    ({"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
+    ({"audio": {}}, "audio", UNSUPPORTED),
+]
+OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": 3}, "prompt", VALUE),
+    ({"prompt": ""}, "prompt", VALUE),
+    ({"prompt": []}, "prompt", VALUE),
+    ({"prompt": ["a", "b"]}, "prompt", VALUE),
+    ({"prompt": [1, "b"]}, "prompt", VALUE),
+    ({"prompt": [True]}, "prompt", VALUE),
+    ({"prompt": [259]}, "prompt", VALUE),
+    ({"prompt": [-1]}, "prompt", VALUE),
+    ({"logprobs": 21}, "logprobs", VALUE),
+    ({"logprobs": True}, "logprobs", VALUE),
+    ({"best_of": 2}, "best_of", UNSUPPORTED),
+    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"suffix": "x"}, "suffix", UNSUPPORTED),
+    ({"messages": []}, "messages", UNKNOWN),
+]
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"], error["code"]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BOTH + OF_CHAT)
+async def test_a_wrong_chat_names_its_parameter(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, fields: Any, param: str, code: str
+) -> None:
+    """400, the code and the path as the caller wrote it."""
+    answer = await http.post("/v1/chat/completions", json=CHAT | fields)
+    assert error_of(answer) == (400, param, code)
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BOTH + OF_COMPLETIONS)
+async def test_a_wrong_completion_names_its_parameter(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, fields: Any, param: str, code: str
+) -> None:
+    """400, the code and the path as the caller wrote it."""
+    answer = await http.post("/v1/completions", json=COMPLETION | fields)
+    assert error_of(answer) == (400, param, code)
+
+
+async def test_values_that_ask_for_nothing_are_accepted(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Clients send nulls and defaults; an earlier answer may be sent back as it came."""
+    nothing = dict.fromkeys(("tools", "stop", "seed", "temperature", "max_tokens", "logit_bias"))
+    message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    body = CHAT | nothing | {"messages": [*CHAT["messages"], message], "store": False}
+    body |= {"response_format": {"type": "text"}, "modalities": ["text"]}
+    assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_parameters_reach_the_job(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+    """What was asked is what the worker is told; the tier chooses the lane."""
+    worker.script = says("abc")
+    body = COMPLETION | {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_k": -1,
+        "seed": -1,
+        "stop": "x",
+        "logit_bias": {"65": -100},
+        "service_tier": "priority",
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    [job] = worker.seen
+    params = job.params
+    assert job.lane == "interactive"
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (7, 2, 0.0)
+    assert (params.top_k, params.seed, params.stop) == (0, 2**63 - 1, ("x",))
+    assert (params.logit_bias, params.ignore_eos, params.logprobs) == ({65: -100.0}, True, 2)
+
+
+async def test_defaults_follow_openai(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+    """A completion has 16 tokens, a chat the rest of the context."""
+    await http.post("/v1/completions", json=COMPLETION)
+    await http.post("/v1/chat/completions", json=CHAT)
+    completion, chat = worker.seen
+    assert completion.params.max_tokens == 16
+    assert chat.params.max_tokens == CONTEXT_LENGTH - len(chat.prompt_ids)
+    assert (completion.lane, chat.lane) == ("standard", "standard")
+
+
+async def test_a_prompt_over_the_context_says_both_lengths(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """The caller learns by how much to shorten."""
+    answer = await http.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 600})
+    assert error_of(answer) == (400, "prompt", "context_length_exceeded")
+    message = answer.json()["error"]["message"]
+    assert "600" in message
+    assert str(CONTEXT_LENGTH) in message
+
+
+async def test_a_model_without_a_template_has_no_chat(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: Any, keys: Any
+) -> None:
+    """400, not a made-up format."""
+    files = hash_tokenizer()
+    bare = type(files)(tokenizer_json=files.tokenizer_json, chat_template=None)
+    await publish_model(redis_client, keys, f"bare-{id(files)}", files=bare)
+    for _ in range(40):  # the catalogue may be a second old
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"model": f"bare-{id(files)}"})
+        if answer.status_code != 404:
+            break
+        await asyncio.sleep(0.05)
+    assert error_of(answer) == (400, "messages", VALUE)
+
+
+DEEP = json.dumps(COMPLETION)[:-1] + ', "metadata": ' + "[" * 40 + "]" * 40 + "}"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "hash", "prompt": "a", "temperature": NaN}',
+        b'{"model": "hash", "prompt": "a", "temperature": -Infinity}',
+        b'{"model": "hash", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "hash", "prompt": "a", "prompt": "b"}',
+        b'{"model": "hash", "prompt": "\\ud800"}',
+        b'{"model": "hash", "prompt": ' + b"1" * 5000 + b"}",
+        DEEP.encode(),
+        b"[" * 100_000,
+    ],
+)
+async def test_what_is_no_json_object_is_refused(http: httpx.AsyncClient, raw: bytes) -> None:
+    """One code for all of them, whatever the parser would have made of it."""
+    headers = {"content-type": "application/json"}
+    answer = await http.post("/v1/completions", content=raw, headers=headers)
+    assert error_of(answer) == (400, None, "invalid_json")
+
+
+async def test_a_form_is_refused(http: httpx.AsyncClient) -> None:
+    """Pages of other sites can post text/plain without asking; JSON they cannot."""
+    headers = {"content-type": "text/plain"}
+    answer = await http.post("/v1/completions", content=b"{}", headers=headers)
+    assert error_of(answer) == (415, None, "unsupported_media_type")
+
+
+async def test_an_unknown_model_is_not_found(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """404 with OpenAI's code."""
+    answer = await http.post("/v1/completions", json=COMPLETION | {"model": "none"})
+    assert error_of(answer) == (404, "model", "model_not_found")
+
+
+async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncClient) -> None:
+    """404 and 405 as OpenAI's error object."""
+    assert error_of(await http.get("/v1/nothing")) == (404, None, "not_found")
+    assert error_of(await http.get("/v1/completions")) == (405, None, "method_not_allowed")
