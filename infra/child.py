@@ -92,7 +92,8 @@ class Child:
     def kill(self) -> None:
         """SIGKILL to the process and its own children."""
         if self.is_running:
-            with contextlib.suppress(ProcessLookupError):
+            # macOS says "not permitted" of a group that has just ended.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -132,6 +132,7 @@ def _up(options: argparse.Namespace) -> int:
         redis_url=options.redis_url,
         data_dir=options.data_dir,
         listener=_bind(settings, options),
+        allowed_hosts=settings.allowed_hosts,
         num_workers=options.workers,
         served_model_name=opts.served_name(options),
         drain_s=options.drain_s,

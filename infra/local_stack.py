@@ -4,6 +4,7 @@ Knows processes and their order; what each of them does, its own command says.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -36,6 +37,7 @@ class StackOptions:
     redis_url: str | None  # None: a Redis of our own
     data_dir: Path | None
     listener: socket.socket  # bound and listening; the gateway takes over a copy
+    allowed_hosts: tuple[str, ...]  # names that the gateway answers to; (): its default
     num_workers: int
     served_model_name: str
     drain_s: float
@@ -65,7 +67,10 @@ class LocalStack:
                 for child in self._children():
                     group.create_task(keep_running(child, self._console))
                 group.create_task(self._say_when_ready())
-        except* PartLost as lost:
+        except ExceptionGroup as group_of_errors:
+            lost = group_of_errors.subgroup(PartLost)
+            if lost is None:
+                raise
             raise lost.exceptions[0] from None
 
     async def end(self) -> None:
@@ -162,10 +167,12 @@ class LocalStack:
         await until_ready(
             host,
             port,
+            self._options.allowed_hosts,
             lambda: self._console.line("batchway", "still waiting for a worker to be ready"),
         )
         model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
-        print(welcome(host, port, model, has_key=has_key), flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(welcome(host, port, model, has_key=has_key), flush=True)
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 5.0
@@ -20,23 +20,31 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def until_ready(host: str, port: int, remind: Callable[[], None]) -> None:
-    """Returns once /readyz answers 200; calls `remind` every half minute until then."""
+async def until_ready(
+    host: str, port: int, allowed_hosts: Sequence[str], remind: Callable[[], None]
+) -> None:
+    """Returns once /readyz answers 200; calls `remind` every half minute until then.
+
+    `allowed_hosts` are the names that the gateway answers to, where it was given any.
+    """
+    address = reachable_host(host)
+    is_allowed = not allowed_hosts or {"*", address} & set(allowed_hosts)
+    name = in_url(address if is_allowed else allowed_hosts[0])
     remind_at = time.monotonic() + _REMIND_EVERY_S
-    while await _readyz_status(reachable_host(host), port) != 200:
+    while await _readyz_status(address, port, name) != 200:
         if time.monotonic() >= remind_at:
             remind()
             remind_at += _REMIND_EVERY_S
         await asyncio.sleep(_POLL_S)
 
 
-async def _readyz_status(host: str, port: int) -> int | None:
+async def _readyz_status(address: str, port: int, name: str) -> int | None:
     """The status of one GET; None where there is no answer."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(address, port)
             try:
-                request = f"GET /readyz HTTP/1.1\r\nHost: {in_url(host)}:{port}\r\n"
+                request = f"GET /readyz HTTP/1.1\r\nHost: {name}:{port}\r\n"
                 writer.write(f"{request}Connection: close\r\n\r\n".encode())
                 status_line = await reader.readline()
             finally:

@@ -39,7 +39,11 @@ async def run_up(options: StackOptions) -> int:
     asked.listen()
     with lifeline() as fd:
         stack = LocalStack(options, console, fd)
-        status = await _serve(stack, asked, console)
+        try:
+            status = await _serve(stack, asked, console)
+        except BaseException:
+            await stack.kill()
+            raise
         ending = asyncio.create_task(stack.end())
         if await _first(ending, asked.to_die):
             console.line("batchway", "everything has ended")

@@ -106,7 +106,11 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(*arguments: str, model: HashModelOptions | None = None) -> Iterator[Stack]:
+def running_stack(
+    *arguments: str,
+    model: HashModelOptions | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Stack]:
     """`batchway up` on the hash model; ended at exit at the latest."""
     options = msgspec.json.encode(model or HashModelOptions()).decode()
     hash_model = (
@@ -114,7 +118,9 @@ def running_stack(*arguments: str, model: HashModelOptions | None = None) -> Ite
         "--model=hash",
         f"--served-model-name={MODEL}",
     )
-    with _running([*hash_model, *arguments], {HASH_MODEL_VARIABLE: options}) as stack:
+    with _running(
+        [*hash_model, *arguments], {HASH_MODEL_VARIABLE: options, **(environ or {})}
+    ) as stack:
         yield stack
 
 

@@ -42,6 +42,21 @@ def test_what_it_prints_can_be_copied() -> None:
         assert names == {"batchway", "gateway", "worker-1"}
 
 
+def test_a_key_is_asked_for_and_never_shown() -> None:
+    """The lines to copy name its variable; the gateway has it, the worker has not."""
+    key = "a-key-for-this-test"
+    environ = {"BATCHWAY_API_KEY": key, "BATCHWAY_ALLOWED_HOSTS": "api.example.com"}
+    with running_stack(environ=environ) as stack:
+        url = stack.url
+        assert "$BATCHWAY_API_KEY" in stack.wait_for("curl ")
+        headers = {"host": "api.example.com"}
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
+        headers["authorization"] = f"Bearer {key}"
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        assert stack.end() == 0
+        assert not any(key in line for line in stack.lines)
+
+
 def test_a_killed_parent_takes_its_children_along() -> None:
     """kill -9 leaves no gateway, no worker, no engine, no Redis, no folder."""
     with running_stack() as stack:
@@ -104,7 +119,9 @@ def test_a_model_that_cannot_be_served_ends_everything() -> None:
     with running_stack(model=HashModelOptions(refuses="the folder holds no model")) as stack:
         assert stack.wait() == 1
         stack.wait_for("the folder holds no model")
-        stack.wait_for("worker-1 cannot run (exit status 3)")
+        stack.wait_for("batchway | worker-1 cannot run (exit status 3)")
+        stack.wait_for("batchway | everything has ended")
+        assert not any("Traceback" in line for line in stack.lines)
         stack.assert_left_nothing([])
 
 
