@@ -1,6 +1,7 @@
 """`python -m models.training`: trains the demo model, measures it and writes its folder."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def main() -> int:
     """Returns 1 where a family stays below 95 %, so that a script can tell."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(seed=arguments.seed, num_steps=arguments.steps)
+    recipe = Recipe(seed=arguments.seed, num_steps=arguments.steps, max_minutes=arguments.minutes)
     if arguments.evaluate_only:
         model = checkpoint.load(arguments.output)
     else:
@@ -45,6 +46,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=demo_model_path(), help="the model's folder")
     parser.add_argument("--seed", type=int, default=Recipe().seed)
     parser.add_argument("--steps", type=int, default=Recipe().num_steps)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then at most")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     parser.add_argument("--exercises-per-family", type=int, default=300)
     parser.add_argument("--evaluate-only", action="store_true", help="measure what --output holds")

@@ -9,7 +9,7 @@ import torch
 from models.training.documents import Document, draw_document
 from models.training.tokenizer import PAD_ID
 
-_BUCKETS = (32, 48, 64, 96, 128, 192, 256, 384, 2048)
+_BUCKETS = (24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 2048)
 """Documents up to one of these lengths share a batch, so that little of it is padding."""
 
 _NOT_LEARNED = -100  # what cross_entropy leaves out
@@ -24,12 +24,16 @@ class Batch:
     positions: torch.Tensor
 
 
-def batches(seed: int, num_tokens: int, long_share: float) -> Iterator[Batch]:
+def batches(
+    seed: int, num_tokens: int, *, long_share: float = 0.0, max_document_tokens: int = 2048
+) -> Iterator[Batch]:
     """Endless batches of at most `num_tokens` tokens, or of one document that is longer."""
     rng = random.Random(seed)
     waiting: dict[int, list[Document]] = {length: [] for length in _BUCKETS}
     while True:
         document = draw_document(rng, long_share=long_share)
+        if len(document.token_ids) > max_document_tokens:
+            continue
         bucket = next(size for size in _BUCKETS if len(document.token_ids) <= size)
         documents = waiting[bucket]
         longest = max(len(d.token_ids) for d in (*documents, document))
