@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from contract.codec import decode_hint
 from contract.errors import WireError
 from contract.events import LogEntry
+from gateway.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
@@ -107,8 +108,7 @@ class Hints:
 
     async def aclose(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
             self._task = None
         await self._client.aclose()
 
@@ -127,8 +127,7 @@ class Hints:
                 log.warning("the subscription broke (%s); polling", type(exc).__name__)
             finally:
                 if sender is not None:
-                    sender.cancel()
-                    await asyncio.gather(sender, return_exceptions=True)
+                    await end(sender)
                 self._forget_subscriptions()
                 with suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from contract.errors import BatchwayError
 from gateway.errors import internal_error, to_api_error
+from gateway.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
@@ -85,9 +86,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             return working.result()
         raise ClientGone
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await end(working, watching)
 
 
 class SseResponse(Response):
