@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
-from workers.engine.model import Chunk, RowFailed, Sample
+from workers.engine.model import Chunk, Padding, RowFailed, Sample
 from workers.engine.sequence import Sequence
 
 # Ids below 256 are the bytes.
@@ -62,15 +62,22 @@ class HashModel:
         self.max_model_len = self.options.max_model_len
         self.num_steps = 0
         self.max_step_tokens = 0
+        self.num_padding_tokens = 0
         self._slots = np.full(self.num_blocks * self.block_size, _POISON, dtype=np.int64)
         self._seen_block_ids: weakref.WeakKeyDictionary[Sequence, list[int]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def run(self, chunks: Seq[Chunk]) -> list[Sample | RowFailed | None]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
+    ) -> list[Sample | RowFailed | None]:
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
+        assert all(0 <= pad.start < pad.start + pad.num_tokens for pad in padding)
+        assert all(pad.start + pad.num_tokens <= self.max_model_len for pad in padding)
         self.num_steps += 1
-        self.max_step_tokens = max(self.max_step_tokens, sum(c.num_tokens for c in chunks))
+        self.num_padding_tokens += sum(pad.num_tokens for pad in padding)
+        num_tokens = sum(c.num_tokens for c in chunks) + sum(p.num_tokens for p in padding)
+        self.max_step_tokens = max(self.max_step_tokens, num_tokens)
         self._poison_released(chunks)
         # All are written before any is read, as on a device: an alias overwrites its owner.
         for chunk in chunks:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from contract.jobs import FinishReason
+from workers.engine.batches import Batches
 from workers.engine.block_manager import BlockManager
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Model, RowFailed, Sample
@@ -17,7 +18,7 @@ from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.request import ErrorCode, Request, check_request
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import Strategy
+from workers.engine.strategy import Strategies, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class StepReport:
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
-    num_step_tokens: int = 0
+    num_step_tokens: int = 0  # of sequences
+    num_padding_tokens: int = 0  # computed beside them, for no one
     num_preemptions: int = 0
 
 
@@ -80,9 +82,9 @@ class Engine:
         self._limits = limits
         self._clock_s = clock_s
         self._blocks = BlockManager(model.num_blocks, model.block_size)
-        self._scheduler = Scheduler(
-            self._blocks, limits, strategy, policy or FirstComeFirstServed()
-        )
+        self._policy = policy or FirstComeFirstServed()
+        self._batches = Batches(Strategies(strategy), limits.max_num_seqs)
+        self._scheduler = Scheduler(self._blocks, limits, self._batches, self._policy)
         self._jobs: dict[str, _Job] = {}
         self._ended_early: list[Sequence] = []
         self._next_arrival = 0
@@ -91,6 +93,15 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
         return bool(self._jobs or self._ended_early)
+
+    def next_wake_s(self) -> float | None:
+        """When the next step has something to do, on the engine's clock: now, in the past, or
+        when a strategy's wait is over. None: not before something is added.
+        """
+        now_s = self._clock_s()
+        if self._ended_early or self._batches.num_let_in:
+            return now_s
+        return self._batches.wake_s(now_s)
 
     def add(self, request: Request) -> None:
         """Takes a job, each choice going on after its known output.
@@ -129,14 +140,19 @@ class Engine:
         """Runs one step. An exception of the model passes through: the engine is lost then."""
         report = StepReport(ended=self._ended_early)
         self._ended_early = []
-        plan = self._scheduler.plan(self._clock_s())
+        now_s = self._clock_s()
+        self._batches.let_in(lambda s: self._policy.key(s, now_s), now_s)
+        padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
+        plan = self._scheduler.plan(now_s, num_reserved=sum(pad.num_tokens for pad in padding))
         chunks = list(plan.chunks.values())
-        if chunks:
-            self._apply(chunks, self._model.run(chunks), report)
+        padding += self._batches.padding_beside(chunks, plan.num_tokens_left)
+        if chunks or padding:
+            self._apply(chunks, self._model.run(chunks, padding), report)
         report.num_running = self._scheduler.num_running
         report.num_waiting = self._scheduler.num_waiting
         report.num_free_blocks = self._blocks.num_free
         report.num_step_tokens = sum(chunk.num_tokens for chunk in chunks)
+        report.num_padding_tokens = sum(pad.num_tokens for pad in padding)
         report.num_preemptions = plan.num_preemptions
         return report
 
@@ -157,6 +173,7 @@ class Engine:
                 del job.sequences[sequence.choice]
                 continue
             self._scheduler.add(sequence)
+            self._batches.add(sequence)
             self._jobs[sequence.job_id] = job
 
     def _apply(
@@ -199,6 +216,7 @@ class Engine:
 
     def _remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._batches.remove(sequence)
         job = self._jobs[sequence.job_id]
         del job.sequences[sequence.choice]
         if not job.sequences:

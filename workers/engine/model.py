@@ -32,6 +32,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """Pad tokens of a padded batch: computed like a chunk, for no one.
+
+    Positions `start .. start + num_tokens - 1`, each of which attends to all up to itself. Their
+    KV goes where no sequence reads.
+    """
+
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The next token of a sequence; log probabilities where its parameters ask for them."""
 
@@ -62,8 +74,10 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def run(self, chunks: Seq[Chunk]) -> Seq[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Sample | RowFailed | None]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
+
+        Padding is computed in the same pass and changes nothing that a sequence reads.
 
         Each sequence has at most one chunk. The sample of a chunk depends on its own sequence
         alone (up to rounding), and its noise on (seed, choice, number of output tokens so far,

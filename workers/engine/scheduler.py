@@ -11,7 +11,7 @@ from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import Admission, Strategy
+from workers.engine.strategy import Door
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, limits: EngineLimits, strategy: Strategy, policy: Policy
+        self, blocks: BlockManager, limits: EngineLimits, door: Door, policy: Policy
     ) -> None:
         self.blocks = blocks
         self._limits = limits
-        self._strategy = strategy
+        self._door = door
         self._policy = policy
         # Sets in order of insertion: removal is constant-time, iteration deterministic.
         self._running: dict[Sequence, None] = {}
@@ -72,13 +72,14 @@ class Scheduler:
         self._running.pop(sequence, None)
         self._waiting.pop(sequence, None)
 
-    def plan(self, now_s: float) -> StepPlan:
+    def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
         """The next step: running sequences first, then waiting ones, each with what fits.
 
         Among the running, those that need one token go first, so that a long prompt never
         delays a stream; within that, and among the waiting, the policy's key decides.
+        `num_reserved` tokens of the budget are spoken for.
         """
-        plan = StepPlan(self._limits.max_num_batched_tokens)
+        plan = StepPlan(self._limits.max_num_batched_tokens - num_reserved)
         for sequence in sorted(
             self._running, key=lambda s: (s.num_pending > 1, self._policy.key(s, now_s))
         ):
@@ -123,20 +124,17 @@ class Scheduler:
         self._waiting[victim] = None
 
     def _admit(self, plan: StepPlan, now_s: float) -> None:
-        """Lets waiting sequences in, in the policy's order, up to the first that must wait.
+        """Admits whom the strategies have let in, in the policy's order, while there is room.
 
         No one passes a sequence that does not fit: otherwise a large one could wait for ever.
         """
         if not self._waiting or self.num_running >= self._limits.max_num_seqs:
             return
         num_committed = sum(self._num_blocks_known(s) for s in self._running)
-        ordered = sorted(self._waiting, key=lambda s: self._policy.key(s, now_s))
-        for num_admitted, candidate in enumerate(ordered):
+        let_in = filter(self._door.is_open, self._waiting)
+        for candidate in sorted(let_in, key=lambda s: self._policy.key(s, now_s)):
             num_committed += self._num_blocks_known(candidate)
-            admission = Admission(
-                now_s, self.num_running, num_admitted, self.num_waiting, plan.num_tokens_left
-            )
-            if not self._has_room(num_committed) or not self._strategy.admits(candidate, admission):
+            if plan.num_tokens_left == 0 or not self._has_room(num_committed):
                 return
             del self._waiting[candidate]
             self._running[candidate] = None

@@ -1,4 +1,6 @@
-"""One step's chunks as flat tensors: no padding, no batch dimension worth the name."""
+"""One step's chunks as flat tensors: no batch dimension worth the name, and no padding but that
+which the engine asks for.
+"""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.model import Chunk
+from workers.engine.model import Chunk, Padding
 from workers.model.attention.interface import Span
 
 
@@ -25,8 +27,17 @@ class Batch:
     spans: tuple[Span, ...]
 
 
-def build_batch(chunks: Seq[Chunk], block_size: int, device: torch.device) -> Batch:
-    """Lays the chunks one behind the other."""
+PAD_TOKEN_ID = 0  # any id will do: no one reads what comes of it
+
+
+def build_batch(
+    chunks: Seq[Chunk],
+    block_size: int,
+    device: torch.device,
+    padding: Seq[Padding] = (),
+    scratch_block_id: int = 0,
+) -> Batch:
+    """Lays the chunks one behind the other, and padding, whose KV goes to one block, behind all."""
     token_ids: list[int] = []
     positions: list[npt.NDArray[np.int64]] = []
     spans: list[Span] = []
@@ -38,9 +49,15 @@ def build_batch(chunks: Seq[Chunk], block_size: int, device: torch.device) -> Ba
         spans.append(Span(len(token_ids), chunk.num_tokens, chunk.start, slots))
         token_ids += chunk.sequence.token_ids[chunk.start : end]
         positions.append(np.arange(chunk.start, end, dtype=np.int64))
+    for pad in padding:
+        end = pad.start + pad.num_tokens
+        slots = scratch_block_id * block_size + np.arange(end, dtype=np.int64) % block_size
+        spans.append(Span(len(token_ids), pad.num_tokens, pad.start, slots))
+        token_ids += [PAD_TOKEN_ID] * pad.num_tokens
+        positions.append(np.arange(pad.start, end, dtype=np.int64))
     last_rows = [
         span.first + span.num_tokens - 1
-        for chunk, span in zip(chunks, spans, strict=True)
+        for chunk, span in zip(chunks, spans, strict=False)  # padding samples nothing
         if chunk.samples
     ]
     slot_mapping = np.concatenate([span.slots[span.start :] for span in spans])

@@ -28,7 +28,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """keys (num_blocks, block_size, kv_heads, k_dim), values (…, v_dim)."""
+    """keys (num_blocks + 1, block_size, kv_heads, k_dim), values (…, v_dim)."""
 
     keys: Tensor
     values: Tensor
@@ -45,7 +45,10 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of all layers, found by attention module."""
+    """The cache of all layers, found by attention module.
+
+    Beside the engine's blocks it has one that no sequence is ever given, for padding's KV.
+    """
 
     def __init__(
         self,
@@ -59,11 +62,18 @@ class KVCache:
         self.block_size = block_size
         self.layers: dict[nn.Module, LayerCache] = {}
         for module, shape in shapes.items():
-            dims = (num_blocks, block_size, shape.kv_heads)
+            dims = (num_blocks + 1, block_size, shape.kv_heads)
             # Uninitialised: on a CPU the system gives out pages when they are first written.
             keys = torch.empty(*dims, shape.k_dim, dtype=dtype, device=device)
             values = torch.empty(*dims, shape.v_dim, dtype=dtype, device=device)
+            # Pad tokens read scratch before they have filled it: let them find numbers there.
+            keys[num_blocks:].zero_()
+            values[num_blocks:].zero_()
             self.layers[module] = LayerCache(keys, values)
+
+    @property
+    def scratch_block_id(self) -> int:
+        return self.num_blocks
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.model import Chunk, RowFailed, Sample
+from workers.engine.model import Chunk, Padding, RowFailed, Sample
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch
 from workers.model.kv_cache import KVCache, PagedStep
@@ -56,19 +56,23 @@ class ModelRunner:
         return self._eos_token_ids
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk]) -> list[Sample | RowFailed | None]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
+    ) -> list[Sample | RowFailed | None]:
         """See Model.run."""
-        if not chunks:
+        if not chunks and not padding:
             return []
-        logits = self.logits(chunks)
+        logits = self.logits(chunks, padding)
         sampled = [chunk.sequence for chunk in chunks if chunk.samples]
         samples = iter(sample(logits, sampled))
         return [next(samples) if chunk.samples else None for chunk in chunks]
 
     @torch.inference_mode()
-    def logits(self, chunks: Seq[Chunk]) -> Tensor:
+    def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
         """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
-        batch = build_batch(chunks, self.block_size, self._device)
+        batch = build_batch(
+            chunks, self.block_size, self._device, padding, self.cache.scratch_block_id
+        )
         step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
         return self._forward(batch, step)
 

@@ -74,7 +74,8 @@ class Harness:
     def step(self) -> StepReport:
         report = self.engine.step()
         self.engine.audit()
-        assert report.num_step_tokens <= self.sizes.max_num_batched_tokens
+        num_tokens = report.num_step_tokens + report.num_padding_tokens
+        assert num_tokens <= self.sizes.max_num_batched_tokens
         assert report.num_running <= self.sizes.max_num_seqs
         self.num_preemptions += report.num_preemptions
         for output in report.outputs:
@@ -89,11 +90,18 @@ class Harness:
             self.reasons[sequence.job_id, sequence.choice] = sequence.finish_reason
         return report
 
-    def run(self, max_num_steps: int = 20_000) -> None:
+    def sleep(self) -> None:
+        """Moves the clock to where the next step has something to do."""
+        wake_s = self.engine.next_wake_s()
+        assert wake_s is not None, "work that nothing will ever wake"
+        self.now_s = max(self.now_s, wake_s)
+
+    def run(self, max_num_steps: int = 4_000) -> None:
         """Steps until nothing is left; asserts that this happens, and that no block is lost."""
         for _ in range(max_num_steps):
             if not self.engine.has_work:
                 break
+            self.sleep()
             self.step()
         assert not self.engine.has_work, "every sequence ends"
         assert self.engine.step().num_free_blocks == self.sizes.num_blocks

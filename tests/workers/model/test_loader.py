@@ -87,7 +87,7 @@ def test_a_tokenizer_without_a_template_is_fine(llama: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype: str) -> None:
-    """As many blocks as the bytes hold; keys and values of each layer in block shape."""
+    """As many blocks as the bytes hold and one for padding, each layer's in block shape."""
     loaded = load(saved_llama, dtype=dtype, kv_memory_bytes=200_000, block_size=8)
 
     cache = loaded.model.cache
@@ -95,11 +95,11 @@ def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype
     block_bytes = 8 * 2 * 2 * 2 * 16 * element_bytes  # tokens, layers, K and V, heads, size
     assert loaded.model.num_blocks == min(200_000 // block_bytes, 4 * 512 // 8)
     assert loaded.model.block_size == 8
-    assert cache.num_bytes == loaded.model.num_blocks * block_bytes
+    assert cache.num_bytes == (loaded.model.num_blocks + 1) * block_bytes
     assert len(cache.layers) == 2
     for layer in cache.layers.values():
         for tensor in (layer.keys, layer.values):
-            assert tensor.shape == (loaded.model.num_blocks, 8, 2, 16)
+            assert tensor.shape == (loaded.model.num_blocks + 1, 8, 2, 16)
             assert tensor.dtype == getattr(torch, dtype)
             assert tensor.device.type == "cpu"
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -17,13 +18,19 @@ from tests.workers.model.driver import (
     run_step,
     run_to_end,
 )
-from workers.engine.model import Chunk
+from workers.engine.model import Chunk, Padding
 from workers.messages import EngineOptions
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
+
+
+def changed_slots(now: Tensor, before: Tensor) -> set[int]:
+    """Slots whose bits differ: what was never written may be a NaN, which differs from itself."""
+    differs = now.view(torch.int32) != before.view(torch.int32)
+    return set(differs.flatten(1).any(-1).nonzero().flatten().tolist())
 
 
 def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFamily) -> None:
@@ -42,8 +49,7 @@ def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFa
         size = model.block_size
         expected |= {sequence.block_ids[p // size] * size + p % size for p in positions}
     for layer, old in zip(layers, before, strict=True):
-        changed = (layer.key_slots != old).flatten(1).any(-1).nonzero().flatten()
-        assert set(changed.tolist()) == expected
+        assert changed_slots(layer.key_slots, old) == expected
 
 
 def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) -> None:
@@ -53,6 +59,27 @@ def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) ->
 
     assert model.run([Chunk(sequence, 0, 12, samples=False)]) == [None]
     assert model.run([]) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
+def test_padding_is_computed_and_changes_nothing(family: str, load_family: LoadFamily) -> None:
+    """Pad rows and pad tails go through every layer into the scratch block, and nowhere else."""
+    model = load_family(family)[0].model
+    sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    chunks = [Chunk(s, 0, s.num_pending, samples=True) for s in sequences]
+    alone = model.logits(chunks)
+    layers = list(model.cache.layers.values())
+    before = [layer.key_slots.clone() for layer in layers]
+
+    padded = model.logits(chunks, [Padding(5, 15), Padding(40, 1)])
+    only_padding = model.run([], [Padding(0, 3)])
+
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
+    assert only_padding == []
+    for layer, old in zip(layers, before, strict=True):
+        changed_blocks = {slot // model.block_size for slot in changed_slots(layer.key_slots, old)}
+        assert changed_blocks == {model.cache.scratch_block_id}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -1,39 +1,47 @@
 """A strategy changes when a sequence runs, never what it yields."""
 
-from dataclasses import dataclass, field
-
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, all_sizes, job
 from tests.workers.engine.test_engine_properties import Workload, add_all, assert_oracle, workloads
-from workers.engine.sequence import Sequence
-from workers.engine.strategy import Admission, Strategy
+from workers.engine.strategy import Strategy
 from workers.strategies.continuous import ContinuousBatching
+from workers.strategies.dynamic import DynamicBatching
+from workers.strategies.static import StaticBatching
 
 
-@dataclass
-class BatchesOfTwo:
-    """Admits two at a time, and only into an empty engine: a second user of the seam."""
+def all_strategies() -> st.SearchStrategy[Strategy]:
+    static = st.builds(
+        StaticBatching,
+        batch_size=st.integers(1, 8),
+        max_wait_s=st.sampled_from((0.0, 0.5)),
+        drain_share=st.sampled_from((0.0, 0.3, 0.9)),
+        is_padded=st.booleans(),
+    )
+    dynamic = st.builds(
+        DynamicBatching,
+        batch_size=st.integers(1, 8),
+        window_s=st.sampled_from((0.0, 0.02)),
+        bucket_edges=st.sampled_from(((), (4,), (3, 10, 20))),
+        is_padded=st.booleans(),
+    )
+    return st.one_of(st.just(ContinuousBatching()), static, dynamic)
 
-    seen: list[Admission] = field(default_factory=list)
 
-    def admits(self, candidate: Sequence, admission: Admission) -> bool:
-        self.seen.append(admission)
-        return admission.num_running == admission.num_admitted < 2
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(workload=workloads, sizes=all_sizes(), strategy=all_strategies())
+def test_every_strategy_yields_the_same_tokens(
+    workload: Workload, sizes: Sizes, strategy: Strategy
+) -> None:
+    """Held against the oracle, for any workload, memory and parameters."""
+    harness = Harness(sizes, strategy)
+    requests = add_all(harness, workload)
 
+    harness.run()
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(workload=workloads, sizes=all_sizes())
-def test_every_strategy_yields_the_same_tokens(workload: Workload, sizes: Sizes) -> None:
-    """Held against the oracle, for any workload and memory."""
-    strategies: list[Strategy] = [ContinuousBatching(), BatchesOfTwo()]
-    for strategy in strategies:
-        harness = Harness(sizes, strategy)
-        requests = add_all(harness, workload)
-
-        harness.run()
-
-        assert_oracle(harness, requests)
+    assert_oracle(harness, requests)
 
 
 def test_a_sequence_joins_a_running_batch_in_the_next_step() -> None:
@@ -48,26 +56,7 @@ def test_a_sequence_joins_a_running_batch_in_the_next_step() -> None:
     assert {output.sequence.job_id for output in outputs} == {"first", "second"}
 
 
-def test_a_strategy_may_keep_sequences_out_until_a_batch_has_ended() -> None:
-    """The third job waits for the two before it, although there is room."""
-    harness = Harness(Sizes(), BatchesOfTwo())
-    for name in ("a", "b", "c"):
-        harness.add(job(name, ignore_eos=True, max_tokens=4))
-
-    reports = [harness.step() for _ in range(4)]
-
-    assert [report.num_waiting for report in reports] == [1, 1, 1, 1]
-    assert {output.sequence.job_id for output in harness.step().outputs} == {"c"}
-
-
-def test_a_strategy_is_told_what_the_step_has_left() -> None:
-    """Counts of the running, the admitted and the waiting, and tokens of the budget."""
-    strategy = BatchesOfTwo()
-    harness = Harness(Sizes(max_num_batched_tokens=10), strategy)
-    harness.now_s = 5.0
-    harness.add(job("a", prompt_ids=[1, 2, 3, 4]))
-    harness.add(job("b"))
-
-    harness.step()
-
-    assert strategy.seen == [Admission(5.0, 0, 0, 2, 10), Admission(5.0, 1, 1, 1, 6)]
+@pytest.mark.parametrize("strategy", [StaticBatching(max_wait_s=0.5), DynamicBatching()])
+def test_an_engine_with_nothing_to_wait_for_is_never_woken(strategy: Strategy) -> None:
+    """Only an addition can give it work."""
+    assert Harness(Sizes(), strategy).engine.next_wake_s() is None

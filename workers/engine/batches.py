@@ -1,0 +1,117 @@
+"""Keeps sequences in the lobby until their strategy lets them in, batch by batch.
+
+Knows who belongs to which batch, and what padded batches owe. Leaves to the scheduler when those
+who were let in get blocks and tokens: a sequence that is preempted stays in its batch.
+"""
+
+from collections.abc import Callable, Collection
+
+from workers.engine.model import Chunk, Padding
+from workers.engine.padding import PaddingDebt
+from workers.engine.policies import Key
+from workers.engine.sequence import Sequence
+from workers.engine.strategy import Batch, Lobby, Strategies, Strategy
+
+
+class Batches:
+    """The lobby and the open batches of every strategy. The scheduler's Door."""
+
+    def __init__(self, strategies: Strategies, max_num_rows: int) -> None:
+        """`max_num_rows` bounds the rows of all padded batches, those that have ended included."""
+        self.strategies = strategies
+        self.max_num_rows = max_num_rows
+        self._debt = PaddingDebt()
+        self._new: dict[Sequence, None] = {}
+        self._since_s: dict[Sequence, float] = {}
+        self._batch_of: dict[Sequence, Batch] = {}
+        self._open: dict[Strategy, dict[Batch, None]] = {}
+
+    @property
+    def num_let_in(self) -> int:
+        """Sequences that have been let in and have not ended."""
+        return len(self._batch_of)
+
+    def add(self, sequence: Sequence) -> None:
+        self._new[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended or was stopped; its batch ends with the last one."""
+        self._new.pop(sequence, None)
+        self._since_s.pop(sequence, None)
+        batch = self._batch_of.pop(sequence, None)
+        if batch is None:
+            return
+        del batch.sequences[sequence]
+        if not batch.sequences:
+            self._close(batch)
+
+    def is_open(self, sequence: Sequence) -> bool:
+        """Whether it was let in."""
+        return sequence in self._batch_of
+
+    def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> None:
+        """Opens the batches that the strategies form now; `key` is the order of the waiting."""
+        self._since_s |= dict.fromkeys(self._new, now_s)
+        self._new.clear()
+        for strategy, waiting in self._waiting().items():
+            waiting.sort(key=key)
+            while chosen := strategy.next_batch(self._lobby(strategy, waiting, now_s)):
+                if strategy.is_padded and not self._has_rows(len(chosen)):
+                    break
+                self._open_batch(strategy, chosen)
+                waiting = [s for s in waiting if s in self._since_s]
+
+    def wake_s(self, now_s: float) -> float | None:
+        """When a strategy will let in more, if no one comes and no one ends; None for never."""
+        if self._new:
+            return now_s
+        wakes_s = []
+        for strategy, waiting in self._waiting().items():
+            lobby = self._lobby(strategy, waiting, now_s)
+            wakes_s.append(now_s if strategy.next_batch(lobby) else strategy.wake_s(lobby))
+        return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
+
+    def padding_due(self, num_tokens: int) -> list[Padding]:
+        """What earlier steps had no tokens for, and so many pay for now."""
+        return self._debt.pay(num_tokens)
+
+    def padding_beside(self, chunks: Collection[Chunk], num_tokens: int) -> list[Padding]:
+        """What padded batches compute beside these chunks, as far as so many tokens pay for it."""
+        self._debt.owe_rows(self._padded(), chunks)
+        return self._debt.pay(num_tokens)
+
+    def _padded(self) -> list[Batch]:
+        return [
+            batch for strategy in self._open if strategy.is_padded for batch in self._open[strategy]
+        ]
+
+    def _waiting(self) -> dict[Strategy, list[Sequence]]:
+        waiting: dict[Strategy, list[Sequence]] = {}
+        for sequence in self._since_s:
+            waiting.setdefault(self.strategies.of(sequence), []).append(sequence)
+        return waiting
+
+    def _lobby(self, strategy: Strategy, waiting: list[Sequence], now_s: float) -> Lobby:
+        return Lobby(now_s, waiting, self._since_s, self._open.get(strategy, {}).keys())
+
+    def _has_rows(self, num_rows: int) -> bool:
+        """Whether so many rows fit beside those of the open padded batches; the first always do."""
+        num_held = sum(batch.num_rows for batch in self._padded())
+        return num_held == 0 or num_held + num_rows <= self.max_num_rows
+
+    def _open_batch(self, strategy: Strategy, chosen: list[Sequence]) -> None:
+        batch = Batch(dict.fromkeys(chosen), len(chosen))
+        self._open.setdefault(strategy, {})[batch] = None
+        for sequence in chosen:
+            del self._since_s[sequence]
+            self._batch_of[sequence] = batch
+        if strategy.is_padded:
+            self._debt.owe_prompts(batch)
+
+    def _close(self, batch: Batch) -> None:
+        for strategy, open_ in list(self._open.items()):
+            open_.pop(batch, None)
+            if not open_:
+                del self._open[strategy]
+        if not self._open:
+            self._debt.clear()
