@@ -319,6 +319,7 @@ class Supervisor:
                 "num_running": self._load.num_running,
                 "num_waiting": self._load.num_waiting,
                 "num_free_blocks": self._load.num_free_blocks,
+                "num_blocks": self._ready.num_blocks if self._ready else 0,
                 "step_s": round(self._load.step_s, 6),
             }
         )

@@ -125,9 +125,9 @@ def running_stack(
 
 
 @contextlib.contextmanager
-def running_demo_stack() -> Iterator[Stack]:
+def running_demo_stack(*arguments: str) -> Iterator[Stack]:
     """`batchway up` as a newcomer starts it, on the demo model, with a small KV cache."""
-    with _running(["--kv-cache-gib=0.25"], {}) as stack:
+    with _running(["--kv-cache-gib=0.25", *arguments], {}) as stack:
         yield stack
 
 
