@@ -7,7 +7,9 @@ leaves an engine behind.
 """
 
 import argparse
+import dataclasses
 import logging
+import math
 import select
 import signal
 import socket
@@ -22,9 +24,9 @@ import msgspec
 
 from contract.events import TokenLogprob
 from workers.engine.engine import Engine, Output, StepReport
-from workers.engine.limits import EngineLimits
 from workers.engine.model import LoadedModel, Model, ModelRefused
 from workers.engine.request import Request, RequestRefused
+from workers.engine_setup import limits_of, strategies_of
 from workers.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -34,6 +36,7 @@ from workers.messages import (
     LoadFailed,
     Loading,
     Ready,
+    Reconfigure,
     Shutdown,
     StartJob,
     StopChoice,
@@ -43,7 +46,6 @@ from workers.messages import (
     decoder_to_engine,
     encode_frame,
 )
-from workers.strategies.continuous import ContinuousBatching
 
 log = logging.getLogger("batchway.engine")
 
@@ -76,6 +78,8 @@ class Channel:
         self._socket = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLOUT)
+        self._poll_in = select.poll()
+        self._poll_in.register(sock, select.POLLIN)
         self._decoder = decoder_to_engine()
         self._received: list[ToEngine] = []
 
@@ -91,9 +95,13 @@ class Channel:
             except ConnectionError as exc:
                 raise PeerGone from exc
 
-    def receive(self, *, waits: bool) -> list[ToEngine]:
-        """What has come since the last call; `waits` for a message. Raises PeerGone."""
-        while waits and not self._received:
+    def receive(self, timeout_s: float | None) -> list[ToEngine]:
+        """What has come since the last call. Waits so long for a message, None for ever.
+
+        Raises PeerGone.
+        """
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        while not self._received and self._poll_in.poll(timeout_ms):
             self._read(flags=0)
         self._drain()
         messages, self._received = self._received, []
@@ -120,15 +128,18 @@ class Channel:
 class EngineLoop:
     """Commands in, a step, one frame out; idle, it waits on the socket."""
 
-    def __init__(self, channel: Channel, engine: Engine) -> None:
+    def __init__(
+        self, channel: Channel, engine: Engine, max_output_tokens: int | None = None
+    ) -> None:
         self._channel = channel
         self._engine = engine
+        self._max_output_tokens = max_output_tokens
 
     def run(self) -> None:
         """Returns on Shutdown. Raises PeerGone, or what a step raised."""
         while True:
             said: list[FromEngine] = []
-            for message in self._channel.receive(waits=not self._engine.has_work):
+            for message in self._channel.receive(self._rest_s()):
                 if isinstance(message, Shutdown):
                     return
                 said += self._obey(message)
@@ -137,7 +148,12 @@ class EngineLoop:
             said += _report_messages(report, time.monotonic() - start_s)
             self._channel.send(said)
 
-    def _obey(self, message: StartJob | StopJob | StopChoice) -> list[FromEngine]:
+    def _rest_s(self) -> float | None:
+        """How long there is nothing to do, unless a message comes; None: until one comes."""
+        wake_s = self._engine.next_wake_s()
+        return None if wake_s is None else max(0.0, wake_s - time.monotonic())
+
+    def _obey(self, message: StartJob | StopJob | StopChoice | Reconfigure) -> list[FromEngine]:
         match message:
             case StartJob():
                 return self._start(message)
@@ -145,11 +161,24 @@ class EngineLoop:
                 self._engine.stop_job(job_id, epoch)
             case StopChoice(job_id, epoch, choice):
                 self._engine.stop_choice(job_id, epoch, choice)
+            case Reconfigure(options):
+                self._reconfigure(options)
         return []
 
+    def _reconfigure(self, options: EngineOptions) -> None:
+        limits = limits_of(options, self._engine.limits.vocab_size)
+        self._engine.reconfigure(limits, strategies_of(options))
+        self._max_output_tokens = options.max_output_tokens
+        log.info("reconfigured batching=%s", options.batching_version)
+
     def _start(self, message: StartJob) -> list[FromEngine]:
+        request = Request(**msgspec.structs.asdict(message))
+        if self._max_output_tokens is not None:
+            max_tokens = min(request.params.max_tokens, self._max_output_tokens)
+            params = msgspec.structs.replace(request.params, max_tokens=max_tokens)
+            request = dataclasses.replace(request, params=params)
         try:
-            self._engine.add(Request(**msgspec.structs.asdict(message)))
+            self._engine.add(request)
         except RequestRefused as refusal:
             return [JobFailed(message.job_id, message.epoch, refusal.code, refusal.message)]
         return []
@@ -171,6 +200,7 @@ def _report_messages(report: StepReport, step_s: float) -> list[FromEngine]:
             report.num_free_blocks,
             report.num_step_tokens,
             step_s,
+            report.num_padding_tokens,
         ),
     ]
 
@@ -193,13 +223,7 @@ def _token_out(output: Output) -> TokenOut:
 
 def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engine:
     """The engine that the options describe, around a loaded model."""
-    limits = EngineLimits(
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_num_seqs=options.max_num_seqs,
-        vocab_size=vocab_size,
-        kv_high_water=options.kv_high_water,
-    )
-    return Engine(model, limits, ContinuousBatching())
+    return Engine(model, limits_of(options, vocab_size), strategies_of(options))
 
 
 def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
@@ -234,7 +258,7 @@ def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
     engine = build_engine(loaded.model, loaded.vocab_size, options)
     channel.send([_ready(loaded, options)])
     log.info("ready: num_blocks=%d block_size=%d", loaded.model.num_blocks, loaded.model.block_size)
-    EngineLoop(channel, engine).run()
+    EngineLoop(channel, engine, options.max_output_tokens).run()
     return ExitCode.OK
 
 

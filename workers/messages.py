@@ -11,6 +11,7 @@ import msgspec
 
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from workers.batching import LaneOptions, StrategyOptions
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +29,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048  # the token budget of a step
     kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
+    max_output_tokens: int | None = None  # of one choice, whatever its job asks for
+    strategy: StrategyOptions = StrategyOptions()
+    lanes: tuple[LaneOptions, ...] = ()
+    batching_version: str = ""  # of the file that these come from
     num_threads: int | None = None
 
 
@@ -62,11 +67,20 @@ class StopChoice(msgspec.Struct, frozen=True, array_like=True, tag="stop_choice"
     choice: int
 
 
+class Reconfigure(msgspec.Struct, frozen=True, array_like=True, tag="reconfigure"):
+    """Go on under these limits, lanes and strategies from the next step; no one loses a token.
+
+    What the model was loaded with (memory, lengths, types) stays as it is.
+    """
+
+    options: EngineOptions
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """End the engine process. So does the end of the stream."""
 
 
-ToEngine = StartJob | StopJob | StopChoice | Shutdown
+ToEngine = StartJob | StopJob | StopChoice | Reconfigure | Shutdown
 
 # --- engine process to supervisor -------------------------------------------------------------
 
@@ -133,6 +147,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_free_blocks: int
     num_step_tokens: int
     step_s: float
+    num_padding_tokens: int = 0  # computed beside the step's tokens, for no one
 
 
 FromEngine = Loading | LoadFailed | Ready | TokenOut | ChoiceEnded | JobFailed | EngineLoad

@@ -351,9 +351,9 @@ def test_both_ends_may_write_more_than_the_socket_holds() -> None:
             process.stdin.close()
 
             channel.send([Loading("x" * 2**22)])
-            received = channel.receive(waits=True)
+            received = channel.receive(timeout_s=None)
             while len(received) < len(big):
-                received += channel.receive(waits=True)
+                received += channel.receive(timeout_s=None)
             engine.close()
 
         assert received == big
@@ -369,7 +369,7 @@ def test_a_peer_that_goes_away_during_a_large_frame_is_noticed() -> None:
         with pytest.raises(PeerGone):
             channel.send([Loading("x" * 2**22)])
         with pytest.raises(PeerGone):
-            channel.receive(waits=True)
+            channel.receive(timeout_s=None)
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=40), num_messages=st.integers(0, 5))

@@ -74,7 +74,7 @@ class Engine:
         self,
         model: Model,
         limits: EngineLimits,
-        strategy: Strategy,
+        strategies: Strategy | Strategies,
         policy: Policy | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +83,7 @@ class Engine:
         self._clock_s = clock_s
         self._blocks = BlockManager(model.num_blocks, model.block_size)
         self._policy = policy or FirstComeFirstServed()
-        self._batches = Batches(Strategies(strategy), limits.max_num_seqs)
+        self._batches = Batches(_strategies(strategies), limits.max_num_seqs)
         self._scheduler = Scheduler(self._blocks, limits, self._batches, self._policy)
         self._jobs: dict[str, _Job] = {}
         self._ended_early: list[Sequence] = []
@@ -102,6 +102,17 @@ class Engine:
         if self._ended_early or self._batches.num_let_in:
             return now_s
         return self._batches.wake_s(now_s)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def reconfigure(self, limits: EngineLimits, strategies: Strategies) -> None:
+        """From the next step on. What runs goes on, beyond a limit that has become smaller too;
+        batches that are open stay open until they end.
+        """
+        self._limits = self._scheduler.limits = limits
+        self._batches.strategies, self._batches.max_num_rows = strategies, limits.max_num_seqs
 
     def add(self, request: Request) -> None:
         """Takes a job, each choice going on after its known output.
@@ -160,7 +171,6 @@ class Engine:
         """Asserts what must hold between steps; for tests and for hunting a leak."""
         running = self._scheduler.running
         self._blocks.audit(running)
-        assert len(running) <= self._limits.max_num_seqs
         num_sequences = sum(len(job.sequences) for job in self._jobs.values())
         assert num_sequences == self._scheduler.num_running + self._scheduler.num_waiting
 
@@ -225,3 +235,7 @@ class Engine:
     def _drop(self, job_id: str) -> None:
         for sequence in list(self._jobs[job_id].sequences.values()):
             self._remove(sequence)
+
+
+def _strategies(given: Strategy | Strategies) -> Strategies:
+    return given if isinstance(given, Strategies) else Strategies(given)

@@ -44,7 +44,7 @@ class Scheduler:
         self, blocks: BlockManager, limits: EngineLimits, door: Door, policy: Policy
     ) -> None:
         self.blocks = blocks
-        self._limits = limits
+        self.limits = limits
         self._door = door
         self._policy = policy
         # Sets in order of insertion: removal is constant-time, iteration deterministic.
@@ -79,7 +79,7 @@ class Scheduler:
         delays a stream; within that, and among the waiting, the policy's key decides.
         `num_reserved` tokens of the budget are spoken for.
         """
-        plan = StepPlan(self._limits.max_num_batched_tokens - num_reserved)
+        plan = StepPlan(self.limits.max_num_batched_tokens - num_reserved)
         for sequence in sorted(
             self._running, key=lambda s: (s.num_pending > 1, self._policy.key(s, now_s))
         ):
@@ -128,7 +128,7 @@ class Scheduler:
 
         No one passes a sequence that does not fit: otherwise a large one could wait for ever.
         """
-        if not self._waiting or self.num_running >= self._limits.max_num_seqs:
+        if not self._waiting or self.num_running >= self.limits.max_num_seqs:
             return
         num_committed = sum(self._num_blocks_known(s) for s in self._running)
         let_in = filter(self._door.is_open, self._waiting)
@@ -148,5 +148,5 @@ class Scheduler:
         """Whether one more may run when that fills so many blocks; the first always may."""
         if not self._running:
             return True
-        num_allowed = int(self._limits.kv_high_water * self.blocks.num_blocks)
-        return self.num_running < self._limits.max_num_seqs and num_committed_blocks <= num_allowed
+        num_allowed = int(self.limits.kv_high_water * self.blocks.num_blocks)
+        return self.num_running < self.limits.max_num_seqs and num_committed_blocks <= num_allowed

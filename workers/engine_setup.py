@@ -1,0 +1,50 @@
+"""From options to the engine's parts: limits and strategies. Pure; nothing is started here."""
+
+from workers.batching import DYNAMIC_WINDOW_S, STATIC_WAIT_S, StrategyOptions
+from workers.engine.limits import EngineLimits
+from workers.engine.strategy import Strategies, Strategy
+from workers.messages import EngineOptions
+from workers.strategies.continuous import ContinuousBatching
+from workers.strategies.dynamic import DynamicBatching
+from workers.strategies.static import StaticBatching
+
+
+def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
+    return EngineLimits(
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        vocab_size=vocab_size,
+        kv_high_water=options.kv_high_water,
+    )
+
+
+def strategies_of(options: EngineOptions) -> Strategies:
+    """The strategy of all lanes, and of those that name their own."""
+    by_lane = {
+        lane.name: _strategy(lane.strategy, options.max_num_seqs)
+        for lane in options.lanes
+        if lane.strategy is not None
+    }
+    return Strategies(_strategy(options.strategy, options.max_num_seqs), by_lane)
+
+
+def _strategy(options: StrategyOptions, max_num_seqs: int) -> Strategy:
+    """A batch is never larger than what may run: it would not fill up."""
+    batch_size = min(options.batch_size, max_num_seqs)
+    match options.name:
+        case "continuous":
+            return ContinuousBatching()
+        case "static":
+            return StaticBatching(
+                batch_size,
+                STATIC_WAIT_S if options.window_s is None else options.window_s,
+                options.drain_share,
+                options.padded,
+            )
+        case "dynamic":
+            return DynamicBatching(
+                batch_size,
+                DYNAMIC_WINDOW_S if options.window_s is None else options.window_s,
+                options.bucket_edges,
+                options.padded,
+            )
