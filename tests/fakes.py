@@ -54,6 +54,7 @@ class HashModel:
     """
 
     eos_token_ids = frozenset({EOS_ID})
+    shares_blocks = True
 
     def __init__(self, options: HashModelOptions | None = None) -> None:
         self.options = options or HashModelOptions()

@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     model_path: str
+    revision: str | None = None  # of a model of the Hub: a branch, tag or commit
     dtype: str = "auto"  # auto, float32, bfloat16 or float16
     device: str = "auto"  # auto, cpu or cuda
     kv_memory_bytes: int | None = None

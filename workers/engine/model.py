@@ -69,6 +69,14 @@ class Model(Protocol):
     def block_size(self) -> int: ...
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether the KV in a block serves every sequence that holds it, so that a prefix can be
+        shared and a block copied. False where a model keeps a state per sequence instead: its
+        blocks are counts alone.
+        """
+        ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property

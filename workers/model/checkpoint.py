@@ -11,22 +11,24 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from workers.engine.model import ModelRefused
 
+DEFAULT_REVISION = "main"
 # Where families keep the number of positions they were trained for.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def read_config(model_path: str) -> PretrainedConfig:
+def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
     """The configuration of a decoder that we can serve. Raises ModelRefused."""
     check_place(model_path)
-    raw = _read_raw_config(model_path)
+    raw = _read_raw_config(model_path, revision)
     if "auto_map" in raw:
         raise ModelRefused(
             f"{model_path} brings its own code (auto_map in config.json); "
             "batchway never runs code that comes with a model"
         )
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model_path, revision=revision, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ModelRefused(
             f"the configuration of {model_path} is none that this release of transformers "
@@ -52,35 +54,28 @@ def check_place(model_path: str) -> None:
         raise ModelRefused(f"there is no folder {model_path}")
 
 
-def _read_raw_config(model_path: str) -> dict[str, Any]:
+def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
     """config.json as it stands, before any class reads it."""
     try:
-        raw, _ = PretrainedConfig.get_config_dict(model_path)
+        raw, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
     except (OSError, ValueError) as exc:
         if Path(model_path).expanduser().is_dir():
             raise ModelRefused(f"config.json of {model_path} cannot be read as JSON") from exc
         raise ModelRefused(
-            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "
-            f"(unknown, private, or out of reach): {first_line(exc)}"
+            f"there is no folder {model_path}, and the Hugging Face Hub gives no such model or "
+            f"revision (unknown, private, or out of reach): {first_line(exc)}"
         ) from exc
     assert isinstance(raw, dict)
     return raw
 
 
 def _check_kind(model_path: str, config: PretrainedConfig) -> None:
-    """Refuses what is no decoder that attends to its own past in every layer."""
+    """Refuses what is no decoder."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise ModelRefused(f"{model_path} is an encoder-decoder; batchway serves decoders")
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
         raise ModelRefused(f"{model_path} attends to both sides; batchway serves causal decoders")
-    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ModelRefused(
-            f"{model_path} has layers of a kind that is not supported yet ({names}): "
-            "full and sliding-window attention are"
-        )
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -93,11 +88,14 @@ def context_length(config: PretrainedConfig) -> int | None:
     return None
 
 
-def eos_token_ids(model_path: str, config: PretrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(
+    model_path: str, config: PretrainedConfig, revision: str = DEFAULT_REVISION
+) -> tuple[int, ...]:
     """The tokens that end an answer, by the configuration and the generation configuration."""
     sources: list[Any] = [config.get_text_config().eos_token_id, config.eos_token_id]
     with suppress(OSError):  # the file is optional
-        sources.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+        generation = GenerationConfig.from_pretrained(model_path, revision=revision)
+        sources.append(generation.eos_token_id)
     found: set[int] = set()
     for value in sources:
         values = value if isinstance(value, list | tuple) else [value]

@@ -1,36 +1,39 @@
 """Turns a model folder or Hub name into a model that runs, or into one sentence why not.
 
 Safetensors only, never code that comes with a model. Leaves the checks of the configuration to
-`checkpoint` and those of the running model to `probe`.
+`checkpoint`, reading to `weights`, and the checks of the running model to `probe` and
+`sequential_probe`.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import PretrainedConfig
 
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
-from workers.model.attention.interface import ATTENTION_NAME, register_attention
+from workers.model.attention.interface import CannotShareBatch
 from workers.model.attention.packed import PackedAttention
-from workers.model.checkpoint import context_length, eos_token_ids, first_line, read_config
+from workers.model.checkpoint import (
+    DEFAULT_REVISION,
+    context_length,
+    eos_token_ids,
+    read_config,
+)
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
-from workers.model.probe import check_parity, own_attention, probe_layers
+from workers.model.probe import check_parity, probe_layers
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
+from workers.model.sequential import Continues, SequentialRunner
+from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
 from workers.model.tokenizer import read_tokenizer
+from workers.model.weights import load_decoder, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model"]
-
-log = logging.getLogger("batchway.model")
 
 DEFAULT_BLOCK_SIZE = 16
 # For models without a limit of their own, where the operator sets none.
@@ -43,46 +46,109 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """The model, and what gateways must know of it."""
 
-    model: ModelRunner
+    model: ModelRunner | SequentialRunner
     context_length: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A decoder on its device, and what the choice of a runner depends on."""
+
+    decoder: nn.Module
+    config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    options: EngineOptions
+    max_model_len: int  # the operator's limit, or the model's own
+    eos_token_ids: frozenset[int]
+
+    @property
+    def block_size(self) -> int:
+        return self.options.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
+    def kv_bytes(self) -> int:
+        num_bytes = self.options.kv_memory_bytes
+        return default_kv_bytes(self.device) if num_bytes is None else num_bytes
+
+    @property
+    def most_blocks(self) -> int:
+        """What all sequences together could ever fill."""
+        return self.options.max_num_seqs * -(-self.max_model_len // self.block_size)
+
+
 def load_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
     """Loads, checks and sizes a model. Raises ModelRefused with one sentence for the operator."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    path = options.model_path
-    config = read_config(path)
-    eos_ids = eos_token_ids(path, config)
-    tokenizer = read_tokenizer(path)
+    path, revision = options.model_path, options.revision or DEFAULT_REVISION
+    config = read_config(path, revision)
+    eos_ids = eos_token_ids(path, config, revision)
+    tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device, config)
     progress(f"loading {path} as {_name(dtype)} on {device}")
-    decoder = _load_decoder(path, config, dtype, device)
+    decoder = load_decoder(path, config, dtype, device, revision)
     max_model_len = _max_model_len(options, config)
     if num_fixed := fix_rope(decoder, max_model_len):
         progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
-    shapes = probe_layers(decoder, config, device)
-    cache = _build_cache(options, shapes, max_model_len, dtype, device)
-    max_model_len = _fit(options, max_model_len, cache.num_blocks * cache.block_size)
+    loaded = _Loaded(decoder, config, device, dtype, options, max_model_len, frozenset(eos_ids))
+    runner = _runner(loaded, progress)
+    vocab_size = int(config.get_text_config().vocab_size)
+    return LoadedModel(runner, runner.max_model_len, vocab_size, eos_ids, tokenizer)
+
+
+def _runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner | SequentialRunner:
+    """By the paged path where the model allows it, else one sequence at a time."""
+    try:
+        paged = _paged_runner(loaded)
+    except CannotShareBatch as reason:
+        use_own_attention(loaded.decoder)
+        runner = _sequential_runner(loaded)
+        progress(f"served one sequence at a time: {reason}; {runner.continues}")
+        return runner
+    progress(
+        f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
+        f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"
+    )
+    return paged
+
+
+def _paged_runner(loaded: _Loaded) -> ModelRunner:
+    """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
+    shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
+    cache = _build_cache(loaded, shapes)
     runner = ModelRunner(
-        decoder,
+        loaded.decoder,
         cache,
         PackedAttention(),
-        eos_token_ids=frozenset(eos_ids),
-        max_model_len=max_model_len,
-        device=device,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=_fit(loaded, cache.num_blocks),
+        device=loaded.device,
     )
-    check_parity(decoder, runner, config, device)
-    progress(
-        f"KV cache of {cache.num_blocks} blocks of {cache.block_size} tokens "
-        f"({cache.num_bytes / 2**20:.0f} MiB); up to {max_model_len} tokens a sequence"
+    check_parity(loaded.decoder, runner, loaded.config, loaded.device)
+    return runner
+
+
+def _sequential_runner(loaded: _Loaded) -> SequentialRunner:
+    """Raises ModelRefused."""
+    continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
+    shape = StateShape(0, 0)
+    if continues is not Continues.NEVER:
+        shape = measure_state(loaded.decoder, loaded.config, loaded.device)
+    num_blocks = _num_state_blocks(loaded, shape)
+    return SequentialRunner(
+        loaded.decoder,
+        continues,
+        num_blocks=num_blocks,
+        block_size=loaded.block_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=_fit(loaded, num_blocks),
+        device=loaded.device,
     )
-    vocab_size = int(config.get_text_config().vocab_size)
-    return LoadedModel(runner, max_model_len, vocab_size, eos_ids, tokenizer)
 
 
 def _device(name: str) -> torch.device:
@@ -111,44 +177,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load_decoder(
-    path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    register_attention()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        decoder, info = loaded
-        decoder.to(device)
-    except SafetensorError as exc:
-        raise ModelRefused(f"a weight file of {path} is damaged: {first_line(exc)}") from exc
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as exc:
-        if exc.args == (ATTENTION_NAME,):  # a table of the model's own attention classes
-            raise ModelRefused(own_attention(path)) from exc
-        raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
-    _check_weights(path, info)
-    frozen: nn.Module = decoder.eval().requires_grad_(False)
-    return frozen
-
-
-def _check_weights(path: str, info: Mapping[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers; we refuse it."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(kind) or ())):
-            raise ModelRefused(
-                f"the weights of {path} do not fit its configuration: "
-                f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"
-            )
-
-
 def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:
     """The operator's limit, or the model's own."""
     own = context_length(config)
@@ -161,35 +189,41 @@ def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:
     return options.max_model_len
 
 
-def _build_cache(
-    options: EngineOptions,
-    shapes: Mapping[nn.Module, LayerShape],
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
+def _build_cache(loaded: _Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
     """As many blocks as the memory holds, and no more than all sequences could ever fill."""
-    block_size = options.block_size or DEFAULT_BLOCK_SIZE
-    num_bytes = options.kv_memory_bytes
-    if num_bytes is None:
-        num_bytes = default_kv_bytes(device)
-    block_bytes = token_bytes(shapes, dtype) * block_size
-    most = options.max_num_seqs * -(-max_model_len // block_size)
-    num_blocks = min(num_bytes // block_bytes, most)
+    num_bytes, block_size = loaded.kv_bytes, loaded.block_size
+    block_bytes = token_bytes(shapes, loaded.dtype) * block_size
+    num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)
     needed = 2 * -(-16 // block_size)  # the two sequences of the probe
     if num_blocks < needed:
         raise ModelRefused(
             f"{num_bytes} bytes hold {num_blocks} blocks of KV of {block_bytes} bytes each; "
             f"at least {needed} are needed"
         )
-    return KVCache(shapes, num_blocks, block_size, dtype, device)
+    return KVCache(shapes, num_blocks, block_size, loaded.dtype, loaded.device)
 
 
-def _fit(options: EngineOptions, max_model_len: int, num_kv_tokens: int) -> int:
+def _num_state_blocks(loaded: _Loaded, shape: StateShape) -> int:
+    """Blocks to count with, so that the states of all sequences stay within the memory."""
+    max_num_seqs = loaded.options.max_num_seqs
+    num_bytes = loaded.kv_bytes - max_num_seqs * shape.sequence_bytes
+    block_bytes = max(1, shape.token_bytes * loaded.block_size)
+    if num_bytes < block_bytes:
+        raise ModelRefused(
+            f"{loaded.kv_bytes} bytes do not hold the states of max_num_seqs {max_num_seqs} "
+            f"sequences, {shape.sequence_bytes} bytes each; fewer sequences may"
+        )
+    if shape.token_bytes == 0:
+        return loaded.most_blocks
+    return min(num_bytes // block_bytes, loaded.most_blocks)
+
+
+def _fit(loaded: _Loaded, num_blocks: int) -> int:
     """What one sequence can have at most, alone in the cache."""
-    if options.max_model_len is not None and max_model_len > num_kv_tokens:
+    num_kv_tokens = num_blocks * loaded.block_size
+    if loaded.options.max_model_len is not None and loaded.max_model_len > num_kv_tokens:
         raise ModelRefused(
             f"the KV cache holds {num_kv_tokens} tokens, less than "
-            f"max_model_len {options.max_model_len}"
+            f"max_model_len {loaded.options.max_model_len}"
         )
-    return min(max_model_len, num_kv_tokens)
+    return min(loaded.max_model_len, num_kv_tokens)

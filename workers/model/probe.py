@@ -1,7 +1,7 @@
 """Looks at a loaded decoder before it serves: what its layers keep, and whether paging changes it.
 
 A model whose attention does not come through our function would attend across sequences without
-a word; one that hides a window in a mask would attend too far. Both are refused here.
+a word; one that hides a window in a mask would attend too far. Neither may share a batch.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,
     AttentionCall,
+    CannotShareBatch,
     StepNotHandedDown,
 )
 from workers.model.attention.reference import attend_dense, causal_mask
@@ -38,9 +39,10 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS = (11, 5)
 # Lowest cosine between logits of the paged and of transformers' own attention, around their mean.
-_LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
+LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
 
 
 class ProbeStep:
@@ -51,7 +53,7 @@ class ProbeStep:
         self.num_windows = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See AttentionStep.attend. Raises ModelRefused for what we cannot do."""
+        """See AttentionStep.attend. Raises CannotShareBatch for what we cannot do."""
         _check_call(call, is_again=call.module in self.shapes)
         num_tokens, kv_heads, k_dim = call.key.shape
         self.shapes[call.module] = LayerShape(kv_heads, k_dim, call.value.shape[-1])
@@ -62,10 +64,10 @@ class ProbeStep:
 
 
 def own_attention(name: str) -> str:
-    """The refusal of a model that computes attention outside transformers' interface."""
+    """What is said of a model that computes attention outside transformers' interface."""
     return (
-        f"{name} keeps its attention to itself (no call came through transformers' attention "
-        "interface), so its sequences cannot share a batch; it is not supported yet"
+        f"{name} keeps its attention to itself: no call came through transformers' attention "
+        "interface"
     )
 
 
@@ -76,20 +78,24 @@ def _check_call(call: AttentionCall, *, is_again: bool) -> None:
     }
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ModelRefused(f"{name} passes what our attention has no meaning for: {names}")
+        raise CannotShareBatch(f"{name} passes what our attention has no meaning for: {names}")
     if call.extra.get("is_causal") is False or call.query.shape[0] != call.key.shape[0]:
         raise ModelRefused(f"{name} attends to something other than its own past")
     if call.has_mask:
-        raise ModelRefused(f"{name} brings a mask of its own, which paged attention cannot follow")
+        raise CannotShareBatch(f"{name} brings a mask of its own")
     if is_again:
-        raise ModelRefused(f"{name} attends twice in one layer, which is not supported yet")
+        raise CannotShareBatch(f"{name} attends twice in one layer")
 
 
 @torch.inference_mode()
 def probe_layers(
     decoder: Any, config: PretrainedConfig, device: torch.device
 ) -> dict[nn.Module, LayerShape]:
-    """Runs a few tokens to learn what each attention layer keeps. Raises ModelRefused."""
+    """Runs a few tokens to learn what each attention layer keeps.
+
+    Raises CannotShareBatch, or ModelRefused for what is no decoder.
+    """
+    _check_layer_types(type(decoder).__name__, config.get_text_config())
     try:
         step = _run_probe(decoder, config, device)
     except StepNotHandedDown:
@@ -101,35 +107,44 @@ def probe_layers(
 
 def _run_probe(decoder: Any, config: PretrainedConfig, device: torch.device) -> ProbeStep:
     step = ProbeStep()
-    input_ids = _probe_ids(config, _PROBE_LENGTHS[0], device)
+    input_ids = probe_ids(config, _PROBE_LENGTHS[0], device)
     try:
         decoder(input_ids=input_ids, use_cache=False, **{STEP_KEYWORD: step})
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as exc:
         if not step.shapes:
-            raise ModelRefused(own_attention(type(decoder).__name__)) from exc
-        raise ModelRefused(
+            raise CannotShareBatch(own_attention(type(decoder).__name__)) from exc
+        raise CannotShareBatch(
             f"{type(decoder).__name__} does not run on plain tokens: {first_line(exc)}"
         ) from exc
     return step
 
 
+def _check_layer_types(name: str, text: Any) -> None:
+    unknown = set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        kinds = ", ".join(sorted(unknown))
+        raise CannotShareBatch(
+            f"{name} has layers of a kind that a paged batch has no place for ({kinds})"
+        )
+
+
 def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
     num_layers = int(text.num_hidden_layers)
     if not step.shapes:
-        raise ModelRefused(own_attention(name))
+        raise CannotShareBatch(own_attention(name))
     if len(step.shapes) != num_layers:
-        raise ModelRefused(
-            f"only {len(step.shapes)} of the {num_layers} layers of {name} attend through "
-            "transformers' attention interface; hybrid models are not supported yet"
+        raise CannotShareBatch(
+            f"{len(step.shapes)} of the {num_layers} layers of {name} attend through "
+            "transformers' attention interface"
         )
     layer_types = getattr(text, "layer_types", None)
     num_windows = num_layers if getattr(text, "sliding_window", None) else 0
     if layer_types:
         num_windows = sum(kind == "sliding_attention" for kind in layer_types)
     if step.num_windows < num_windows:
-        raise ModelRefused(
+        raise CannotShareBatch(
             f"{name} has {num_windows} layers with a sliding window but tells its attention of "
-            f"{step.num_windows}; it is not supported yet"
+            f"{step.num_windows}"
         )
 
 
@@ -137,28 +152,28 @@ def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
 def check_parity(
     decoder: Any, runner: ModelRunner, config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Refuses a model whose paged batch of two sequences differs from transformers' own way."""
-    prompts = [_probe_ids(config, n, device) for n in _PROBE_LENGTHS]
+    """Raises CannotShareBatch where a paged batch of two differs from transformers' own way."""
+    prompts = [probe_ids(config, n, device) for n in _PROBE_LENGTHS]
     paged = runner.logits(_probe_chunks(prompts, runner.block_size)).float()
     decoder.set_attn_implementation("eager")
     try:
         own = [decoder(input_ids=ids, use_cache=False).logits[0, -1].float() for ids in prompts]
     finally:
         decoder.set_attn_implementation(ATTENTION_NAME)
-    cosine = torch.cosine_similarity(_centred(paged), _centred(torch.stack(own)), dim=-1)
+    cosine = torch.cosine_similarity(centred(paged), centred(torch.stack(own)), dim=-1)
     lowest = float(cosine.min())
-    if not lowest >= _LOWEST_COSINE[decoder.dtype]:
-        raise ModelRefused(
+    if not lowest >= LOWEST_COSINE[decoder.dtype]:
+        raise CannotShareBatch(
             f"{type(decoder).__name__} gives other logits in a paged batch than by transformers' "
-            f"own attention (cosine {lowest:.4f}); it is refused rather than served wrongly"
+            f"own attention (cosine {lowest:.4f})"
         )
 
 
-def _centred(logits: Tensor) -> Tensor:
+def centred(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _probe_ids(config: PretrainedConfig, num_tokens: int, device: torch.device) -> Tensor:
+def probe_ids(config: PretrainedConfig, num_tokens: int, device: torch.device) -> Tensor:
     """(1, num_tokens) ids spread over the vocabulary."""
     vocab_size = int(config.get_text_config().vocab_size)
     ids = (torch.arange(num_tokens, device=device) * 7919 + num_tokens) % vocab_size

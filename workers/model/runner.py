@@ -48,6 +48,10 @@ class ModelRunner:
         return self.cache.block_size
 
     @property
+    def shares_blocks(self) -> bool:
+        return True
+
+    @property
     def max_model_len(self) -> int:
         return self._max_model_len
 

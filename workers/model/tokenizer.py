@@ -8,18 +8,20 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
-from workers.model.checkpoint import first_line
+from workers.model.checkpoint import DEFAULT_REVISION, first_line
 
 
-def read_tokenizer(model_path: str) -> TokenizerFiles:
+def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> TokenizerFiles:
     """The fast tokenizer and chat template beside the weights. Raises ModelRefused."""
-    if "auto_map" in get_tokenizer_config(model_path):
+    if "auto_map" in get_tokenizer_config(model_path, revision=revision):
         raise ModelRefused(
             f"the tokenizer of {model_path} brings its own code (auto_map in "
             "tokenizer_config.json); batchway never runs code that comes with a model"
         )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model_path, revision=revision, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as exc:
         raise ModelRefused(
             f"{model_path} has no tokenizer that can be loaded: {first_line(exc)}"

@@ -9,6 +9,21 @@ import torch
 from tests.tiny_models import save_tiny_model
 from workers.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
+from workers.model.runner import ModelRunner
+from workers.model.sequential import SequentialRunner
+
+
+def paged(loaded: LoadedModel) -> ModelRunner:
+    """The model, which must have come the paged way."""
+    assert isinstance(loaded.model, ModelRunner)
+    return loaded.model
+
+
+def sequential(loaded: LoadedModel) -> SequentialRunner:
+    """The model, which must have come the way of one sequence at a time."""
+    assert isinstance(loaded.model, SequentialRunner)
+    return loaded.model
+
 
 LoadFamily = Callable[[str], tuple[LoadedModel, Path]]
 

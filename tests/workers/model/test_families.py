@@ -1,6 +1,7 @@
 """Greedy tokens of every proven family against transformers' generate, batched and chunked."""
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from contract.jobs import SamplingParams
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.tiny_families import FAMILIES, PAGED, SEQUENTIAL, VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import (
     generate_greedily,
@@ -20,12 +21,10 @@ from tests.workers.model.driver import (
 from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
 from workers.engine.request import Request
-from workers.messages import EngineOptions
-from workers.model.loader import ModelRefused, load_model
+from workers.model.runner import ModelRunner
+from workers.model.sequential import SequentialRunner
 from workers.strategies.continuous import ContinuousBatching
 
-REFUSED = {"gptj", "gpt_neo", "falcon", "bloom", "mpt", "mamba"}
-SERVED = sorted(FAMILIES.keys() - REFUSED)
 PROMPT_LENGTHS = (1, 3, 16, 17, 33, 50)  # around blocks of 16 and windows of 12
 NUM_OUTPUT = 20
 # Two logits closer than this are a tie that rounding may break either way.
@@ -37,7 +36,9 @@ _expected: dict[str, tuple[Any, list[list[int]], list[list[int]]]] = {}
 def expected_outputs(family: str, folder: Path) -> tuple[Any, list[list[int]], list[list[int]]]:
     """transformers' own model, the prompts, and what it makes of them."""
     if family not in _expected:
-        decoder: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        # Falcon's ALiBi is another one by each of transformers' implementations.
+        attention = "eager" if family in PAGED else None
+        decoder: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
         prompts = make_prompts(PROMPT_LENGTHS, VOCAB_SIZE)
         outputs = [generate_greedily(decoder, prompt, NUM_OUTPUT) for prompt in prompts]
         _expected[family] = (decoder, prompts, outputs)
@@ -57,8 +58,10 @@ def assert_same(decoder: Any, prompt: list[int], expected: list[int], found: lis
     assert gap < NEAR_TIE, f"differs at output {first} by {gap} in the logits"
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize(
+    ("family", "chunk_tokens"),
+    [*product(PAGED, (1, 7, 64, 1000)), *product(SEQUENTIAL, (1, 7, 1000))],
+)
 def test_greedy_tokens_equal_those_of_generate(
     family: str, chunk_tokens: int, load_family: LoadFamily
 ) -> None:
@@ -73,7 +76,7 @@ def test_greedy_tokens_equal_those_of_generate(
         assert_same(decoder, prompt, expected, ids)
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> None:
     """Outputs vary within a prompt and between prompts; else the parity tests prove nothing."""
     _, folder = load_family(family)
@@ -109,22 +112,23 @@ def test_the_engine_yields_the_tokens_of_generate(
         assert_same(decoder, prompt, expected, found[f"job-{number}"])
 
 
-def test_the_page_on_models_names_the_families_that_these_tests_prove() -> None:
-    """docs/models.md, each in its own table."""
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    _, proven = page.split("## Families proven by the tests")
-    proven, refused = proven.split("## Refused")
-
-    assert set(re.findall(r"^\| `(\w+)` \|", proven, re.MULTILINE)) == set(SERVED)
-    assert all(f"`{family}`" in refused for family in REFUSED)
-
-
-@pytest.mark.parametrize("family", sorted(REFUSED))
-def test_families_that_keep_attention_or_state_to_themselves_are_refused(
-    family: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("families", "runner"), [(PAGED, ModelRunner), (SEQUENTIAL, SequentialRunner)]
+)
+def test_each_family_goes_its_way(
+    families: dict[str, Any], runner: type, load_family: LoadFamily
 ) -> None:
-    """One sentence at load, never a model that attends across sequences."""
-    folder = save_tiny_model(family, tmp_path)
+    """The paged way wherever it is open."""
+    for family in families:
+        assert isinstance(load_family(family)[0].model, runner), family
 
-    with pytest.raises(ModelRefused, match=r"not supported yet|keeps its attention to itself"):
-        load_model(EngineOptions(model_path=str(folder), device="cpu"), lambda text: None)
+
+def test_the_page_on_models_names_the_families_that_these_tests_prove() -> None:
+    """docs/models.md, each in the table of its way."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    _, proven = page.split("## Families served in one batch")
+    batched, proven = proven.split("## Families served one sequence at a time")
+    one_by_one, _ = proven.split("## Refused")
+
+    for section, families in ((batched, PAGED), (one_by_one, SEQUENTIAL)):
+        assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(families)

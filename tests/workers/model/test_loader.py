@@ -21,6 +21,7 @@ from tests.tiny_models import (
     save_tiny_model,
     save_tokenizer,
 )
+from tests.workers.model.conftest import paged, sequential
 from workers.messages import EngineOptions
 from workers.model.attention.interface import Span
 from workers.model.attention.reference import ReferenceAttention
@@ -90,7 +91,7 @@ def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype
     """As many blocks as the bytes hold and one for padding, each layer's in block shape."""
     loaded = load(saved_llama, dtype=dtype, kv_memory_bytes=200_000, block_size=8)
 
-    cache = loaded.model.cache
+    cache = paged(loaded).cache
     element_bytes = {"float32": 4}.get(dtype, 2)
     block_bytes = 8 * 2 * 2 * 2 * 16 * element_bytes  # tokens, layers, K and V, heads, size
     assert loaded.model.num_blocks == min(200_000 // block_bytes, 4 * 512 // 8)
@@ -199,21 +200,31 @@ def test_a_model_without_a_tokenizer_is_refused(llama: Path) -> None:
     assert "tokenizer" in refusal(llama)
 
 
+def test_a_model_that_attends_to_both_sides_is_refused(llama: Path) -> None:
+    edit_json(llama / "config.json", is_causal=False)
+
+    assert "causal" in refusal(llama)
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"is_causal": False}, "causal"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"sliding_window": 8}, "window"),
     ],
 )
-def test_attention_that_would_be_paged_wrongly_is_refused(
+def test_attention_that_would_be_paged_wrongly_is_not_paged(
     llama: Path, changes: dict[str, Any], word: str
 ) -> None:
-    """Both-sided, chunked, or with a window that the layers do not tell us of."""
+    """Chunked, or with a window that the layers do not tell us of; the reason is said."""
     edit_json(llama / "config.json", **changes)
+    said: list[str] = []
 
-    assert word in refusal(llama)
+    loaded = load_model(EngineOptions(model_path=str(llama), device="cpu"), said.append)
+
+    assert not sequential(loaded).shares_blocks
+    [line] = [line for line in said if line.startswith("served one sequence at a time: ")]
+    assert word in line
 
 
 def test_an_unknown_architecture_is_refused(llama: Path) -> None:
@@ -233,13 +244,16 @@ class _ForgetfulAttention(ReferenceAttention):
         )
 
 
-def test_a_model_that_paging_would_change_is_refused(
+def test_a_model_that_paging_would_change_is_not_paged(
     saved_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the cause: here it is a back end that reads the wrong slots."""
     monkeypatch.setattr("workers.model.loader.PackedAttention", _ForgetfulAttention)
+    said: list[str] = []
 
-    assert "other logits" in refusal(saved_llama)
+    load_model(EngineOptions(model_path=str(saved_llama), device="cpu"), said.append)
+
+    assert any("other logits in a paged batch" in line for line in said)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.workers.model.conftest import LoadFamily
+from tests.workers.model.conftest import LoadFamily, paged
 from tests.workers.model.driver import (
     allot_blocks,
     generate_greedily,
@@ -35,7 +35,7 @@ def changed_slots(now: Tensor, before: Tensor) -> set[int]:
 
 def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFamily) -> None:
     """Every other slot of the cache keeps what it held, bit for bit."""
-    model = load_family("llama")[0].model
+    model = paged(load_family("llama")[0])
     sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
     allot_blocks(sequences, model)
     run_step(model, sequences, chunk_tokens=7)
@@ -53,7 +53,7 @@ def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFa
 
 
 def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) -> None:
-    model = load_family("llama")[0].model
+    model = paged(load_family("llama")[0])
     [sequence] = [make_sequence(prompt) for prompt in make_prompts([20], VOCAB_SIZE)]
     allot_blocks([sequence], model)
 
@@ -64,7 +64,7 @@ def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) ->
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
 def test_padding_is_computed_and_changes_nothing(family: str, load_family: LoadFamily) -> None:
     """Pad rows and pad tails go through every layer into the scratch block, and nowhere else."""
-    model = load_family(family)[0].model
+    model = paged(load_family(family)[0])
     sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
     allot_blocks(sequences, model)
     chunks = [Chunk(s, 0, s.num_pending, samples=True) for s in sequences]
@@ -87,7 +87,7 @@ def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
     family: str, load_family: LoadFamily
 ) -> None:
     """Seeded sampling alone, in a batch, chunked, and resumed from the middle: the same tokens."""
-    model = load_family(family)[0].model
+    model = paged(load_family(family)[0])
     prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
     batch = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
     together = run_to_end(model, batch, 1000)
@@ -105,7 +105,7 @@ def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_the_reference_back_end_gives_the_same_logits(family: str, load_family: LoadFamily) -> None:
     """Prompts and decoding rows in one step, through the whole model."""
-    model = load_family(family)[0].model
+    model = paged(load_family(family)[0])
     sequences = [make_sequence(prompt) for prompt in make_prompts([30, 9, 17], VOCAB_SIZE)]
     allot_blocks(sequences, model)
     run_step(model, sequences[:2], chunk_tokens=1000)

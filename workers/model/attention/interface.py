@@ -22,7 +22,11 @@ ATTENTION_NAME = "batchway"
 STEP_KEYWORD = "batchway_step"
 
 
-class StepNotHandedDown(ModelRefused):
+class CannotShareBatch(ModelRefused):
+    """A decoder whose sequences cannot share a batch; it may still be run one by one."""
+
+
+class StepNotHandedDown(CannotShareBatch):
     """A layer calls its attention without the keyword arguments of the model's forward."""
 
 
@@ -115,7 +119,7 @@ def paged_attention_forward(
     if batchway_step is None:
         raise StepNotHandedDown(
             f"{type(module).__name__} is not handed the keyword arguments of its model's forward, "
-            "by which it would learn of its sequences; it is not supported yet"
+            "by which it would learn of its sequences"
         )
     assert dropout == 0.0, "the model is in training mode"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

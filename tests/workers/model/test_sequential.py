@@ -1,0 +1,160 @@
+"""Sequences that run one by one: what a state survives, when it is dropped, what it may take."""
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_families import SEQUENTIAL, VOCAB_SIZE
+from tests.tiny_models import make_model, save_tiny_model
+from tests.workers.model.conftest import LoadFamily, sequential
+from tests.workers.model.driver import make_prompts, make_sequence, run_step, run_to_end
+from workers.engine.model import Chunk
+from workers.messages import EngineOptions
+from workers.model.loader import ModelRefused, load_model
+from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
+from workers.model.sequential_probe import choose_continuation
+
+# One that goes on anywhere, one at single tokens only, one that never goes on.
+KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]
+# What these lose by going on is less than half precision rounds off.
+IMPRECISE = {"zamba2", "nemotron_h"}
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, **options: Any) -> SequentialRunner:
+    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4} | options
+    loaded = load_model(EngineOptions(model_path=str(folder), **arguments), lambda text: None)
+    return sequential(loaded)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(
+    family: str, load_family: LoadFamily
+) -> None:
+    """Its state is dropped at the next step, even where it has no chunk in it."""
+    model = sequential(load_family(family)[0])
+    prompts = make_prompts([20, 9], VOCAB_SIZE)
+    expected = run_to_end(model, [make_sequence(prompt) for prompt in prompts], 7)
+    sequences = [make_sequence(prompt) for prompt in prompts]
+    for _ in range(6):
+        run_step(model, sequences, 7)
+
+    sequences[0].num_computed = 0  # what the engine does to release it
+    run_step(model, sequences[1:], 7)
+    num_states = model.num_states
+    found = run_to_end(model, sequences, 7)
+
+    assert num_states == 1
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_any_other_count_than_the_states_is_computed_from_the_start(
+    family: str, load_family: LoadFamily
+) -> None:
+    """Rolled back by three tokens, and begun in the middle, as if a prefix were shared."""
+    model = sequential(load_family(family)[0])
+    [prompt] = make_prompts([20], VOCAB_SIZE)
+    [expected] = run_to_end(model, [make_sequence(prompt)], 7)
+    rolled_back, begun = make_sequence(prompt), make_sequence(prompt)
+    for _ in range(6):
+        run_step(model, [rolled_back], 7)
+    rolled_back.num_computed -= 3
+    begun.num_computed = 16
+
+    assert run_to_end(model, [rolled_back, begun], 7) == [expected, expected]
+
+
+def test_states_end_with_their_sequences(load_family: LoadFamily) -> None:
+    """The model holds no sequence that the engine has let go."""
+    model = sequential(load_family("qwen3_next")[0])
+    gc.collect()
+    before = model.num_states
+    sequences = [make_sequence(prompt) for prompt in make_prompts([5, 6], VOCAB_SIZE)]
+    run_step(model, sequences, 64)
+    assert model.num_states == before + 2
+
+    del sequences
+
+    assert model.num_states == before
+
+
+def test_chunks_that_cannot_be_continued_are_put_off(load_family: LoadFamily) -> None:
+    """Nothing is computed for them; the chunk that samples computes all."""
+    model = sequential(load_family("mamba")[0])
+    [prompt] = make_prompts([20], VOCAB_SIZE)
+    sequence, whole = make_sequence(prompt), make_sequence(prompt)
+
+    for start in (0, 7):
+        assert model.run([Chunk(sequence, start, 7, samples=False)]) == [None]
+        sequence.num_computed += 7
+    logits = model.logits([Chunk(sequence, 14, 6, samples=True)])
+
+    torch.testing.assert_close(logits, model.logits([Chunk(whole, 0, 20, samples=True)]))
+
+
+def test_the_page_says_how_each_family_goes_on(load_family: LoadFamily) -> None:
+    """The last column of the table in docs/models.md."""
+    words = {
+        Continues.ANYWHERE: "in chunks",
+        Continues.AT_TOKENS: "in one piece",
+        Continues.NEVER: "from the start",
+    }
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    _, table = page.split("## Families served one sequence at a time")
+    said = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z ]+) \|$", table, re.MULTILINE))
+
+    found = {family: words[sequential(load_family(family)[0]).continues] for family in SEQUENTIAL}
+
+    assert found == said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", sorted(SEQUENTIAL.keys() - IMPRECISE))
+def test_half_precision_never_goes_on_further_than_float32(
+    family: str, dtype: torch.dtype, load_family: LoadFamily
+) -> None:
+    """Rounding must not hide a state that is lost."""
+    order = list(Continues)
+    model = make_model(family)
+    exact = sequential(load_family(family)[0]).continues
+
+    found = choose_continuation(model.to(dtype), model.config, CPU)
+
+    assert order.index(found) >= order.index(exact)
+
+
+def test_a_state_counts_all_its_tensors() -> None:
+    """Keys and values by token; convolutions and matrices by sequence."""
+    ids = torch.arange(10)[None]
+    mamba = kept_state(make_model("mamba")(ids, use_cache=True))
+    bloom = kept_state(make_model("bloom")(ids, use_cache=True))
+
+    assert state_bytes(mamba) == 2 * (96 * 4 + 96 * 8) * 4  # layers, conv and scan, float32
+    assert state_bytes(bloom) == 2 * 2 * 10 * 64 * 4  # layers, keys and values, tokens
+
+
+def test_blocks_are_counted_so_that_all_states_fit(tmp_path: Path) -> None:
+    """Bytes per token from the blocks, bytes per sequence set aside for as many as may run."""
+    save_tiny_model("bloom", tmp_path / "bloom")
+    save_tiny_model("mamba", tmp_path / "mamba")
+
+    assert load(tmp_path / "bloom", kv_memory_bytes=2**20).num_blocks == 2**20 // (16 * 1024)
+    mamba = load(tmp_path / "mamba", max_model_len=100, kv_memory_bytes=2**20)
+    assert mamba.num_blocks == 4 * 7
+    with pytest.raises(ModelRefused, match="states of max_num_seqs 400"):
+        load(tmp_path / "mamba", max_num_seqs=400, kv_memory_bytes=2**20)
+
+
+def test_a_model_that_sees_what_follows_is_refused() -> None:
+    """No mode of going on can serve it: here a decoder that looks ahead by one token."""
+    model = make_model("bloom")
+    embed = model.transformer.word_embeddings
+    embed.register_forward_hook(lambda module, args, out: out + out.roll(-1, dims=1))
+
+    with pytest.raises(ModelRefused, match="tokens follow"):
+        choose_continuation(model, model.config, CPU)

@@ -1,0 +1,177 @@
+"""Runs a decoder that cannot share a batch: one sequence a forward, each with its own state.
+
+The state is whatever transformers keeps for the family: keys and values, convolutions, recurrent
+matrices. The engine's blocks are counts here, by which admission stays right. Where a state and
+the engine's own count of computed tokens differ, the sequence is computed from its start: a
+rollback, a preemption or a shared prefix costs time and never a wrong token.
+"""
+
+import inspect
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from workers.engine.model import Chunk, Padding, RowFailed, Sample
+from workers.engine.sequence import Sequence
+from workers.model.sampler import sample
+
+# The names that families give their state, as an argument and in the output of a forward.
+_STATE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+class Continues(StrEnum):
+    """Where a forward of a family may pick up the state of an earlier one."""
+
+    ANYWHERE = "prompts are computed in chunks"
+    AT_TOKENS = "each prompt is computed in one piece, with its last chunk"
+    NEVER = "each token is computed from the start of its sequence, which is slow"
+
+
+@dataclass(slots=True)
+class _State:
+    """What a sequence has left behind. `num_held` tokens are in `cache`; the engine counts
+    `num_counted` as computed, of which the last ones may still be put off.
+    """
+
+    cache: Any = None
+    num_held: int = 0
+    num_counted: int = 0
+
+
+class SequentialRunner:
+    """A Hugging Face decoder that computes each sequence alone. Implements the engine's Model."""
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        continues: Continues,
+        *,
+        num_blocks: int,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.continues = continues
+        self._decoder = decoder
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._device = device
+        self._argument_names = frozenset(inspect.signature(decoder.forward).parameters)
+        self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def shares_blocks(self) -> bool:
+        return False
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    @property
+    def num_states(self) -> int:
+        """Sequences that have a state now."""
+        return len(self._states)
+
+    @torch.inference_mode()
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
+    ) -> list[Sample | RowFailed | None]:
+        """See Model.run. Padding is not computed: one sequence makes no rectangle."""
+        logits = self.logits(chunks)
+        samples = iter(sample(logits, [c.sequence for c in chunks if c.samples]))
+        return [next(samples) if chunk.samples else None for chunk in chunks]
+
+    @torch.inference_mode()
+    def logits(self, chunks: Seq[Chunk]) -> Tensor:
+        """(num_samples, vocab_size) logits of the chunks that sample."""
+        self._forget_rolled_back()
+        rows = [row for chunk in chunks if (row := self._compute(chunk)) is not None]
+        return torch.stack(rows) if rows else torch.empty(0, 0, device=self._device)
+
+    def _forget_rolled_back(self) -> None:
+        """Drops the states of preempted sequences, also of those that have no chunk now."""
+        for sequence, state in list(self._states.items()):
+            if state.num_counted != sequence.num_computed:
+                del self._states[sequence]
+
+    def _compute(self, chunk: Chunk) -> Tensor | None:
+        """The last row of logits (vocab_size,), where the chunk samples."""
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        state = self._states.get(sequence, _State())
+        if state.num_counted != chunk.start:
+            state = _State()
+        self._states[sequence] = state
+        state.num_counted = end
+        if self.continues is not Continues.ANYWHERE and not chunk.samples:
+            return None  # put off until the chunk that samples
+        is_token = end - state.num_held == 1
+        if self.continues is Continues.AT_TOKENS and not is_token:
+            state.cache, state.num_held = None, 0
+        logits = self._forward(sequence.token_ids, state, end)
+        return logits[-1] if chunk.samples else None
+
+    def _forward(self, token_ids: list[int], state: _State, end: int) -> Tensor:
+        """Takes the state from `num_held` tokens to `end` -> (1, vocab_size) of the last one."""
+        start = state.num_held
+        arguments = self._arguments(state, start, end)
+        output = self._decoder(
+            input_ids=torch.tensor([token_ids[start:end]], device=self._device),
+            use_cache=self.continues is not Continues.NEVER,
+            **arguments,
+        )
+        if self.continues is not Continues.NEVER:
+            state.cache = kept_state(output)
+            state.num_held = end
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _arguments(self, state: _State, start: int, end: int) -> dict[str, Any]:
+        """Those of the family's arguments that say where it goes on and what is wanted."""
+        arguments: dict[str, Any] = {
+            "position_ids": torch.arange(start, end, device=self._device)[None],
+            "logits_to_keep": 1,
+        }
+        if state.cache is not None:
+            arguments |= dict.fromkeys(_STATE_NAMES, state.cache)
+        return {name: value for name, value in arguments.items() if name in self._argument_names}
+
+
+def kept_state(output: Any) -> Any:
+    """What a forward with `use_cache` hands on. Raises LookupError where it hands on nothing."""
+    for name in _STATE_NAMES:
+        if (state := output.get(name)) is not None:
+            return state
+    raise LookupError("the forward hands on no state")
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state: a cache object, or lists of tensors."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(state_bytes, state.values()))
+    if isinstance(state, list | tuple):
+        return sum(map(state_bytes, state))
+    if type(state).__module__.startswith("transformers."):
+        return state_bytes(vars(state))
+    return 0

@@ -1,0 +1,89 @@
+"""Reads a decoder's weights: safetensors only, all of them, never code that comes with a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_accelerate_available
+
+from workers.engine.model import ModelRefused
+from workers.model.attention.interface import ATTENTION_NAME, register_attention
+from workers.model.checkpoint import DEFAULT_REVISION, first_line
+
+
+class _OwnAttentionTable(Exception):
+    """The family looks its attention up in a table of its own, where ours is not."""
+
+
+def load_decoder(
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str = DEFAULT_REVISION,
+) -> nn.Module:
+    """The frozen decoder, with our attention where the family lets us. Raises ModelRefused."""
+    register_attention()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
+    try:
+        decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
+    except _OwnAttentionTable:
+        config._attn_implementation = None
+        decoder = _read(path, arguments)
+    frozen: nn.Module = decoder.to(device).eval().requires_grad_(False)
+    return frozen
+
+
+def use_own_attention(decoder: Any) -> None:
+    """Takes our attention back out, for transformers' own."""
+    if decoder.config._attn_implementation != ATTENTION_NAME:
+        return
+    name = "sdpa" if decoder._supports_sdpa else "eager"
+    if decoder._can_set_attn_implementation():
+        decoder.set_attn_implementation(name)
+    else:  # no attention of its looks there, but its masks may depend on it
+        decoder.config._attn_implementation = name
+
+
+def _placement(device: torch.device) -> dict[str, Any]:
+    """Straight to a GPU where accelerate is installed; transformers asks for it. Else the weights
+    pass through the CPU's memory.
+    """
+    if device.type == "cpu" or not is_accelerate_available():
+        return {}
+    return {"device_map": {"": device}}
+
+
+def _read(path: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **arguments,
+        )
+    except SafetensorError as exc:
+        raise ModelRefused(f"a weight file of {path} is damaged: {first_line(exc)}") from exc
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as exc:
+        if exc.args == (ATTENTION_NAME,):
+            raise _OwnAttentionTable from exc
+        raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
+    decoder, info = loaded
+    _check_weights(path, info)
+    return decoder
+
+
+def _check_weights(path: str, info: Mapping[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers; we refuse it."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, info.get(kind) or ())):
+            raise ModelRefused(
+                f"the weights of {path} do not fit its configuration: "
+                f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"
+            )
