@@ -110,6 +110,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_num_seqs: int
 
 
+class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
+    """The jobs of the step that comes now: sent before a step that computes for a job which the
+    step before did not. Whoever sees the process die then knows in whose company it died."""
+
+    job_ids: tuple[str, ...]
+
+
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
     """One new output token of one choice, at `position` among its output tokens."""
 
@@ -151,7 +158,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_padding_tokens: int = 0  # computed beside the step's tokens, for no one
 
 
-FromEngine = Loading | LoadFailed | Ready | TokenOut | ChoiceEnded | JobFailed | EngineLoad
+FromEngine = (
+    Loading | LoadFailed | Ready | Running | TokenOut | ChoiceEnded | JobFailed | EngineLoad
+)
 
 # --- frames -----------------------------------------------------------------------------------
 
