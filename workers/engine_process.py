@@ -24,9 +24,9 @@ import msgspec
 
 from contract.events import TokenLogprob
 from workers.engine.engine import Engine, Output, StepReport
-from workers.engine.model import LoadedModel, Model, ModelRefused
+from workers.engine.model import LoadedModel, ModelRefused
 from workers.engine.request import Request, RequestRefused
-from workers.engine_setup import limits_of, strategies_of
+from workers.engine_setup import build_engine, limits_of, strategies_of
 from workers.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -219,11 +219,6 @@ def _token_out(output: Output) -> TokenOut:
         output.finish_reason,
         logprob,
     )
-
-
-def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engine:
-    """The engine that the options describe, around a loaded model."""
-    return Engine(model, limits_of(options, vocab_size), strategies_of(options))
 
 
 def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:

@@ -1,12 +1,19 @@
-"""From options to the engine's parts: limits and strategies. Pure; nothing is started here."""
+"""From options to the engine and its parts. Nothing is started here."""
 
 from workers.batching import DYNAMIC_WINDOW_S, STATIC_WAIT_S, StrategyOptions
+from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
+from workers.engine.model import Model
 from workers.engine.strategy import Strategies, Strategy
 from workers.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
 from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching
+
+
+def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engine:
+    """The engine that the options describe, around a loaded model."""
+    return Engine(model, limits_of(options, vocab_size), strategies_of(options))
 
 
 def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:

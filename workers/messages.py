@@ -30,6 +30,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048  # the token budget of a step
     kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
+    prefill_share: float | None = None  # of the budget, for prompts while there are streams
+    prefix_caching: bool = True  # KV of equal beginnings is computed once for each tenant
     max_output_tokens: int | None = None  # of one choice, whatever its job asks for
     strategy: StrategyOptions = StrategyOptions()
     lanes: tuple[LaneOptions, ...] = ()

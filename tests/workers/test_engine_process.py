@@ -39,6 +39,7 @@ from workers.messages import (
 )
 
 TIMEOUT_S = 30.0
+OPTIONS = EngineOptions(model_path="hash", max_num_seqs=8)
 
 
 class EngineUnderTest:
@@ -98,9 +99,9 @@ def start_engine() -> Iterator[StartEngine]:
     """Starts engine processes around hash models and ends them after the test."""
     started: list[EngineUnderTest] = []
 
-    def start(**model_options: object) -> EngineUnderTest:
+    def start(options: EngineOptions = OPTIONS, **model_options: object) -> EngineUnderTest:
         model = msgspec.convert(model_options, HashModelOptions)
-        started.append(EngineUnderTest(model, EngineOptions(model_path="hash", max_num_seqs=8)))
+        started.append(EngineUnderTest(model, options))
         return started[-1]
 
     yield start

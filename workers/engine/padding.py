@@ -18,8 +18,8 @@ from workers.engine.strategy import Batch
 class PaddingDebt:
     """Pad tokens that are due. They come out of the same budget, and before anything else.
 
-    What a step has no tokens left for, the next one owes: the rectangle is computed as a whole
-    under any budget, only later.
+    A rectangle is computed as a whole before it yields tokens; what a step has no tokens left
+    for, the next one owes.
     """
 
     _due: deque[Padding]

@@ -1,15 +1,19 @@
 """A strategy changes when a sequence runs, never what it yields."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, all_sizes, job
 from tests.workers.engine.test_engine_properties import Workload, add_all, assert_oracle, workloads
-from workers.engine.strategy import Strategy
+from workers.engine.strategy import Strategies, Strategy
 from workers.strategies.continuous import ContinuousBatching
 from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching
+
+CONTINUOUS = Strategies(ContinuousBatching())
 
 
 def all_strategies() -> st.SearchStrategy[Strategy]:
@@ -60,3 +64,59 @@ def test_a_sequence_joins_a_running_batch_in_the_next_step() -> None:
 def test_an_engine_with_nothing_to_wait_for_is_never_woken(strategy: Strategy) -> None:
     """Only an addition can give it work."""
     assert Harness(Sizes(), strategy).engine.next_wake_s() is None
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    workload=workloads,
+    sizes=all_sizes(),
+    before=all_strategies(),
+    after=all_strategies(),
+    num_steps=st.integers(0, 12),
+)
+def test_a_strategy_may_change_while_sequences_run(
+    workload: Workload, sizes: Sizes, before: Strategy, after: Strategy, num_steps: int
+) -> None:
+    """Whoever runs, waits or was half let in: all end, with the oracle's tokens."""
+    harness = Harness(sizes, before)
+    requests = add_all(harness, workload)
+    for _ in range(num_steps):
+        harness.step()
+
+    harness.engine.reconfigure(harness.engine.limits, Strategies(after))
+    harness.run()
+
+    assert_oracle(harness, requests)
+
+
+def test_a_smaller_limit_ends_no_one_and_lets_fewer_in() -> None:
+    """Four run on under a limit of two; the fifth waits until only one of them is left."""
+    harness = Harness(Sizes())
+    for number in range(5):
+        harness.add(job(f"job-{number}", ignore_eos=True, max_tokens=number + 2))
+    limits = harness.engine.limits
+    harness.engine.reconfigure(dataclasses.replace(limits, max_num_seqs=4), CONTINUOUS)
+    harness.step()
+
+    harness.engine.reconfigure(dataclasses.replace(limits, max_num_seqs=2), CONTINUOUS)
+    num_running = [harness.step().num_running for _ in range(4)]
+    harness.run()
+
+    assert num_running == [3, 2, 1, 1]
+    assert len(harness.reasons) == 5
+
+
+def test_a_lane_may_have_a_strategy_of_its_own() -> None:
+    """The batch lane waits for two; an interactive job behind it goes first, at once."""
+    strategies = Strategies(ContinuousBatching(), {"batch": StaticBatching(2, max_wait_s=60)})
+    harness = Harness(Sizes())
+    harness.engine.reconfigure(harness.engine.limits, strategies)
+    harness.add(dataclasses.replace(job("waits", ignore_eos=True), lane="batch"))
+    harness.add(dataclasses.replace(job("goes", ignore_eos=True), lane="interactive"))
+
+    first = harness.step()
+    harness.add(dataclasses.replace(job("fills", ignore_eos=True), lane="batch"))
+    second = harness.step()
+
+    assert {output.sequence.job_id for output in first.outputs} == {"goes"}
+    assert {output.sequence.job_id for output in second.outputs} == {"goes", "waits", "fills"}

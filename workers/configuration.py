@@ -1,0 +1,290 @@
+"""`batching.yaml`: what an operator says about batching, beside the model it is meant for.
+
+Knows the file: its keys, its lines, its version. Leaves what the values do to the engine, and
+when the file is read again to the supervisor.
+"""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import msgspec
+import yaml  # type: ignore[import-untyped]  # its types are a package of their own
+
+from workers.batching import LaneOptions, StrategyName, StrategyOptions
+from workers.messages import EngineOptions
+
+FILE_NAME = "batching.yaml"
+
+
+class ConfigurationError(Exception):
+    """The file cannot be used. One line for each thing to mend: file, line, key, what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """What the file says, as fields of EngineOptions; what it leaves out is not there."""
+
+    values: Mapping[str, Any]
+    version: str  # of the content: comments, order and spelling of numbers do not change it
+
+    def apply(self, options: EngineOptions) -> EngineOptions:
+        """The options with the file's values, except where they already say other than default."""
+        default = EngineOptions(model_path="")
+        said = {name for name in self.values if getattr(options, name) != getattr(default, name)}
+        values = {name: value for name, value in self.values.items() if name not in said}
+        return msgspec.structs.replace(options, **values, batching_version=self.version)
+
+
+def find(model_path: str) -> Path | None:
+    """The file beside a model, if there is one."""
+    path = Path(model_path) / FILE_NAME
+    return path if path.is_file() else None
+
+
+def load(path: Path) -> BatchingConfig:
+    """Reads and checks the file. Raises ConfigurationError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigurationError(f"{path}: cannot be read: {exc}") from exc
+    return parse(text, path.name)
+
+
+def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
+    """Checks the text of a file. Raises ConfigurationError with all that is wrong in it."""
+    loader = yaml.SafeLoader(text)
+    try:
+        reader = _Reader(loader, file_name)
+        root = loader.get_single_node()
+        values = {} if root is None else reader.mapping(root, "", _FILE)
+    except yaml.MarkedYAMLError as exc:
+        line = exc.problem_mark.line + 1 if exc.problem_mark else 1
+        raise ConfigurationError(f"{file_name}:{line}: no YAML: {exc.problem}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigurationError(f"{file_name}:1: no YAML: {exc}") from exc
+    finally:
+        loader.dispose()
+    if reader.errors:
+        raise ConfigurationError("\n".join(reader.errors))
+    renamed = {_OPTION_NAMES.get(key, key): value for key, value in values.items()}
+    canonical = msgspec.json.encode(renamed, order="deterministic")
+    version = hashlib.sha256(canonical).hexdigest()[:12]
+    return BatchingConfig(MappingProxyType(renamed), version)
+
+
+# Keys of the file whose option is called otherwise.
+_OPTION_NAMES = {
+    "token_budget": "max_num_batched_tokens",
+    "prefix_cache": "prefix_caching",
+}
+
+
+class _Wrong(Exception):
+    """A value is not what its key asks for; the message is the rest of a sentence."""
+
+
+# What a key asks for: a check of the parsed value, or a function of reader, node and key path.
+Check = Callable[[Any], Any]
+Rule = Callable[["_Reader", yaml.Node, str], Any]
+
+
+class _Reader:
+    """Walks the nodes of the file, which know their lines, and collects what is wrong."""
+
+    def __init__(self, loader: yaml.SafeLoader, file_name: str) -> None:
+        self._loader = loader
+        self._file_name = file_name
+        self.errors: list[str] = []
+
+    def value(self, node: yaml.Node) -> Any:
+        return self._loader.construct_object(node, deep=True)
+
+    def mapping(self, node: yaml.Node, path: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
+        """The checked values of a mapping with known keys."""
+        found: dict[str, Any] = {}
+        for key, key_node, value_node in self.items(node, path):
+            place = _join(path, key)
+            if key not in rules:
+                self.complain(key_node, place, f"unknown key{_suggestion(key, rules)}")
+                continue
+            try:
+                found[key] = rules[key](self, value_node, place)
+            except _Wrong as wrong:
+                self.complain(value_node, place, str(wrong))
+        return found
+
+    def items(self, node: yaml.Node, path: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+        """Key, its node and the value's node; a key that comes twice is complained of."""
+        if not isinstance(node, yaml.MappingNode):
+            self.complain(node, path, "must be a mapping of keys to values")
+            return []
+        found: dict[str, tuple[str, yaml.Node, yaml.Node]] = {}
+        for key_node, value_node in node.value:
+            key = str(self.value(key_node))
+            if key in found:
+                self.complain(key_node, _join(path, key), "is there twice")
+            found[key] = key, key_node, value_node
+        return list(found.values())
+
+    def complain(self, node: yaml.Node, path: str, message: str) -> None:
+        place = f"{path}: " if path else ""
+        self.errors.append(f"{self._file_name}:{node.start_mark.line + 1}: {place}{message}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _suggestion(key: str, rules: Mapping[str, Rule]) -> str:
+    close = difflib.get_close_matches(key, rules, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(rules))}"
+
+
+# --- what values may be -----------------------------------------------------------------------
+
+
+def _checked(check: Check) -> Rule:
+    return lambda reader, node, path: check(reader.value(node))
+
+
+def _integer(minimum: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise _Wrong(f"must be an integer of at least {minimum}, not {value!r}")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float | None:
+    """The value where it is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _share(value: Any) -> float:
+    number = _number(value)
+    if number is None or not 0 <= number <= 1:
+        raise _Wrong(f"must be between 0 and 1, not {value!r}")
+    return number
+
+
+def _positive_share(value: Any) -> float:
+    number = _number(value)
+    if number is None or not 0 < number <= 1:
+        raise _Wrong(f"must be over 0 and at most 1, not {value!r}")
+    return number
+
+
+def _share_below_one(value: Any) -> float:
+    if _share(value) == 1:
+        raise _Wrong(f"must be below 1, or the other lanes get nothing, not {value!r}")
+    return float(value)
+
+
+def _seconds(value: Any) -> float:
+    number = _number(value)
+    if number is None or number < 0:
+        raise _Wrong(f"must be seconds, at least 0, not {value!r}")
+    return number
+
+
+def _milliseconds(value: Any) -> float:
+    """In the file in milliseconds, as such targets are quoted; in seconds from here on."""
+    number = _number(value)
+    if number is None or number <= 0:
+        raise _Wrong(f"must be milliseconds, over 0, not {value!r}")
+    return number / 1000
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Wrong(f"must be true or false, not {value!r}")
+    return value
+
+
+def _edges(value: Any) -> tuple[int, ...]:
+    edges = value if isinstance(value, list) else [value]
+    for edge in edges:
+        _integer(1)(edge)
+    if any(low >= high for low, high in pairwise(edges)):
+        raise _Wrong(f"must ascend, not {value!r}")
+    return tuple(edges)
+
+
+def _strategy_name(value: Any) -> StrategyName:
+    names: tuple[StrategyName, ...] = get_args(StrategyName)
+    if value not in names:
+        raise _Wrong(f"must be one of {', '.join(names)}, not {value!r}")
+    name: StrategyName = value
+    return name
+
+
+def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
+    """A name, or a mapping of a name and its parameters."""
+    if isinstance(node, yaml.ScalarNode):
+        return StrategyOptions(name=_strategy_name(reader.value(node)))
+    values = reader.mapping(node, path, _STRATEGY)
+    name = values.get("name", "continuous")
+    for key, key_node, _ in reader.items(node, path):
+        if key in _STRATEGY and key not in _PARAMETERS[name]:
+            reader.complain(key_node, _join(path, key), f"is no parameter of {name} batching")
+    return StrategyOptions(**values)
+
+
+def _lanes(reader: _Reader, node: yaml.Node, path: str) -> tuple[LaneOptions, ...]:
+    """A mapping of names to lanes."""
+    lanes = []
+    for name, _, value_node in reader.items(node, path):
+        values = reader.mapping(value_node, _join(path, name), _LANE)
+        fields = {_LANE_FIELDS.get(key, key): value for key, value in values.items()}
+        lanes.append(LaneOptions(name=name, **fields))
+    if sum(lane.min_share or 0.0 for lane in lanes) > 1:
+        raise _Wrong("the minimum shares add up to more than 1")
+    return tuple(lanes)
+
+
+_PARAMETERS = {
+    "continuous": {"name"},
+    "static": {"name", "batch_size", "window_s", "drain_share", "padded"},
+    "dynamic": {"name", "batch_size", "window_s", "bucket_edges", "padded"},
+}
+_STRATEGY: Mapping[str, Rule] = {
+    "name": _checked(_strategy_name),
+    "batch_size": _checked(_integer(1)),
+    "window_s": _checked(_seconds),
+    "drain_share": _checked(_share),
+    "bucket_edges": _checked(_edges),
+    "padded": _checked(_truth),
+}
+_LANE_FIELDS = {
+    "itl_target_ms": "itl_target_s",
+    "ttft_target_ms": "ttft_target_s",
+    "minimum_share": "min_share",
+}
+_LANE: Mapping[str, Rule] = {
+    "priority": _checked(_integer(0)),
+    "itl_target_ms": _checked(_milliseconds),
+    "ttft_target_ms": _checked(_milliseconds),
+    "minimum_share": _checked(_share_below_one),
+    "ageing_tokens": _checked(_integer(1)),
+    "strategy": _strategy,
+}
+_FILE: Mapping[str, Rule] = {
+    "strategy": _strategy,
+    "lanes": _lanes,
+    "token_budget": _checked(_integer(1)),
+    "prefill_share": _checked(_positive_share),
+    "prefix_cache": _checked(_truth),
+    "kv_high_water": _checked(_positive_share),
+    "max_num_seqs": _checked(_integer(1)),
+    "max_model_len": _checked(_integer(1)),
+    "max_output_tokens": _checked(_integer(1)),
+}
