@@ -8,10 +8,14 @@ import logging
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, bad_request, internal_error
+
+_DISCARD_TIMES = 8  # of the allowed length, at most
+_DISCARD_S = 1.0
 
 log = logging.getLogger("batchway.gateway")
 
@@ -80,6 +84,8 @@ class BodyLimit:
             return
         length = header(scope, b"content-length")
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
+            if int(length) <= _DISCARD_TIMES * self._max_bytes:
+                await self._discard(receive, 0)
             await self._too_long().response()(scope, receive, send)
             return
         num_bytes, is_complete = 0, False
@@ -95,12 +101,26 @@ class BodyLimit:
             except TimeoutError as exc:
                 raise self._too_slow() from exc
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise self._too_long()
             is_complete = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                if not is_complete:
+                    await self._discard(receive, num_bytes)
+                raise self._too_long()
             return message
 
         await self._app(scope, limited_receive, send)
+
+    async def _discard(self, receive: Receive, num_bytes: int) -> None:
+        """Takes in a little more than is allowed: a client that is cut off while it still sends
+        never reads its 413.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while num_bytes <= _DISCARD_TIMES * self._max_bytes:
+                    message = await receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
     def _too_long(self) -> ApiError:
         message = f"the body has more than {self._max_bytes} bytes"

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable
 
@@ -41,12 +42,14 @@ def build_server(settings: GatewaySettings) -> GatewayServer:
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,  # its lines hold query strings
+        access_log=False,
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=int(settings.drain_s + settings.poll_s + _LAST_WORDS_S),
     )
+    # Its lines hold query strings, and any handler in the process would switch it on again.
+    logging.getLogger("uvicorn.access").disabled = True
     return GatewayServer(config, app.state.gateway)
 
 

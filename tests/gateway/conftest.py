@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -13,6 +13,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from gateway.server import bind, build_server
 from gateway.settings import GatewaySettings
+from gateway.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker, publish_model
 
@@ -34,7 +35,9 @@ def running_gateway(settings: GatewaySettings) -> Iterator[str]:
     """The base URL of a gateway that runs in a thread of its own."""
     listener = bind(settings, "127.0.0.1", 0)
     server = build_server(settings)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -66,9 +69,7 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
     """A worker that runs every job by its script."""
     task = asyncio.create_task(idle_worker.serve())
     yield idle_worker
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await end(task)
 
 
 @pytest.fixture

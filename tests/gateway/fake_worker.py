@@ -143,7 +143,7 @@ class FakeWorker:
 
     async def wait_until_ended(self, claimed: Claimed) -> JobStatus:
         """Waits until the job has been ended by someone else, as a beating worker learns it."""
-        while not await self.beat(claimed):
+        while not await self.beat(claimed):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.005)
         found = await self.functions.read(claimed.job.id, claimed.job.tenant)
         assert found is not None

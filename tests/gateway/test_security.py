@@ -1,0 +1,141 @@
+"""Keys, hosts, sizes, ids and logs: what a stranger or a careless caller must not get."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.server import UnsafeBinding, bind, serve
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+KEY = "a-key-of-the-operator"
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/jobs"),
+    ("GET", "/v1/jobs/job-0-" + "0" * 32),
+    ("GET", "/v1/jobs/job-0-" + "0" * 32 + "/events"),
+    ("POST", "/v1/jobs/job-0-" + "0" * 32 + "/cancel"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/x"),
+]
+
+
+@pytest.fixture(scope="module")
+def keyed_url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    with running_gateway(make_settings(redis_server.url, api_key=KEY)) as url:
+        yield url
+
+
+@pytest.fixture
+async def keyed(keyed_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=keyed_url, timeout=20) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, path: str) -> None:
+    """401 without it, with a wrong one, with another scheme; anything else with it."""
+    for value in (None, "Bearer wrong", f"Basic {KEY}", "Bearer", f"Bearer {KEY}x"):
+        headers = {} if value is None else {"authorization": value}
+        answer = await keyed.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+    right = await keyed.request(method, path, headers={"authorization": f"Bearer {KEY}"})
+    assert right.status_code != 401
+
+
+async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
+    """Probes carry none."""
+    assert (await keyed.get("/livez")).status_code == 200
+    assert (await keyed.get("/readyz")).status_code in (200, 503)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "a b", "localhost@x"]
+)
+async def test_a_rebound_name_is_refused(http: httpx.AsyncClient, host: str) -> None:
+    """Without a key only loopback names are ours."""
+    answer = await http.get("/v1/models", headers={"host": host})
+    assert answer.status_code == 400
+    for own in ("localhost:1", "[::1]:8000", "127.0.0.1"):
+        assert (await http.get("/livez", headers={"host": own})).status_code == 200
+
+
+def test_no_key_no_other_address(redis_server: EmbeddedRedis) -> None:
+    """One sentence says what to do."""
+    settings = make_settings(redis_server.url)
+    with pytest.raises(UnsafeBinding, match="BATCHWAY_API_KEY"):
+        serve(settings, "0.0.0.0", 0)
+    bind(make_settings(redis_server.url, api_key=KEY), "0.0.0.0", 0).close()
+
+
+async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.AsyncClient) -> None:
+    """413 also where no length was announced."""
+    headers = {"content-type": "application/json"}
+    raw = b'"' + b"x" * (300 * 1024) + b'"'
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(raw), 10_000):
+            yield raw[start : start + 10_000]
+
+    for content in (raw, chunks()):
+        answer = await http.post("/v1/completions", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_a_request_id_comes_back_or_is_made(http: httpx.AsyncClient) -> None:
+    """Only where it is one: it goes into logs."""
+    good = await http.get("/livez", headers={"x-request-id": "a-1.b:c_2"})
+    assert good.headers["x-request-id"] == "a-1.b:c_2"
+    for bad in ("a b", "x" * 129, 'a"b'):
+        made = (await http.get("/livez", headers={"x-request-id": bad})).headers["x-request-id"]
+        assert made.startswith("req-")
+
+
+async def test_no_prompt_output_or_query_is_ever_logged(
+    worker: FakeWorker, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Canaries in prompts, names, keys, queries, broken bodies and outputs."""
+    canary = "CANARY"
+    caplog.set_level(logging.DEBUG, logger="batchway")
+    caplog.set_level(logging.DEBUG, logger="uvicorn")
+    ours = [BODY | {"prompt": canary}, BODY | {canary: canary}, BODY | {"model": canary}]
+    ours += [BODY | {"prompt": canary, "n": 9}, BODY | {"stop": [canary * 20]}]
+    for body in ours:
+        await http.post(f"/v1/completions?q={canary}", json=body)
+        await http.post("/v1/completions", json=body | {"stream": True})
+        await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
+    await http.post("/v1/completions", content=canary, headers={"content-type": "application/json"})
+    await http.get(f"/v1/jobs/{canary}")
+    names = {record.name for record in caplog.records}
+    assert "batchway.gateway" in names
+    for record in caplog.records:
+        if record.name.startswith(("batchway", "uvicorn")):
+            assert canary not in record.getMessage(), record.name
+            assert "wörld" not in record.getMessage()
+            assert record.exc_info is None
+
+
+def test_a_gateway_needs_no_torch_and_no_worker() -> None:
+    """Serverless functions carry neither; importing and building the app must do without."""
+    code = """
+import sys
+for name in ("torch", "transformers", "numpy", "workers"):
+    sys.modules[name] = None
+from gateway.app import create_app
+from gateway.server import build_server
+from gateway.settings import GatewaySettings
+build_server(GatewaySettings(redis_url="redis://127.0.0.1:1"))
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
