@@ -20,6 +20,7 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_PARAMETER = "bad_parameter"
     ENGINE_ERROR = "engine_error"
+    DEADLINE = "deadline"
     RETRIES = "retries"
 
 

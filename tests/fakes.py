@@ -1,13 +1,14 @@
 """Stand-ins that are exact: a model whose next token is a hash of the prefix, and its tokenizer.
 
-The hash model keeps a paged KV cache of token ids and hashes what it reads back through the
-block table, so a block that is shared, stale or lost shows as a wrong token.
+The hash model keeps a paged KV cache and draws from what it reads back through the block table,
+so a block that is wrongly shared, stale or lost shows as a wrong token.
 """
 
 import hashlib
 import json
 import weakref
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -49,8 +50,8 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 class HashModel:
     """A Model without arithmetic: exact, so any interleaving must yield the same tokens.
 
-    Blocks that it sees released are poisoned. `num_steps` and `max_step_tokens` say what the
-    engine asked for.
+    As real KV does, a slot depends on all tokens up to its own: it holds the token and a hash of
+    them. `num_steps`, `num_tokens` and `max_step_tokens` say what the engine asked for.
     """
 
     eos_token_ids = frozenset({EOS_ID})
@@ -64,10 +65,11 @@ class HashModel:
         self.num_steps = 0
         self.max_step_tokens = 0
         self.num_padding_tokens = 0
-        self._slots = np.full(self.num_blocks * self.block_size, _POISON, dtype=np.int64)
-        self._seen_block_ids: weakref.WeakKeyDictionary[Sequence, list[int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.num_tokens = 0
+        num_slots = self.num_blocks * self.block_size
+        self._slots = np.full(num_slots, _POISON, dtype=np.int64)
+        self._prefixes = np.full(num_slots, _POISON, dtype=np.int64)
+        self._hashes: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
@@ -76,26 +78,34 @@ class HashModel:
         assert all(0 <= pad.start < pad.start + pad.num_tokens for pad in padding)
         assert all(pad.start + pad.num_tokens <= self.max_model_len for pad in padding)
         self.num_steps += 1
-        self.num_padding_tokens += sum(pad.num_tokens for pad in padding)
-        num_tokens = sum(c.num_tokens for c in chunks) + sum(p.num_tokens for p in padding)
-        self.max_step_tokens = max(self.max_step_tokens, num_tokens)
-        self._poison_released(chunks)
+        num_tokens, num_padding = (sum(p.num_tokens for p in parts) for parts in (chunks, padding))
+        self.num_tokens += num_tokens
+        self.num_padding_tokens += num_padding
+        self.max_step_tokens = max(self.max_step_tokens, num_tokens + num_padding)
+        self._copy([chunk for chunk in chunks if chunk.copy_from is not None])
         # All are written before any is read, as on a device: an alias overwrites its owner.
         for chunk in chunks:
             self._write(chunk)
         return [self._row(chunk) for chunk in chunks]
 
-    def _poison_released(self, chunks: Seq[Chunk]) -> None:
-        """Overwrites what is left of blocks that their last owner no longer holds."""
-        held_ids = {i for sequence in self._seen_block_ids for i in sequence.block_ids}
-        for sequence, block_ids in list(self._seen_block_ids.items()):
-            if sequence.block_ids[: len(block_ids)] != block_ids:
-                lost_ids = set(block_ids) - held_ids
-                for block_id in lost_ids:
-                    self._slots[self._block_slots(block_id)] = _POISON
-                del self._seen_block_ids[sequence]
-        for chunk in chunks:
-            self._seen_block_ids[chunk.sequence] = list(chunk.sequence.block_ids)
+    def poison(self, block_ids: Iterable[int]) -> None:
+        """Overwrites blocks that no one may read again."""
+        for block_id in block_ids:
+            self._slots[self._block_slots(block_id)] = _POISON
+            self._prefixes[self._block_slots(block_id)] = _POISON
+
+    def _copy(self, chunks: Seq[Chunk]) -> None:
+        """Reads all sources before it writes: a source may be another's target."""
+        targets = [c.sequence.block_ids[c.start // self.block_size] for c in chunks]
+        sources = [c.copy_from for c in chunks if c.copy_from is not None]
+        assert len(set(targets)) == len(targets)
+        copies = [
+            (self._slots[at].copy(), self._prefixes[at].copy())
+            for at in map(self._block_slots, sources)
+        ]
+        for block_id, (slots, prefixes) in zip(targets, copies, strict=True):
+            self._slots[self._block_slots(block_id)] = slots
+            self._prefixes[self._block_slots(block_id)] = prefixes
 
     def _block_slots(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
@@ -116,9 +126,21 @@ class HashModel:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
         assert chunk.num_tokens > 0
         assert chunk.samples == (end == len(sequence.token_ids))
-        cached = self._slots[self._slot_ids(sequence, 0, end)][:start].tolist()
+        hashes = np.array(self._prefix_hashes(sequence), dtype=np.int64)
+        cached_ids = self._slot_ids(sequence, 0, end)[:start]
+        cached = self._slots[cached_ids].tolist()
         assert cached == sequence.token_ids[:start], "the cache holds what was computed"
-        self._slots[self._slot_ids(sequence, start, end)] = sequence.token_ids[start:end]
+        assert (self._prefixes[cached_ids] == hashes[:start]).all(), "behind the same prefix"
+        written_ids = self._slot_ids(sequence, start, end)
+        self._slots[written_ids] = sequence.token_ids[start:end]
+        self._prefixes[written_ids] = hashes[start:end]
+
+    def _prefix_hashes(self, sequence: Sequence) -> list[int]:
+        """Of each position of a sequence: a hash of all tokens up to it."""
+        hashes = self._hashes.setdefault(sequence, [])
+        for token_id in sequence.token_ids[len(hashes) :]:
+            hashes.append(hash((hashes[-1] if hashes else 0, token_id)))
+        return hashes
 
     def _row(self, chunk: Chunk) -> Sample | RowFailed | None:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens

@@ -9,8 +9,6 @@ leaves an engine behind.
 import argparse
 import dataclasses
 import logging
-import math
-import select
 import signal
 import socket
 import sys
@@ -22,14 +20,13 @@ from enum import IntEnum
 
 import msgspec
 
-from contract.events import TokenLogprob
-from workers.engine.engine import Engine, Output, StepReport
-from workers.engine.model import LoadedModel, ModelRefused
+from workers.channel import Channel, PeerGone
+from workers.engine.engine import Engine
+from workers.engine.model import Chunk, LoadedModel, ModelRefused
+from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
-from workers.engine_setup import build_engine, limits_of, strategies_of
+from workers.engine_setup import build_engine, lanes_of, limits_of, strategies_of
 from workers.messages import (
-    ChoiceEnded,
-    EngineLoad,
     EngineOptions,
     FromEngine,
     JobFailed,
@@ -37,19 +34,16 @@ from workers.messages import (
     Loading,
     Ready,
     Reconfigure,
+    Reprioritise,
+    Running,
     Shutdown,
     StartJob,
     StopChoice,
     StopJob,
-    ToEngine,
-    TokenOut,
-    decoder_to_engine,
-    encode_frame,
 )
+from workers.step_messages import step_messages
 
 log = logging.getLogger("batchway.engine")
-
-_RECEIVE_BYTES = 2**20
 
 
 class ExitCode(IntEnum):
@@ -63,68 +57,6 @@ class ExitCode(IntEnum):
 Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 
 
-class PeerGone(Exception):
-    """The supervisor's end of the socket is closed."""
-
-
-class Channel:
-    """The engine's end of the socket: frames out, messages in.
-
-    Never waits to write without reading: two ends that both write more than the socket holds
-    would otherwise wait for each other for ever.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN | select.POLLOUT)
-        self._poll_in = select.poll()
-        self._poll_in.register(sock, select.POLLIN)
-        self._decoder = decoder_to_engine()
-        self._received: list[ToEngine] = []
-
-    def send(self, messages: list[FromEngine]) -> None:
-        """Writes one frame. Raises PeerGone."""
-        unsent = memoryview(encode_frame(messages))
-        while unsent:
-            try:
-                unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                self._poll.poll()
-                self._drain()
-            except ConnectionError as exc:
-                raise PeerGone from exc
-
-    def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """What has come since the last call. Waits so long for a message, None for ever.
-
-        Raises PeerGone.
-        """
-        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        while not self._received and self._poll_in.poll(timeout_ms):
-            self._read(flags=0)
-        self._drain()
-        messages, self._received = self._received, []
-        return messages
-
-    def _drain(self) -> None:
-        """Reads all that is there, without waiting."""
-        while True:
-            try:
-                self._read(flags=socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-
-    def _read(self, flags: int) -> None:
-        try:
-            data = self._socket.recv(_RECEIVE_BYTES, flags)
-        except ConnectionError as exc:
-            raise PeerGone from exc
-        if not data:
-            raise PeerGone
-        self._received += self._decoder.feed(data)
-
-
 class EngineLoop:
     """Commands in, a step, one frame out; idle, it waits on the socket."""
 
@@ -134,6 +66,7 @@ class EngineLoop:
         self._channel = channel
         self._engine = engine
         self._max_output_tokens = max_output_tokens
+        self._computed: frozenset[str] = frozenset()  # jobs of the last step
 
     def run(self) -> None:
         """Returns on Shutdown. Raises PeerGone, or what a step raised."""
@@ -144,16 +77,35 @@ class EngineLoop:
                     return
                 said += self._obey(message)
             start_s = time.monotonic()
-            report = self._engine.step()
-            said += _report_messages(report, time.monotonic() - start_s)
+            report = self._step()
+            said += step_messages(report, time.monotonic() - start_s)
             self._channel.send(said)
+
+    def _step(self) -> StepReport:
+        """One step of the engine; where it fails, its jobs are named once more, exactly."""
+        computing: list[str] = []
+
+        def announce(chunks: Seq[Chunk]) -> None:
+            computing.extend(dict.fromkeys(chunk.sequence.job_id for chunk in chunks))
+            has_gained = not self._computed.issuperset(computing)
+            self._computed = frozenset(computing)
+            if has_gained:
+                self._channel.send([Running(tuple(computing))])
+
+        try:
+            return self._engine.step(announce)
+        except Exception:
+            self._channel.send([Running(tuple(computing))])
+            raise
 
     def _rest_s(self) -> float | None:
         """How long there is nothing to do, unless a message comes; None: until one comes."""
         wake_s = self._engine.next_wake_s()
         return None if wake_s is None else max(0.0, wake_s - time.monotonic())
 
-    def _obey(self, message: StartJob | StopJob | StopChoice | Reconfigure) -> list[FromEngine]:
+    def _obey(
+        self, message: StartJob | StopJob | StopChoice | Reprioritise | Reconfigure
+    ) -> list[FromEngine]:
         match message:
             case StartJob():
                 return self._start(message)
@@ -161,18 +113,22 @@ class EngineLoop:
                 self._engine.stop_job(job_id, epoch)
             case StopChoice(job_id, epoch, choice):
                 self._engine.stop_choice(job_id, epoch, choice)
+            case Reprioritise(job_id, epoch, lane, deadline_s):
+                self._engine.reprioritise(job_id, epoch, lane, _on_our_clock(deadline_s))
             case Reconfigure(options):
                 self._reconfigure(options)
         return []
 
     def _reconfigure(self, options: EngineOptions) -> None:
         limits = limits_of(options, self._engine.limits.vocab_size)
-        self._engine.reconfigure(limits, strategies_of(options))
+        self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
         self._max_output_tokens = options.max_output_tokens
         log.info("reconfigured batching=%s", options.batching_version)
 
     def _start(self, message: StartJob) -> list[FromEngine]:
-        request = Request(**msgspec.structs.asdict(message))
+        fields = msgspec.structs.asdict(message)
+        fields["deadline_s"] = _on_our_clock(message.deadline_s)
+        request = Request(**fields)
         if self._max_output_tokens is not None:
             max_tokens = min(request.params.max_tokens, self._max_output_tokens)
             params = msgspec.structs.replace(request.params, max_tokens=max_tokens)
@@ -184,41 +140,9 @@ class EngineLoop:
         return []
 
 
-def _report_messages(report: StepReport, step_s: float) -> list[FromEngine]:
-    """A step's report on the wire: tokens, endings, failures, and the load last."""
-    return [
-        *map(_token_out, report.outputs),
-        *(
-            ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
-            for ended in report.ended
-            if ended.finish_reason is not None
-        ),
-        *(JobFailed(e.job_id, e.epoch, e.code, e.message) for e in report.failed),
-        EngineLoad(
-            report.num_running,
-            report.num_waiting,
-            report.num_free_blocks,
-            report.num_step_tokens,
-            step_s,
-            report.num_padding_tokens,
-        ),
-    ]
-
-
-def _token_out(output: Output) -> TokenOut:
-    sequence = output.sequence
-    logprob = None
-    if sequence.params.logprobs is not None:
-        logprob = TokenLogprob(output.token_id, output.logprob, output.top_logprobs)
-    return TokenOut(
-        sequence.job_id,
-        sequence.epoch,
-        sequence.choice,
-        output.position,
-        output.token_id,
-        output.finish_reason,
-        logprob,
-    )
+def _on_our_clock(remaining_s: float | None) -> float | None:
+    """A deadline travels as the time that is left: no two processes share a clock."""
+    return None if remaining_s is None else time.monotonic() + remaining_s
 
 
 def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:

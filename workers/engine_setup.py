@@ -1,9 +1,13 @@
 """From options to the engine and its parts. Nothing is started here."""
 
+import dataclasses
+
 from workers.batching import DYNAMIC_WINDOW_S, STATIC_WAIT_S, StrategyOptions
 from workers.engine.engine import Engine
+from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Model
+from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.strategy import Strategies, Strategy
 from workers.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
@@ -13,7 +17,14 @@ from workers.strategies.static import StaticBatching
 
 def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engine:
     """The engine that the options describe, around a loaded model."""
-    return Engine(model, limits_of(options, vocab_size), strategies_of(options))
+    return Engine(
+        model,
+        limits_of(options, vocab_size),
+        strategies_of(options),
+        Composed(VirtualTokenCounters(), FirstComeFirstServed()),
+        lanes=lanes_of(options),
+        model_revision=f"{options.model_path} {options.revision} {options.dtype}",
+    )
 
 
 def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
@@ -22,7 +33,21 @@ def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
         max_num_seqs=options.max_num_seqs,
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,
+        prefill_share=options.prefill_share,
+        prefix_caching=options.prefix_caching,
     )
+
+
+def lanes_of(options: EngineOptions) -> list[Lane]:
+    """The engine's own lanes, changed and added to as the options say."""
+    lanes = {lane.name: lane for lane in DEFAULT_LANES}
+    for given in options.lanes:
+        lane = lanes.get(given.name) or dataclasses.replace(STANDARD, name=given.name)
+        names = ("priority", "itl_target_s", "min_share", "ageing_tokens")
+        values = {name: getattr(given, name) for name in names}
+        changes = {name: value for name, value in values.items() if value is not None}
+        lanes[given.name] = dataclasses.replace(lane, **changes)
+    return list(lanes.values())
 
 
 def strategies_of(options: EngineOptions) -> Strategies:

@@ -53,6 +53,7 @@ class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     params: SamplingParams
     outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice
     finished: tuple[bool, ...]  # choices that have already ended
+    deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
 
 
 class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -79,11 +80,20 @@ class Reconfigure(msgspec.Struct, frozen=True, array_like=True, tag="reconfigure
     options: EngineOptions
 
 
+class Reprioritise(msgspec.Struct, frozen=True, array_like=True, tag="reprioritise"):
+    """Move a job to another lane and deadline, running or waiting. No message comes back."""
+
+    job_id: str
+    epoch: int
+    lane: str
+    deadline_s: float | None = None  # seconds from now
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """End the engine process. So does the end of the stream."""
 
 
-ToEngine = StartJob | StopJob | StopChoice | Reconfigure | Shutdown
+ToEngine = StartJob | StopJob | StopChoice | Reprioritise | Reconfigure | Shutdown
 
 # --- engine process to supervisor -------------------------------------------------------------
 
@@ -158,6 +168,15 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_step_tokens: int
     step_s: float
     num_padding_tokens: int = 0  # computed beside the step's tokens, for no one
+    num_step_seqs: int = 0  # the batch size
+    num_decode_tokens: int = 0  # of the step's: one for each stream; the others are prefill
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # of the step's: lost by a preemption before
+    num_prefix_queries: int = 0  # tokens of the sequences that were let in
+    num_prefix_hits: int = 0  # of them, found computed
+    num_finished: int = 0  # sequences that ended by a token of this step …
+    queue_s: float = 0.0  # … how long they waited to be let in first, all together
+    run_s: float = 0.0  # … and from then to their end
 
 
 FromEngine = (

@@ -15,8 +15,9 @@ from contract.errors import ErrorCode
 from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
+from workers.channel import Channel, PeerGone
 from workers.engine.request import ErrorCode as EngineErrorCode
-from workers.engine_process import Channel, ExitCode, PeerGone, describe_exception
+from workers.engine_process import ExitCode, describe_exception
 from workers.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -27,6 +28,8 @@ from workers.messages import (
     LoadFailed,
     Loading,
     Ready,
+    Reprioritise,
+    Running,
     Shutdown,
     StartJob,
     StopChoice,
@@ -314,6 +317,50 @@ def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: S
     assert "RuntimeError" in logged
     assert "secret" not in logged
     assert str(encode_text("secret"))[1:-1] not in logged
+
+
+def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngine) -> None:
+    """Told before the step: what is computed with the poison, and not what waits or has ended."""
+    engine = start_engine(crash_id=ord("!"), num_blocks=32, eos_rate=0.0)
+    engine.say(start_message("ended", max_tokens=1))
+    engine.hear_until(is_idle)
+    engine.say(start_message("beside", max_tokens=300))
+    engine.hear_until(lambda m: isinstance(m, TokenOut))
+
+    engine.say(start_message("poison", prompt="a secret!"), start_message("large", "x" * 400))
+    heard = engine.hear_until(lambda m: isinstance(m, Running))
+
+    assert engine.wait() == ExitCode.CRASHED
+    assert heard[-1] == Running(("beside", "poison"))
+
+
+def test_who_is_computed_is_told_as_it_changes(start_engine: StartEngine) -> None:
+    """Once for a job, however many steps it takes."""
+    engine = start_engine(eos_rate=0.0)
+    engine.say(start_message("one", max_tokens=5))
+    heard = engine.hear_until(is_idle)
+
+    engine.say(start_message("two", max_tokens=1))
+    heard += engine.hear_until(is_idle)
+
+    told = [m for m in heard if isinstance(m, Running)]
+    assert told == [Running(("one",)), Running(("two",))]
+
+
+def test_a_deadline_ends_a_job_wherever_it_is(start_engine: StartEngine) -> None:
+    """It fails with its own code; the job beside it, whose deadline was lifted, goes on."""
+    engine = start_engine(eos_rate=0.0, step_s=0.005)
+    late, lifted = start_message("late", max_tokens=400), start_message("lifted", max_tokens=40)
+
+    engine.say(
+        msgspec.structs.replace(late, deadline_s=0.05),
+        msgspec.structs.replace(lifted, deadline_s=0.05),
+        Reprioritise("lifted", 1, "batch"),
+    )
+    heard = engine.hear_until(is_idle)
+
+    assert [(m.job_id, m.code) for m in heard if isinstance(m, JobFailed)] == [("late", "deadline")]
+    assert len(tokens_of(heard, "lifted")) == 40
 
 
 def test_an_exception_is_described_by_type_and_place_only() -> None:

@@ -1,25 +1,53 @@
 """Hands out KV cache blocks. Knows counts and ids, never tensors."""
 
+from collections import Counter, OrderedDict
+from collections.abc import Sequence as Seq
+
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.sequence import Sequence
 
 
 class BlockManager:
     """`num_blocks` blocks of `block_size` tokens; a sequence's blocks lie in `block_ids`.
 
-    The block freed last is handed out first: what was in use before is in use again, so that
-    an arena whose pages the OS commits on touch grows only as far as the load does.
+    Several sequences may hold a block that is full; no one writes to it then. The blank block
+    freed last is handed out first: what was in use before is in use again, so that an arena
+    whose pages the OS commits on touch grows only as far as the load does. Freed blocks that
+    the prefix cache knows keep their content until no blank one is left; the one freed first
+    goes first, and of one sequence the tail, which fewer others begin with.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        cache: PrefixCache | None = None,
+        *,
+        can_share: bool = True,
+    ) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free_ids = list(range(num_blocks - 1, -1, -1))
+        self.cache = cache
+        self.can_share = can_share
+        self._blank_ids = list(range(num_blocks - 1, -1, -1))
+        # Free and cached, in the order they were freed.
+        self._kept_ids: OrderedDict[int, None] = OrderedDict()
+        self._num_holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        return len(self._free_ids)
+        return len(self._blank_ids) + len(self._kept_ids)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def blank_ids(self) -> list[int]:
+        """Free blocks whose content no one will read again."""
+        return list(self._blank_ids)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -30,6 +58,14 @@ class BlockManager:
         num_slots = (len(sequence.block_ids) + self.num_free) * self.block_size
         return num_slots - sequence.num_computed
 
+    def has_next_slot(self, sequence: Sequence) -> bool:
+        """Whether it needs one token, a stream's, and has the room for it in its own blocks."""
+        num_computed = sequence.num_computed
+        return (
+            num_computed + 1 == len(sequence.token_ids)
+            and num_computed < len(sequence.block_ids) * self.block_size
+        )
+
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         return num_tokens <= self.num_growable(sequence)
 
@@ -38,15 +74,86 @@ class BlockManager:
         assert self.can_grow(sequence, num_tokens)
         num_needed = self.num_blocks_for(sequence.num_computed + num_tokens)
         while len(sequence.block_ids) < num_needed:
-            sequence.block_ids.append(self._free_ids.pop())
+            sequence.block_ids.append(self._take())
+
+    def num_held(self, block_ids: Seq[int]) -> int:
+        """How many of the blocks some sequence holds, so that one more costs nothing."""
+        return sum(self._num_holders[block_id] > 0 for block_id in block_ids)
+
+    def num_private(self, sequence: Sequence) -> int:
+        """Blocks that its release would free."""
+        return sum(self._num_holders[block_id] == 1 for block_id in sequence.block_ids)
+
+    def share(self, sequence: Sequence, block_ids: Seq[int]) -> None:
+        """Lets a sequence without blocks begin with full blocks that are computed already."""
+        assert not sequence.block_ids
+        for block_id in block_ids:
+            self._kept_ids.pop(block_id, None)
+            self._num_holders[block_id] += 1
+        sequence.block_ids.extend(block_ids)
+        sequence.num_computed = len(block_ids) * self.block_size
+
+    def can_fork(self, num_tokens: int) -> bool:
+        """Whether a sequence could begin with another's first `num_tokens` tokens."""
+        return num_tokens % self.block_size == 0 or self.num_free > 0
+
+    def fork(self, sequence: Sequence, source: Sequence, num_tokens: int) -> int | None:
+        """Begins with the first `num_tokens` tokens of `source`, full blocks held together.
+
+        Returns the block whose content the sequence's last one must be given before anything
+        is written; None where the tokens end with a block.
+        """
+        assert num_tokens <= source.num_computed
+        assert self.can_fork(num_tokens)
+        num_full = num_tokens // self.block_size
+        self.share(sequence, source.block_ids[:num_full])
+        if num_tokens % self.block_size == 0:
+            return None
+        sequence.block_ids.append(self._take())
+        sequence.num_computed = num_tokens
+        return source.block_ids[num_full]
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back; nothing of the sequence is computed any more."""
-        self._free_ids.extend(reversed(sequence.block_ids))
+        if self.cache is not None:
+            self.cache.end(sequence)
+        for block_id in reversed(sequence.block_ids):
+            self._num_holders[block_id] -= 1
+            if self._num_holders[block_id] > 0:
+                continue
+            if self.cache is not None and self.cache.holds(block_id):
+                self._kept_ids[block_id] = None
+            else:
+                self._blank_ids.append(block_id)
         sequence.block_ids.clear()
         sequence.num_computed = 0
 
-    def audit(self, owners: list[Sequence]) -> None:
-        """Asserts that each block is free or owned exactly once, by one of `owners`."""
-        owned_ids = [block_id for owner in owners for block_id in owner.block_ids]
-        assert sorted(owned_ids + self._free_ids) == list(range(self.num_blocks))
+    def evict(self) -> None:
+        """Forgets the content of all blocks that no sequence holds."""
+        while self._kept_ids:
+            self._blank_ids.append(self._forget_oldest())
+
+    def audit(self, owners: Seq[Sequence]) -> None:
+        """Asserts that each block is free once or held by `owners` alone, and shared only full."""
+        held = Counter(block_id for owner in owners for block_id in owner.block_ids)
+        assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)]
+        assert sorted([*held, *self._blank_ids, *self._kept_ids]) == list(range(self.num_blocks))
+        for owner in owners:
+            assert owner.num_computed <= len(owner.block_ids) * self.block_size
+            writable_ids = owner.block_ids[owner.num_computed // self.block_size :]
+            assert all(held[block_id] == 1 for block_id in writable_ids)
+        if self.cache is not None:
+            self.cache.audit(owners)
+            assert all(map(self.cache.holds, self._kept_ids))
+            assert not any(map(self.cache.holds, self._blank_ids))
+
+    def _take(self) -> int:
+        block_id = self._blank_ids.pop() if self._blank_ids else self._forget_oldest()
+        self._num_holders[block_id] = 1
+        return block_id
+
+    def _forget_oldest(self) -> int:
+        assert self.cache is not None
+        block_id, _ = self._kept_ids.popitem(last=False)
+        self.cache.drop(block_id)
+        return block_id

@@ -7,58 +7,23 @@ supervisor. One thread; nothing here blocks but the model.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from contract.jobs import FinishReason
 from workers.engine.batches import Batches
 from workers.engine.block_manager import BlockManager
+from workers.engine.lanes import DEFAULT_LANES, Lane
+from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Model, RowFailed, Sample
 from workers.engine.policies import FirstComeFirstServed, Policy
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.report import JobError, Output, StepReport
 from workers.engine.request import ErrorCode, Request, check_request
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A new token of a sequence, at `position` among its output tokens.
-
-    The token that ends a sequence is reported too; `finish_reason` says that it does.
-    """
-
-    sequence: Sequence
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobError:
-    """A job that failed while it ran; all its choices are dropped."""
-
-    job_id: str
-    epoch: int
-    code: ErrorCode
-    message: str
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What one step yielded, and the engine's state after it."""
-
-    outputs: list[Output] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # complete when they came: no new token
-    failed: list[JobError] = field(default_factory=list)
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_step_tokens: int = 0  # of sequences
-    num_padding_tokens: int = 0  # computed beside them, for no one
-    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -77,15 +42,27 @@ class Engine:
         strategies: Strategy | Strategies,
         policy: Policy | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        *,
+        lanes: Seq[Lane] = DEFAULT_LANES,
+        lengths: LengthPredictor | None = None,
+        model_revision: str = "",
     ) -> None:
         self._model = model
         self._limits = limits
         self._clock_s = clock_s
-        self._blocks = BlockManager(model.num_blocks, model.block_size)
-        self._policy = policy or FirstComeFirstServed()
+        self._lengths = lengths or RecentLengths()
+        self._blocks = _blocks(model, limits, model_revision)
         self._batches = Batches(_strategies(strategies), limits.max_num_seqs)
-        self._scheduler = Scheduler(self._blocks, limits, self._batches, self._policy)
+        self._scheduler = Scheduler(
+            self._blocks,
+            limits,
+            self._batches,
+            policy or FirstComeFirstServed(),
+            lanes,
+            self._lengths,
+        )
         self._jobs: dict[str, _Job] = {}
+        self._deadlines: list[tuple[float, str, int]] = []  # a heap; some are out of date
         self._ended_early: list[Sequence] = []
         self._next_arrival = 0
 
@@ -96,22 +73,26 @@ class Engine:
 
     def next_wake_s(self) -> float | None:
         """When the next step has something to do, on the engine's clock: now, in the past, or
-        when a strategy's wait is over. None: not before something is added.
+        when a strategy's wait or a job's deadline is over. None: not before something is added.
         """
         now_s = self._clock_s()
         if self._ended_early or self._batches.num_let_in:
             return now_s
-        return self._batches.wake_s(now_s)
+        wakes_s = [self._batches.wake_s(now_s), self._deadlines[0][0] if self._deadlines else None]
+        return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
     @property
     def limits(self) -> EngineLimits:
         return self._limits
 
-    def reconfigure(self, limits: EngineLimits, strategies: Strategies) -> None:
+    def reconfigure(
+        self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
+    ) -> None:
         """From the next step on. What runs goes on, beyond a limit that has become smaller too;
-        batches that are open stay open until they end.
+        batches that are open stay open until they end. The prefix cache stays as it is.
         """
-        self._limits = self._scheduler.limits = limits
+        self._limits = limits
+        self._scheduler.reconfigure(limits, lanes)
         self._batches.strategies, self._batches.max_num_rows = strategies, limits.max_num_seqs
 
     def add(self, request: Request) -> None:
@@ -133,6 +114,7 @@ class Engine:
         sequences = request.sequences(self._model.eos_token_ids, self._next_arrival)
         self._next_arrival += request.params.n
         self._start(_Job(request.epoch, {s.choice: s for s in sequences}))
+        self._note_deadline(request.job_id, request.epoch, request.deadline_s)
 
     def stop_job(self, job_id: str, epoch: int) -> None:
         """Drops a job up to that epoch, without a report. Unknown jobs have ended already."""
@@ -147,24 +129,58 @@ class Engine:
         if held is not None and held.epoch == epoch and choice in held.sequences:
             self._remove(held.sequences[choice])
 
-    def step(self) -> StepReport:
-        """Runs one step. An exception of the model passes through: the engine is lost then."""
+    def reprioritise(
+        self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
+    ) -> None:
+        """Moves a job to another lane and deadline, running or waiting. Unknown ones have ended."""
+        held = self._jobs.get(job_id)
+        if held is None or held.epoch != epoch:
+            return
+        for sequence in held.sequences.values():
+            self._scheduler.move(sequence, lane)
+            sequence.deadline_s = deadline_s
+        self._note_deadline(job_id, epoch, deadline_s)
+
+    def preempt(self, job_id: str) -> None:
+        """Takes a job's blocks, as memory pressure does; it goes on when there is room."""
+        for sequence in self._scheduler.running:
+            if sequence.job_id == job_id:
+                self._scheduler.preempt(sequence)
+
+    def evict_cache(self) -> None:
+        """Forgets all KV that no running sequence holds."""
+        self._blocks.evict()
+
+    @property
+    def blank_block_ids(self) -> list[int]:
+        """Blocks whose content no one will read again; a test may overwrite them."""
+        return self._blocks.blank_ids
+
+    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
+        """Runs one step. An exception of the model passes through: the engine is lost then.
+
+        `announce` hears what is about to be computed, while that can still be said.
+        """
         report = StepReport(ended=self._ended_early)
         self._ended_early = []
-        now_s = self._clock_s()
-        self._batches.let_in(lambda s: self._policy.key(s, now_s), now_s)
+        start_s = self._clock_s()
+        self._expire(start_s, report)
+        self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
-        plan = self._scheduler.plan(now_s, num_reserved=sum(pad.num_tokens for pad in padding))
+        plan = self._scheduler.plan(start_s, num_reserved=sum(pad.num_tokens for pad in padding))
         chunks = list(plan.chunks.values())
         padding += self._batches.padding_beside(chunks, plan.num_tokens_left)
         if chunks or padding:
-            self._apply(chunks, self._model.run(chunks, padding), report)
-        report.num_running = self._scheduler.num_running
-        report.num_waiting = self._scheduler.num_waiting
-        report.num_free_blocks = self._blocks.num_free
-        report.num_step_tokens = sum(chunk.num_tokens for chunk in chunks)
+            if announce is not None:
+                announce(chunks)
+            start_s = self._clock_s()
+            rows = self._model.run(chunks, padding)
+            end_s = self._clock_s()
+            report.step_s = end_s - start_s
+            self._scheduler.settle(plan, padding, report.step_s)
+            self._apply(chunks, rows, report, end_s)
+        self._count(plan, report)
         report.num_padding_tokens = sum(pad.num_tokens for pad in padding)
-        report.num_preemptions = plan.num_preemptions
         return report
 
     def audit(self) -> None:
@@ -174,9 +190,40 @@ class Engine:
         num_sequences = sum(len(job.sequences) for job in self._jobs.values())
         assert num_sequences == self._scheduler.num_running + self._scheduler.num_waiting
 
+    def _note_deadline(self, job_id: str, epoch: int, deadline_s: float | None) -> None:
+        if deadline_s is not None and job_id in self._jobs:
+            heappush(self._deadlines, (deadline_s, job_id, epoch))
+
+    def _expire(self, now_s: float, report: StepReport) -> None:
+        """Ends the jobs whose deadline has passed, wherever they are."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, job_id, epoch = heappop(self._deadlines)
+            held = self._jobs.get(job_id)
+            if held is None or held.epoch != epoch:
+                continue
+            if all(s.deadline_s == deadline_s for s in held.sequences.values()):
+                message = "the deadline passed before the job had ended"
+                report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
+                self._drop(job_id)
+
+    def _count(self, plan: StepPlan, report: StepReport) -> None:
+        chunks = plan.chunks.values()
+        report.num_running = self._scheduler.num_running
+        report.num_waiting = self._scheduler.num_waiting
+        report.num_free_blocks = self._blocks.num_free
+        report.num_step_seqs = len(chunks)
+        report.num_step_tokens = plan.num_tokens
+        report.num_decode_tokens = sum(chunk.num_tokens == 1 for chunk in chunks)
+        report.num_preemptions = len(plan.preempted)
+        report.num_prefix_queries = plan.num_prefix_queries
+        report.num_prefix_hits = plan.num_prefix_hits
+
     def _start(self, job: _Job) -> None:
         """Hands a job's sequences to the scheduler; one that is complete ends at once."""
         for sequence in list(job.sequences.values()):
+            sequence.added_s = self._clock_s()
+            room = self._model.max_model_len - sequence.num_prompt
+            sequence.max_output = min(sequence.max_output, room)
             sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
             if sequence.finish_reason is not None:
                 self._ended_early.append(sequence)
@@ -187,14 +234,18 @@ class Engine:
             self._jobs[sequence.job_id] = job
 
     def _apply(
-        self, chunks: list[Chunk], rows: Seq[Sample | RowFailed | None], report: StepReport
+        self,
+        chunks: list[Chunk],
+        rows: Seq[Sample | RowFailed | None],
+        report: StepReport,
+        now_s: float,
     ) -> None:
         """Books what the model computed. A failed row takes its whole job with it."""
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
-            if not self._holds(sequence):
+            if report.failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
-            sequence.num_computed += chunk.num_tokens
+            report.num_recomputed_tokens += self._scheduler.book(chunk, num_out=chunk.samples)
             if isinstance(row, RowFailed):
                 report.failed.append(
                     JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, row.message)
@@ -203,14 +254,14 @@ class Engine:
             elif chunk.samples:
                 assert row is not None, "a chunk that reaches the last token yields a sample"
                 report.outputs.append(self._extend(sequence, row))
+                if sequence.finish_reason is not None:
+                    self._finish(sequence, report, now_s)
 
     def _extend(self, sequence: Sequence, sample: Sample) -> Output:
-        """Appends the new token, and ends the sequence where it is the last one."""
+        """Appends the new token; it may be the last one."""
         position = sequence.num_output
         sequence.token_ids.append(sample.token_id)
         sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-        if sequence.finish_reason is not None:
-            self._remove(sequence)
         return Output(
             sequence,
             position,
@@ -219,6 +270,14 @@ class Engine:
             sample.logprob,
             sample.top_logprobs,
         )
+
+    def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
+        assert sequence.started_s is not None
+        self._lengths.observe(sequence)
+        self._remove(sequence)
+        report.num_finished += 1
+        report.queue_s += sequence.started_s - sequence.added_s
+        report.run_s += now_s - sequence.started_s
 
     def _holds(self, sequence: Sequence) -> bool:
         job = self._jobs.get(sequence.job_id)
@@ -239,3 +298,9 @@ class Engine:
 
 def _strategies(given: Strategy | Strategies) -> Strategies:
     return given if isinstance(given, Strategies) else Strategies(given)
+
+
+def _blocks(model: Model, limits: EngineLimits, revision: str) -> BlockManager:
+    caches = limits.prefix_caching and model.shares_blocks
+    cache = PrefixCache(model.block_size, revision) if caches else None
+    return BlockManager(model.num_blocks, model.block_size, cache, can_share=model.shares_blocks)

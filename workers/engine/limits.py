@@ -11,9 +11,16 @@ class EngineLimits:
     max_num_seqs: int  # sequences that run, that is hold blocks, at the same time
     vocab_size: int  # token ids at or above it are refused
     kv_high_water: float = 0.8  # share of the blocks up to which new sequences are admitted
+    prefill_share: float | None = None  # of the budget, for prompts while there are streams
+    max_preemptions: int = 3  # of one sequence; then it yields only to older ones of its kind
+    prefix_caching: bool = True  # blocks are found again by their content
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.vocab_size) < 1:
             raise ValueError("budget, number of sequences and vocabulary must be positive")
         if not 0.0 < self.kv_high_water <= 1.0:
             raise ValueError("kv_high_water is a share of the KV blocks: over 0, at most 1")
+        if self.prefill_share is not None and not 0.0 < self.prefill_share <= 1.0:
+            raise ValueError("prefill_share is a share of the budget: over 0, at most 1")
+        if self.max_preemptions < 0:
+            raise ValueError("max_preemptions must not be negative")

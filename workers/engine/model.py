@@ -22,13 +22,15 @@ class Chunk:
 
     Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids`
     covers them all. `samples` says that the chunk reaches the last known token, so that the
-    step yields the next one.
+    step yields the next one. `copy_from` is a block whose KV the block of position `start`
+    begins with: copy on write.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    copy_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Model(Protocol):
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Sample | RowFailed | None]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
+
+        First it copies block `copy_from` of each chunk that names one into that chunk's own
+        block, `block_ids[start // block_size]`, in all layers: all copies as if at once, before
+        anything is written. The block copied may be written to in the same step.
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 

@@ -17,6 +17,7 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_PARAMETER = "bad_parameter"
     ENGINE_ERROR = "engine_error"
+    DEADLINE = "deadline"
 
 
 class RequestRefused(Exception):
@@ -40,6 +41,7 @@ class Request:
     params: SamplingParams
     outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice
     finished: tuple[bool, ...]  # choices that have already ended, one entry per choice
+    deadline_s: float | None = None  # on the engine's clock; then it ends wherever it is
 
     def max_num_known(self, max_model_len: int) -> int:
         """The most tokens that one of its sequences can reach, prompt and output."""
@@ -62,6 +64,7 @@ class Request:
                 params=self.params,
                 ending_ids=ending_ids,
                 arrival=first_arrival + choice,
+                deadline_s=self.deadline_s,
             )
             for choice, output_ids in enumerate(self.outputs)
             if not self.finished[choice]

@@ -1,55 +1,54 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
 Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. Leaves
-running to the model, endings to the engine, order to the policy, admission to the strategy.
+running to the model, endings to the engine, order to lanes and policy, room to `Gate`, and to
+the door who may ask for it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
 
 from workers.engine.block_manager import BlockManager
+from workers.engine.cost_model import CostModel
+from workers.engine.gate import Gate, Verdict
+from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
+from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk
-from workers.engine.policies import Policy
+from workers.engine.model import Chunk, Padding
+from workers.engine.policies import Key, Policy
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import UNLIMITED, StepPlan
 from workers.engine.strategy import Door
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """The chunks of one step, and what is left of its budget."""
-
-    num_tokens_left: int
-    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
-    num_preemptions: int = 0
-
-    def put(self, chunk: Chunk) -> None:
-        self.chunks[chunk.sequence] = chunk
-        self.num_tokens_left -= chunk.num_tokens
-
-    def take_back(self, sequence: Sequence) -> None:
-        if sequence in self.chunks:
-            self.num_tokens_left += self.chunks.pop(sequence).num_tokens
 
 
 class Scheduler:
     """Running sequences hold blocks; waiting ones hold none.
 
     Progress is certain as long as each sequence fits into the blocks alone (the engine refuses
-    the others): the running sequence with the smallest key is never preempted, and can preempt
-    all others. What is preempted comes back only under the high-water mark, which it cannot
-    meet in the same step, so two sequences never take each other's blocks in turns.
+    the others). Who has been preempted `max_preemptions` times is pinned: it yields blocks only
+    to pinned ones that came before it. So in the end the oldest pinned sequence keeps its blocks
+    and may take all others', and age brings it its tokens whatever lanes and policy say.
     """
 
     def __init__(
-        self, blocks: BlockManager, limits: EngineLimits, door: Door, policy: Policy
+        self,
+        blocks: BlockManager,
+        limits: EngineLimits,
+        door: Door,
+        policy: Policy,
+        lanes: Seq[Lane] = DEFAULT_LANES,
+        lengths: LengthPredictor | None = None,
     ) -> None:
         self.blocks = blocks
-        self.limits = limits
-        self._door = door
+        self.cost = CostModel()
+        self._block_size = blocks.block_size
+        self._limits = limits
         self._policy = policy
+        self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
         # Sets in order of insertion: removal is constant-time, iteration deterministic.
         self._running: dict[Sequence, None] = {}
         self._waiting: dict[Sequence, None] = {}
+        self._door = door
+        self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
 
     @property
     def running(self) -> list[Sequence]:
@@ -63,90 +62,202 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
+        """From the next step on; what runs goes on."""
+        self._limits = self._gate.limits = limits
+        self._lanes.replace(lanes, limits.max_num_batched_tokens)
+
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
+        self._lanes.arrive(sequence)
+        self._policy.arrive(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended or was stopped, and takes its blocks."""
         self.blocks.release(sequence)
         self._running.pop(sequence, None)
         self._waiting.pop(sequence, None)
+        self._lanes.leave(sequence)
+        self._policy.leave(sequence)
+
+    def move(self, sequence: Sequence, lane: str) -> None:
+        """Puts a sequence into another lane, with all that it has."""
+        self._lanes.leave(sequence)
+        self._policy.leave(sequence)
+        sequence.lane = lane
+        self._lanes.arrive(sequence)
+        self._policy.arrive(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Blocks and computed tokens go; known tokens and the place in the order stay."""
+        sequence.num_preemptions += 1
+        self.blocks.release(sequence)
+        del self._running[sequence]
+        self._waiting[sequence] = None
+
+    def place(self, sequence: Sequence, now_s: float) -> Key:
+        """A waiting sequence's place in the order; the smallest comes first."""
+        key = self._policy.key(sequence, now_s)
+        return (self._lanes.level(sequence), *key, sequence.arrival)
 
     def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
-        """The next step: running sequences first, then waiting ones, each with what fits.
+        """The next step: lane by lane, in each the running, then the waiting, with what fits.
 
-        Among the running, those that need one token go first, so that a long prompt never
-        delays a stream; within that, and among the waiting, the policy's key decides.
-        `num_reserved` tokens of the budget are spoken for.
+        Lanes behind their minimum share come first, with what they are owed. `num_reserved`
+        tokens of the budget are spoken for.
         """
-        plan = StepPlan(self.limits.max_num_batched_tokens - num_reserved)
-        for sequence in sorted(
-            self._running, key=lambda s: (s.num_pending > 1, self._policy.key(s, now_s))
-        ):
-            if plan.num_tokens_left == 0:
-                break
-            if sequence in self._running:
-                self._hand_out(plan, sequence, now_s)
-        self._admit(plan, now_s)
+        plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
+        ordered = self._ordered(now_s)
+        for lane, num_owed in self._lanes.owed().items():
+            self._serve(plan, [s for s in ordered if s.lane == lane], num_owed, now_s)
+        self._serve(plan, ordered, UNLIMITED, now_s)
+        if not plan.chunks:
+            plan.lift_limits()
+            self._serve(plan, ordered, UNLIMITED, now_s)
         return plan
 
-    def _hand_out(self, plan: StepPlan, sequence: Sequence, now_s: float) -> None:
-        """Gives a running sequence what it needs, up to the budget and the free blocks.
+    def book(self, chunk: Chunk, num_out: int) -> int:
+        """Books what the model computed; returns how much of it had been computed before."""
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        sequence.num_computed = end
+        num_again = min(end, sequence.num_once_computed) - chunk.start
+        if end > sequence.num_once_computed:
+            num_in = min(end, sequence.num_prompt) - max(chunk.start, sequence.num_once_computed)
+            sequence.num_once_computed = end
+            self._policy.charge(sequence, max(0, num_in), num_out)
+        if self.blocks.cache is not None and end >= (sequence.num_keyed + 1) * self._block_size:
+            self.blocks.cache.put(sequence)
+        return max(0, num_again)
 
-        Without room for one token, worse keys lose their blocks to it; where there is none
-        worse, it waits with its blocks and with what it has computed.
+    def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> None:
+        """Learns from a step that is over."""
+        self.cost.observe([*plan.chunks.values(), *padding], step_s)
+        self._lanes.settle({s: chunk.num_tokens for s, chunk in plan.chunks.items()})
+
+    def _new_plan(self, num_tokens: int) -> StepPlan:
+        """What the step may take: tokens, a share of them for prompts, and time.
+
+        The time is the tightest target of the streams that run. A target that the streams miss
+        by themselves is not met by stopping all else: then prompts get as long as streams.
         """
-        while not self.blocks.can_grow(sequence, 1):
-            victims = self._worse_block_owners(sequence, now_s)
-            if not victims:
-                return
-            self._preempt(plan, max(victims, key=lambda s: self._policy.key(s, now_s)))
-        num_tokens = min(
-            sequence.num_pending, plan.num_tokens_left, self.blocks.num_growable(sequence)
-        )
-        if num_tokens == 0:
-            return
-        self.blocks.grow(sequence, num_tokens)
-        samples = num_tokens == sequence.num_pending
-        plan.put(Chunk(sequence, sequence.num_computed, num_tokens, samples))
+        plan = StepPlan(self.cost, num_tokens)
+        streams = [s for s in self._running if s.num_pending == 1]
+        if streams and self._limits.prefill_share is not None:
+            num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
+            plan.num_prefill_left = max(1, num_prefill)
+        targets = {self._lanes.of(s).itl_target_s for s in streams} - {None}
+        if targets and self.cost.is_ready:
+            num_kv = sum(s.num_known for s in streams)
+            streams_s = self.cost.predict((len(streams), num_kv, 0.0))
+            allowed_s = max(min(t for t in targets if t is not None), 2 * streams_s)
+            plan.seconds_left = allowed_s - self.cost.coefficients[0]
+        return plan
 
-    def _worse_block_owners(self, sequence: Sequence, now_s: float) -> list[Sequence]:
-        own_key = self._policy.key(sequence, now_s)
-        return [s for s in self._running if s.block_ids and self._policy.key(s, now_s) > own_key]
+    def _ordered(self, now_s: float) -> list[Sequence]:
+        """All sequences: by level, running before waiting, streams before prompts, by policy.
 
-    def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
-        """Blocks and computed tokens go; known tokens and the place in the order stay."""
-        plan.take_back(victim)
-        plan.num_preemptions += 1
-        victim.num_preemptions += 1
-        self.blocks.release(victim)
-        del self._running[victim]
-        self._waiting[victim] = None
+        A long prompt must not delay a stream of its own level.
+        """
+        level, key = self._lanes.level, self._policy.key
+        ordered = [
+            (level(s), 0, s.num_pending > 1, key(s, now_s), s.arrival, s) for s in self._running
+        ]
+        ordered += [
+            (level(s), 1, True, key(s, now_s), s.arrival, s)
+            for s in self._waiting
+            if self._door.is_open(s)
+        ]
+        ordered.sort(key=lambda entry: entry[:5])
+        return [entry[5] for entry in ordered]
 
-    def _admit(self, plan: StepPlan, now_s: float) -> None:
-        """Admits whom the strategies have let in, in the policy's order, while there is room.
+    def _serve(self, plan: StepPlan, ordered: list[Sequence], most: int, now_s: float) -> None:
+        """Hands out up to `most` tokens, and admits up to the first that must wait.
 
         No one passes a sequence that does not fit: otherwise a large one could wait for ever.
         """
-        if not self._waiting or self.num_running >= self.limits.max_num_seqs:
+        plan.num_kept_back = max(0, plan.num_tokens_left - most)
+        is_full = False
+        for sequence in ordered:
+            if sequence in self._running:
+                if plan.num_on_offer > 0:
+                    self._hand_out(plan, sequence, now_s)
+            elif not is_full:
+                is_full = sequence in plan.preempted or plan.num_for_prompts == 0
+                is_full = is_full or not self._admit(plan, sequence, now_s)
+
+    def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
+        """Lets the candidate in, or not; returns whether others may be asked after it."""
+        verdict, entry = self._gate.ask(plan, candidate)
+        if entry is None:
+            return verdict is not Verdict.NO_ROOM
+        for victim in entry.victims:
+            self._take_blocks(plan, victim)
+        del self._waiting[candidate]
+        self._running[candidate] = None
+        if candidate.started_s is None:
+            candidate.started_s = now_s
+        copy_from = self._gate.enter(plan, candidate, entry)
+        self._hand_out(plan, candidate, now_s, copy_from)
+        return True
+
+    def _hand_out(
+        self, plan: StepPlan, sequence: Sequence, now_s: float, copy_from: int | None = None
+    ) -> None:
+        """Gives a running sequence what it needs, up to the budget and the free blocks.
+
+        Without room for one token, worse ones lose their blocks to it; where there is none
+        worse, it waits with its blocks and with what it has computed.
+        """
+        is_common = plan.has_time and copy_from is None and sequence not in plan.chunks
+        if is_common and self.blocks.has_next_slot(sequence):
+            plan.put_stream(sequence)
             return
-        num_committed = sum(self._num_blocks_known(s) for s in self._running)
-        let_in = filter(self._door.is_open, self._waiting)
-        for candidate in sorted(let_in, key=lambda s: self._policy.key(s, now_s)):
-            num_committed += self._num_blocks_known(candidate)
-            if plan.num_tokens_left == 0 or not self._has_room(num_committed):
+        num_planned = plan.num_planned(sequence)
+        if self._num_wanted(plan, sequence) == 0 and copy_from is None:
+            return
+        while not self.blocks.can_grow(sequence, num_planned + 1):
+            victim = self._worst_below(sequence, now_s)
+            if victim is None:
                 return
-            del self._waiting[candidate]
-            self._running[candidate] = None
-            self._hand_out(plan, candidate, now_s)
+            self._take_blocks(plan, victim)
+        num_room = self.blocks.num_growable(sequence) - num_planned
+        num_tokens = min(self._num_wanted(plan, sequence), num_room)
+        if copy_from is not None:
+            num_tokens = max(1, num_tokens)  # what is not copied now cannot be copied later
+        self.blocks.grow(sequence, num_planned + num_tokens)
+        plan.put(sequence, num_tokens, copy_from)
 
-    def _num_blocks_known(self, sequence: Sequence) -> int:
-        """Blocks that the known tokens will fill, those that are still to be computed included."""
-        return self.blocks.num_blocks_for(sequence.num_known)
+    def _num_wanted(self, plan: StepPlan, sequence: Sequence) -> int:
+        """Tokens that the sequence needs and the step still has for it."""
+        num_planned = plan.num_planned(sequence)
+        return plan.num_allowed(
+            sequence.num_pending - num_planned,
+            sequence.num_computed + num_planned,
+            is_due=sequence.num_pending == 1 and self._lanes.of(sequence).itl_target_s is not None,
+        )
 
-    def _has_room(self, num_committed_blocks: int) -> bool:
-        """Whether one more may run when that fills so many blocks; the first always may."""
-        if not self._running:
-            return True
-        num_allowed = int(self.limits.kv_high_water * self.blocks.num_blocks)
-        return self.num_running < self.limits.max_num_seqs and num_committed_blocks <= num_allowed
+    def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
+        """Who must give its blocks to the sequence: of the worst level, the least to lose."""
+        own_rank = self._rank(sequence, now_s)
+        below = [s for s in self._running if s.block_ids and self._rank(s, now_s) > own_rank]
+        return max(
+            below,
+            key=lambda s: (
+                not self._gate.is_pinned(s),
+                self._lanes.level(s),
+                -s.num_computed,
+                self._rank(s, now_s),
+            ),
+            default=None,
+        )
+
+    def _rank(self, sequence: Sequence, now_s: float) -> Key:
+        """Who may take blocks from whom: from those of higher rank. Differs between any two."""
+        if self._gate.is_pinned(sequence):
+            return (0.0, sequence.arrival)
+        return (1.0, *self.place(sequence, now_s))
+
+    def _take_blocks(self, plan: StepPlan, victim: Sequence) -> None:
+        plan.take_back(victim)
+        self._gate.forget(victim)
+        self.preempt(victim)

@@ -27,10 +27,22 @@ class Sequence:
     params: SamplingParams
     ending_ids: frozenset[int] = frozenset()  # tokens that end it: eos, unless ignored, and stops
     arrival: int = 0  # order of arrival in this engine; kept across preemptions
+    deadline_s: float | None = None  # on the engine's clock
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
+    num_keyed: int = 0  # leading blocks that the prefix cache has been told of
+    num_once_computed: int = 0  # the most that was ever computed; below it is recomputation
     num_preemptions: int = 0
+    served_at: int = 0  # tokens the engine had computed when it was last served, or came
+    max_output: int = 0  # output tokens that parameters and context allow
+    predicted_output: int = 0  # output tokens it is thought to reach; renewed once it has
+    added_s: float = 0.0
+    started_s: float | None = None  # when it was first let in
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.max_output = self.max_output or self.params.max_tokens
 
     @property
     def num_known(self) -> int:

@@ -79,6 +79,13 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
 
+    def copy_blocks(self, source_ids: Seq[int], target_ids: Seq[int]) -> None:
+        """Copies whole blocks in all layers, all sources read before any target is written."""
+        for layer in self.layers.values():
+            for blocks in (layer.keys, layer.values):
+                sources = torch.tensor(source_ids, device=blocks.device)
+                blocks[torch.tensor(target_ids, device=blocks.device)] = blocks[sources]
+
 
 def token_bytes(shapes: Mapping[nn.Module, LayerShape], dtype: torch.dtype) -> int:
     """Bytes that one token takes in all layers together."""

@@ -74,11 +74,22 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
         """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
+        self._copy_blocks(chunks)
         batch = build_batch(
             chunks, self.block_size, self._device, padding, self.cache.scratch_block_id
         )
         step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
         return self._forward(batch, step)
+
+    def _copy_blocks(self, chunks: Seq[Chunk]) -> None:
+        copies = [
+            (chunk.copy_from, chunk.sequence.block_ids[chunk.start // self.block_size])
+            for chunk in chunks
+            if chunk.copy_from is not None
+        ]
+        if copies:
+            source_ids, target_ids = zip(*copies, strict=True)
+            self.cache.copy_blocks(source_ids, target_ids)
 
     def _forward(self, batch: Batch, step: AttentionStep) -> Tensor:
         """The whole ForCausalLM on a flat batch -> (num_samples, vocab_size) logits.

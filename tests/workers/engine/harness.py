@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
-from workers.engine.engine import Engine, StepReport
+from workers.engine.engine import Engine
+from workers.engine.lanes import DEFAULT_LANES, Lane
+from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
+from workers.engine.policies import Policy
+from workers.engine.report import StepReport
 from workers.engine.request import Request
 from workers.engine.strategy import Strategy
 from workers.strategies.continuous import ContinuousBatching
@@ -27,6 +31,9 @@ class Sizes:
     max_num_batched_tokens: int = 32
     max_num_seqs: int = 8
     kv_high_water: float = 0.8
+    prefill_share: float | None = None
+    max_preemptions: int = 3
+    prefix_caching: bool = True
 
     @property
     def num_kv_tokens(self) -> int:
@@ -40,6 +47,9 @@ class Harness:
     sizes: Sizes
     strategy: Strategy = field(default_factory=ContinuousBatching)
     model_options: HashModelOptions = field(default_factory=HashModelOptions)
+    policy: Policy | None = None
+    lanes: Seq[Lane] = DEFAULT_LANES
+    lengths: LengthPredictor | None = None
     output_ids: dict[Choice, list[int]] = field(default_factory=dict)
     reasons: dict[Choice, FinishReason] = field(default_factory=dict)
     num_preemptions: int = 0
@@ -60,9 +70,20 @@ class Harness:
             max_num_seqs=self.sizes.max_num_seqs,
             vocab_size=VOCAB_SIZE,
             kv_high_water=self.sizes.kv_high_water,
+            prefill_share=self.sizes.prefill_share,
+            max_preemptions=self.sizes.max_preemptions,
+            prefix_caching=self.sizes.prefix_caching,
         )
         self.now_s = 0.0
-        self.engine = Engine(self.model, limits, self.strategy, clock_s=lambda: self.now_s)
+        self.engine = Engine(
+            self.model,
+            limits,
+            self.strategy,
+            self.policy,
+            clock_s=lambda: self.now_s,
+            lanes=self.lanes,
+            lengths=self.lengths,
+        )
 
     def add(self, request: Request) -> None:
         """Adds a job, whose known outputs count as collected. Raises RequestRefused."""
@@ -74,6 +95,7 @@ class Harness:
     def step(self) -> StepReport:
         report = self.engine.step()
         self.engine.audit()
+        self.model.poison(self.engine.blank_block_ids)
         num_tokens = report.num_step_tokens + report.num_padding_tokens
         assert num_tokens <= self.sizes.max_num_batched_tokens
         assert report.num_running <= self.sizes.max_num_seqs
@@ -138,6 +160,9 @@ def all_sizes() -> st.SearchStrategy[Sizes]:
         max_num_batched_tokens=st.integers(1, 40),
         max_num_seqs=st.integers(1, 6),
         kv_high_water=st.sampled_from((0.1, 0.5, 0.8, 1.0)),
+        prefill_share=st.sampled_from((None, 0.2)),
+        max_preemptions=st.sampled_from((0, 3)),
+        prefix_caching=st.booleans(),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from contract.jobs import FinishReason
 from tests.fakes import EOS_ID, HashModelOptions
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job, oracle
+from workers.engine.lengths import KnownOnly
 
 BAD_ROW = HashModelOptions(bad_row_id=33)
 LOST_DEVICE = HashModelOptions(crash_id=33)
@@ -164,7 +165,7 @@ def test_an_idle_engine_reports_an_empty_step() -> None:
 
 def test_little_memory_preempts_and_keeps_every_token() -> None:
     """Four long sequences in room for two: blocks change hands, tokens stay the oracle's."""
-    harness = Harness(Sizes(num_blocks=15, kv_high_water=1.0))
+    harness = Harness(Sizes(num_blocks=15, kv_high_water=1.0), lengths=KnownOnly())
     requests = [
         job(f"job-{i}", prompt_ids=[i, 1], max_tokens=30, ignore_eos=True) for i in range(4)
     ]

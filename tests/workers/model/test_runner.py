@@ -18,7 +18,7 @@ from tests.workers.model.driver import (
     run_step,
     run_to_end,
 )
-from workers.engine.model import Chunk, Padding
+from workers.engine.model import Chunk, Padding, Sample
 from workers.messages import EngineOptions
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import load_model
@@ -199,3 +199,37 @@ def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
     expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
 
     assert run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 64) == expected
+
+
+def test_copied_blocks_are_read_before_any_is_written(load_family: LoadFamily) -> None:
+    """Two blocks that change places in one step, in every layer, keys and values."""
+    cache = paged(load_family("llama")[0]).cache
+    layers = list(cache.layers.values())
+    for layer in layers:
+        layer.keys[:2].normal_()
+        layer.values[:2].normal_()
+    before = [(layer.keys[:2].clone(), layer.values[:2].clone()) for layer in layers]
+
+    cache.copy_blocks([0, 1], [1, 0])
+
+    for layer, (keys, values) in zip(layers, before, strict=True):
+        assert torch.equal(layer.keys[:2], keys.flip(0))
+        assert torch.equal(layer.values[:2], values.flip(0))
+
+
+def test_a_choice_that_begins_with_a_copy_goes_on_as_if_alone(load_family: LoadFamily) -> None:
+    """It holds one full block together with another choice, and a copy of the partial one."""
+    model = load_family("llama")[0].model
+    size = model.block_size
+    [prompt] = make_prompts([size + 3], VOCAB_SIZE)
+    first, second, alone = (make_sequence(prompt) for _ in range(3))
+    allot_blocks([first, second, alone], model)
+    run_step(model, [first, alone], chunk_tokens=2 * size)
+    second.block_ids[0] = first.block_ids[0]
+    second.num_computed = size + 2
+
+    copy = Chunk(second, size + 2, 1, samples=True, copy_from=first.block_ids[1])
+    [row] = model.run([copy])
+
+    assert isinstance(row, Sample)
+    assert row.token_id == alone.token_ids[-1]

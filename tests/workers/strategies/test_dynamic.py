@@ -1,7 +1,7 @@
 """Dynamic batching: the window, the number, and what buckets save."""
 
 from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.engine import StepReport
+from workers.engine.report import StepReport
 from workers.strategies.dynamic import DynamicBatching
 
 
@@ -42,7 +42,8 @@ def test_a_full_batch_does_not_wait_for_the_window() -> None:
 
 def test_a_bucket_holds_like_lengths_and_keeps_no_other_waiting() -> None:
     """Two long prompts fill their bucket at once; the short one before them waits for its own."""
-    harness = Harness(Sizes(), DynamicBatching(batch_size=2, window_s=60, bucket_edges=(4,)))
+    strategy = DynamicBatching(batch_size=2, window_s=60, bucket_edges=(4,))
+    harness = Harness(Sizes(prefix_caching=False), strategy)
     harness.add(job("short", range(3)))
     harness.add(job("long-1", range(10)))
     harness.add(job("long-2", range(12)))
@@ -53,7 +54,8 @@ def test_a_bucket_holds_like_lengths_and_keeps_no_other_waiting() -> None:
 def num_padding_tokens(bucket_edges: tuple[int, ...]) -> int:
     """Of 32 prompts of 2 to 33 tokens in an order like that of arrival, one token each."""
     strategy = DynamicBatching(batch_size=4, bucket_edges=bucket_edges, is_padded=True)
-    harness = Harness(Sizes(num_blocks=400, max_num_batched_tokens=2000), strategy)
+    sizes = Sizes(num_blocks=400, max_num_batched_tokens=2000, prefix_caching=False)
+    harness = Harness(sizes, strategy)
     for number in range(32):
         num_prompt = 2 + number * 13 % 32
         harness.add(job(f"job-{number}", range(num_prompt), ignore_eos=True, max_tokens=1))

@@ -1,0 +1,194 @@
+"""Whether a waiting sequence may run now: with which blocks, and at whose cost.
+
+Leaves the order of those who ask to the scheduler, and who may ask to its door.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from workers.engine.block_manager import BlockManager
+from workers.engine.kv_forecast import KVForecast, Need
+from workers.engine.lanes import Lanes
+from workers.engine.lengths import LengthPredictor
+from workers.engine.limits import EngineLimits
+from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepPlan
+
+
+class Verdict(Enum):
+    """What a sequence is told that asks to be let in."""
+
+    WELCOME = auto()
+    BEING_COMPUTED = auto()  # its next block is computed by another in this step
+    NO_ROOM = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a sequence is let in: what it begins with, and who makes room."""
+
+    need: Need
+    victims: list[Sequence]
+    found_ids: list[int]  # cached blocks
+    source: Sequence | None = None  # a choice of the same job, whose prompt it shares
+    num_forked: int = 0  # tokens shared with the source
+
+
+class Gate:
+    """Lets sequences in under the limits, the high-water mark and the forecast of KV."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        limits: EngineLimits,
+        lanes: Lanes,
+        lengths: LengthPredictor,
+        running: Collection[Sequence],
+    ) -> None:
+        """`running` is the scheduler's own, seen as it changes."""
+        self._blocks = blocks
+        self.limits = limits
+        self._lanes = lanes
+        self._lengths = lengths
+        self._running = running
+        self._forecast: KVForecast | None = None
+        self._plan: StepPlan | None = None
+
+    def is_pinned(self, sequence: Sequence) -> bool:
+        """Whether it has been preempted often enough."""
+        return sequence.num_preemptions >= self.limits.max_preemptions
+
+    def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[Verdict, Entry | None]:
+        """The verdict, and how to enter where it is yes. Changes nothing."""
+        forecast = self._look_at(plan)
+        found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
+        leader = self._leading_choice(candidate)
+        if self._is_being_computed(plan, candidate, leader, len(found_ids)):
+            return Verdict.BEING_COMPUTED, None
+        entry = self._entry(candidate, leader, found_ids, forecast)
+        return (Verdict.NO_ROOM, None) if entry is None else (Verdict.WELCOME, entry)
+
+    def enter(self, plan: StepPlan, sequence: Sequence, entry: Entry) -> int | None:
+        """Gives the sequence what it begins with; returns the block it must be copied from."""
+        copy_from = None
+        if entry.source is not None:
+            copy_from = self._blocks.fork(sequence, entry.source, entry.num_forked)
+        else:
+            self._blocks.share(sequence, entry.found_ids)
+            sequence.num_keyed = len(entry.found_ids)
+        if self._blocks.cache is not None:
+            self._blocks.cache.begin(sequence)
+        plan.num_prefix_queries += sequence.num_known
+        plan.num_prefix_hits += sequence.num_computed
+        assert self._forecast is not None
+        self._forecast.add(sequence, entry.need)
+        return copy_from
+
+    def forget(self, victim: Sequence) -> None:
+        """The sequence has lost its blocks in this step."""
+        if self._forecast is not None:
+            self._forecast.drop(victim)
+
+    def _look_at(self, plan: StepPlan) -> KVForecast:
+        """The forecast as of this step."""
+        if self._plan is not plan or self._forecast is None:
+            self._plan = plan
+            self._forecast = KVForecast(self._blocks, self._lengths, self._running)
+        return self._forecast
+
+    def _leading_choice(self, candidate: Sequence) -> Sequence | None:
+        """The running choice of the candidate's job that has computed most."""
+        if candidate.params.n == 1 or not self._blocks.can_share:
+            return None
+        job = candidate.job_id, candidate.epoch
+        choices = [s for s in self._running if (s.job_id, s.epoch) == job and s.block_ids]
+        return max(choices, key=lambda s: s.num_computed, default=None)
+
+    def _is_being_computed(
+        self, plan: StepPlan, candidate: Sequence, leader: Sequence | None, num_found: int
+    ) -> bool:
+        """Whether another computes in this step what the candidate would compute again.
+
+        Less than a block is not worth a wait.
+        """
+        block_size = self._blocks.block_size
+        if leader is not None and leader in plan.chunks:
+            num_computed = max(leader.num_computed, num_found * block_size)
+            if _num_common(leader, candidate) - num_computed >= block_size:
+                return True
+        cache = self._blocks.cache
+        return cache is not None and cache.computes_next(candidate, num_found) in plan.chunks
+
+    def _entry(
+        self,
+        candidate: Sequence,
+        leader: Sequence | None,
+        found_ids: list[int],
+        forecast: KVForecast,
+    ) -> Entry | None:
+        """How the candidate could run; None where it must wait for room."""
+        held_ids, num_forked = found_ids, 0
+        if leader is not None:
+            num_forked = self._num_forkable(leader, candidate)
+            if num_forked > len(found_ids) * self._blocks.block_size:
+                held_ids = leader.block_ids[: num_forked // self._blocks.block_size]
+            else:
+                leader = None
+        need = forecast.need(candidate, self._blocks.num_held(held_ids))
+        victims = self._victims(candidate, need, forecast)
+        if victims is None:
+            return None
+        return Entry(need, victims, found_ids, leader, num_forked)
+
+    def _num_forkable(self, leader: Sequence, candidate: Sequence) -> int:
+        """Tokens of the leader that the candidate can begin with."""
+        num_common = min(leader.num_computed, _num_common(leader, candidate))
+        if not self._blocks.can_fork(num_common):
+            num_common -= num_common % self._blocks.block_size
+        return num_common
+
+    def _victims(
+        self, candidate: Sequence, need: Need, forecast: KVForecast
+    ) -> list[Sequence] | None:
+        """Who must go for the candidate, no one where there is room; None where it must wait.
+
+        Only sequences of lower lanes go, the least to lose first, and none that is pinned. They
+        will yield later too, so how much they may grow is no reason to wait.
+        """
+        priority = self._lanes.of(candidate).priority
+        yielding = [
+            s
+            for s in self._running
+            if self._lanes.of(s).priority > priority and not self.is_pinned(s)
+        ]
+        yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
+        without: set[Sequence] = set()
+        if self._fits(need, forecast, set(yielding), without):
+            return []
+        if not yielding or not self._fits(need, forecast, set(yielding), set(yielding)):
+            return None
+        for victim in yielding:
+            without.add(victim)
+            if self._fits(need, forecast, set(yielding), without):
+                break
+        return yielding[: len(without)]
+
+    def _fits(
+        self, need: Need, forecast: KVForecast, yielding: set[Sequence], without: set[Sequence]
+    ) -> bool:
+        """Whether one more may run; alone it always may."""
+        num_running = len(self._running) - len(without)
+        if num_running == 0:
+            return True
+        num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
+        return (
+            num_running < self.limits.max_num_seqs
+            and forecast.num_known(need, without) <= num_allowed
+            and forecast.peak(need, yielding, without) <= self._blocks.num_blocks
+        )
+
+
+def _num_common(leader: Sequence, candidate: Sequence) -> int:
+    """Tokens that two choices of a job share; the last known one is computed in any case."""
+    return min(leader.num_prompt, candidate.num_known - 1)

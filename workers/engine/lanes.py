@@ -1,0 +1,105 @@
+"""Service classes: who goes before whom, how soon the next token is due, what no one may take.
+
+Leaves the order within a lane to the policy, and tokens and blocks to the scheduler.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from workers.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One service class. Raises ValueError for numbers that make no sense."""
+
+    name: str
+    priority: int  # the smallest goes first, and takes places and blocks from the others
+    itl_target_s: float | None = None  # seconds between two tokens of a stream
+    min_share: float = 0.0  # of the computed tokens, while the lane has work
+    ageing_tokens: int = 32_768  # computed for others, they lift a sequence by one priority
+
+    def __post_init__(self) -> None:
+        if self.itl_target_s is not None and self.itl_target_s <= 0:
+            raise ValueError(f"lane {self.name}: itl_target_s must be positive")
+        if not 0.0 <= self.min_share < 1.0:
+            raise ValueError(f"lane {self.name}: min_share is a share: from 0 to below 1")
+        if self.ageing_tokens < 1:
+            raise ValueError(f"lane {self.name}: ageing_tokens must be positive")
+
+
+STANDARD = Lane("standard", priority=1)
+DEFAULT_LANES = (
+    Lane("interactive", priority=0, itl_target_s=0.1),
+    STANDARD,
+    Lane("batch", priority=2, min_share=0.05),
+)
+
+
+class Lanes:
+    """The lanes and what each has had. Lanes that the table does not name are like standard.
+
+    Two promises, both in tokens that the engine computes:
+    - While a lane has work that can be computed, it gets at least `min_share` of them, at most
+      two steps' budget behind.
+    - A sequence in reach of memory that is passed by (priority + 1) * ageing_tokens of them goes
+      before all that came or were served since.
+    """
+
+    def __init__(self, table: Seq[Lane], max_credit: int) -> None:
+        """`max_credit`: tokens that a lane can be behind at most; say, a step's."""
+        self._num_computed = 0
+        self._num_live: Counter[str] = Counter()
+        self._credits: dict[str, float] = {}
+        self.replace(table, max_credit)
+
+    def replace(self, table: Seq[Lane], max_credit: int) -> None:
+        """From now on; what a lane is owed it keeps. Raises ValueError."""
+        if sum(lane.min_share for lane in table) > 1.0:
+            raise ValueError("the minimum shares of all lanes exceed the whole")
+        self._table = {lane.name: lane for lane in table}
+        self._max_credit = max_credit
+        shared = [lane.name for lane in table if lane.min_share > 0]
+        self._credits = {name: self._credits.get(name, 0.0) for name in shared}
+
+    def of(self, sequence: Sequence) -> Lane:
+        return self._table.get(sequence.lane, STANDARD)
+
+    def level(self, sequence: Sequence) -> int:
+        """Its priority, lifted by age; the smallest goes first."""
+        lane = self.of(sequence)
+        return lane.priority - (self._num_computed - sequence.served_at) // lane.ageing_tokens
+
+    def arrive(self, sequence: Sequence) -> None:
+        sequence.served_at = self._num_computed
+        self._num_live[sequence.lane] += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        self._num_live[sequence.lane] -= 1
+        if self._num_live[sequence.lane] == 0:
+            del self._num_live[sequence.lane]
+
+    def settle(self, num_tokens: Mapping[Sequence, int]) -> None:
+        """Books a step: the tokens that each sequence has had."""
+        by_lane: Counter[str] = Counter()
+        for sequence, num in num_tokens.items():
+            by_lane[sequence.lane] += num
+        num_total = by_lane.total()
+        self._num_computed += num_total
+        for sequence in num_tokens:
+            sequence.served_at = self._num_computed
+        for name, credit in self._credits.items():
+            due = self._table[name].min_share * num_total
+            earned = credit + due - by_lane[name] if self._num_live[name] else 0.0
+            self._credits[name] = min(max(earned, 0.0), float(self._max_credit))
+
+    def owed(self) -> dict[str, int]:
+        """Tokens that come first in this step, by lane: of those that are behind their share.
+
+        A lane alone is owed nothing: all is its own.
+        """
+        if len(self._num_live) < 2:
+            return {}
+        return {name: int(credit) for name, credit in self._credits.items() if credit >= 1.0}

@@ -1,0 +1,98 @@
+"""One step under construction: chunks, and what is left of tokens and time.
+
+Leaves to the scheduler who is asked, and blocks to the block manager.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from workers.engine.cost_model import CostModel, chunk_features
+from workers.engine.model import Chunk
+from workers.engine.sequence import Sequence
+
+UNLIMITED = 2**31
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The chunks of one step, and what is left of its budget."""
+
+    cost: CostModel
+    num_tokens_left: int
+    num_kept_back: int = 0  # of them, not for those who are asked now
+    num_prefill_left: int = UNLIMITED  # of them, for chunks of sequences that are no streams
+    seconds_left: float = math.inf
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    preempted: set[Sequence] = field(default_factory=set)
+    num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
+    num_prefix_hits: int = 0
+
+    @property
+    def num_on_offer(self) -> int:
+        return self.num_tokens_left - self.num_kept_back
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks.values())
+
+    def num_planned(self, sequence: Sequence) -> int:
+        chunk = self.chunks.get(sequence)
+        return 0 if chunk is None else chunk.num_tokens
+
+    def num_allowed(self, num_pending: int, start: int, *, is_due: bool) -> int:
+        """Tokens that the step still has for a sequence; what `is_due` waits for no time."""
+        num_allowed = min(num_pending, self.num_on_offer)
+        if num_pending > 1:
+            num_allowed = min(num_allowed, self.num_prefill_left)
+        if self.seconds_left < math.inf and not is_due:
+            num_allowed = min(num_allowed, self.cost.max_tokens(self.seconds_left, start))
+        return max(0, num_allowed)
+
+    @property
+    def num_for_prompts(self) -> int:
+        """Tokens that a new sequence could get."""
+        num_tokens = min(self.num_on_offer, self.num_prefill_left)
+        if self.seconds_left < math.inf:
+            num_tokens = min(num_tokens, self.cost.max_tokens(self.seconds_left, 0))
+        return max(0, num_tokens)
+
+    def put(self, sequence: Sequence, num_tokens: int, copy_from: int | None = None) -> None:
+        """Gives the sequence its next tokens, behind those that it was given before."""
+        num_before = self.num_planned(sequence)
+        if num_before:
+            copy_from = self.chunks[sequence].copy_from
+        self._book(sequence, num_before, -1)
+        num_all = num_before + num_tokens
+        samples = num_all == sequence.num_pending
+        self.chunks[sequence] = Chunk(sequence, sequence.num_computed, num_all, samples, copy_from)
+        self._book(sequence, num_all, 1)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether no target limits the step."""
+        return self.seconds_left == math.inf
+
+    def put_stream(self, sequence: Sequence) -> None:
+        """`put` of the one token of a stream, which most chunks are."""
+        self.chunks[sequence] = Chunk(sequence, sequence.num_computed, 1, True)
+        self.num_tokens_left -= 1
+
+    def take_back(self, sequence: Sequence) -> None:
+        """The sequence is preempted: its tokens are for others, and it comes back in no case."""
+        self.preempted.add(sequence)
+        self._book(sequence, self.num_planned(sequence), -1)
+        self.chunks.pop(sequence, None)
+
+    def lift_limits(self) -> None:
+        """Leaves the token budget alone: better a slow step than none."""
+        self.seconds_left, self.num_prefill_left = math.inf, UNLIMITED
+
+    def _book(self, sequence: Sequence, num_tokens: int, sign: int) -> None:
+        if num_tokens == 0:
+            return
+        self.num_tokens_left -= sign * num_tokens
+        if sequence.num_pending > 1:
+            self.num_prefill_left -= sign * num_tokens
+        if self.seconds_left < math.inf:
+            features = chunk_features(sequence.num_computed, num_tokens)
+            self.seconds_left -= sign * self.cost.predict_added(features)

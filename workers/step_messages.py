@@ -1,0 +1,51 @@
+"""A step's report as messages for the supervisor. Leaves sockets and frames to the process."""
+
+from contract.events import TokenLogprob
+from workers.engine.report import Output, StepReport
+from workers.messages import ChoiceEnded, EngineLoad, FromEngine, JobFailed, TokenOut
+
+
+def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
+    """A step's report on the wire: tokens, endings, failures, and the load last."""
+    return [
+        *map(_token_out, report.outputs),
+        *(
+            ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
+            for ended in report.ended
+            if ended.finish_reason is not None
+        ),
+        *(JobFailed(e.job_id, e.epoch, e.code, e.message) for e in report.failed),
+        EngineLoad(
+            report.num_running,
+            report.num_waiting,
+            report.num_free_blocks,
+            report.num_step_tokens,
+            step_s,
+            report.num_padding_tokens,
+            report.num_step_seqs,
+            report.num_decode_tokens,
+            report.num_preemptions,
+            report.num_recomputed_tokens,
+            report.num_prefix_queries,
+            report.num_prefix_hits,
+            report.num_finished,
+            report.queue_s,
+            report.run_s,
+        ),
+    ]
+
+
+def _token_out(output: Output) -> TokenOut:
+    sequence = output.sequence
+    logprob = None
+    if sequence.params.logprobs is not None:
+        logprob = TokenLogprob(output.token_id, output.logprob, output.top_logprobs)
+    return TokenOut(
+        sequence.job_id,
+        sequence.epoch,
+        sequence.choice,
+        output.position,
+        output.token_id,
+        output.finish_reason,
+        logprob,
+    )
