@@ -65,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

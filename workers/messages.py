@@ -141,6 +141,18 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
     logprob: TokenLogprob | None = None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
+    """Log probabilities of the prompt's tokens from position `start` on, in order, for jobs whose
+    parameters ask. All are said before the first output token; after a preemption or a resume
+    they are said again from an earlier `start`.
+    """
+
+    job_id: str
+    epoch: int
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
 class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):
     """A choice that ended without a new token: its logged output was already complete."""
 
@@ -180,7 +192,15 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 FromEngine = (
-    Loading | LoadFailed | Ready | Running | TokenOut | ChoiceEnded | JobFailed | EngineLoad
+    Loading
+    | LoadFailed
+    | Ready
+    | Running
+    | PromptLogprobs
+    | TokenOut
+    | ChoiceEnded
+    | JobFailed
+    | EngineLoad
 )
 
 # --- frames -----------------------------------------------------------------------------------

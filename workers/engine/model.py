@@ -52,6 +52,17 @@ class Sample:
     token_id: int
     logprob: float = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: "PromptLogprobs | None" = None  # of the prompt's part in the same chunk
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The prompt's tokens from position `start` on, each with its log probability given those
+    before it. What is computed again after a preemption is said again.
+    """
+
+    start: int
+    tokens: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,16 @@ class RowFailed:
     """A row that could not be computed or sampled, say for NaN in its logits: its job's loss."""
 
     message: str  # one sentence; never a prompt or an output
+
+
+Row = Sample | PromptLogprobs | RowFailed | None
+
+
+def prompt_logprobs_of(row: Row) -> PromptLogprobs | None:
+    """What a row says of its prompt, beside a sample or alone."""
+    if isinstance(row, Sample):
+        return row.prompt_logprobs
+    return row if isinstance(row, PromptLogprobs) else None
 
 
 class Model(Protocol):
@@ -84,12 +105,17 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
+<<<<<<< workers/engine/model.py
+        A chunk that samples yields a Sample. Another yields nothing, or the PromptLogprobs of a
+        prompt whose parameters ask; a model may put those off to a later chunk.
+=======
         First it copies block `copy_from` of each chunk that names one into that chunk's own
         block, `block_ids[start // block_size]`, in all layers: all copies as if at once, before
         anything is written. The block copied may be written to in the same step.
+>>>>>>> /tmp/m.mine
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 

@@ -137,6 +137,9 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
         "repetition_penalty must be positive": params.repetition_penalty > 0,
         f"logprobs must be from 0 to {vocab_size}": 0 <= (params.logprobs or 0) <= vocab_size,
+        f"prompt_logprobs must be from 0 to {vocab_size}": (
+            0 <= (params.prompt_logprobs or 0) <= vocab_size
+        ),
     }
     for rule, holds in rules.items():
         if not holds:

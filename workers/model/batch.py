@@ -11,20 +11,23 @@ import torch
 from torch import Tensor
 
 from workers.engine.model import Chunk, Padding
+from workers.model.answers import scored_positions
 from workers.model.attention.interface import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of each token;
-    sample_index (num_samples,): the flat rows whose logits are wanted, in the chunks' order.
+    logits_index (num_rows,): the flat rows whose logits are wanted, in the chunks' order: of each
+    chunk the positions in `scored`, then its last one where it samples.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     slot_mapping: Tensor
-    sample_index: Tensor
+    logits_index: Tensor
     spans: tuple[Span, ...]
+    scored: tuple[range, ...]
 
 
 PAD_TOKEN_ID = 0  # any id will do: no one reads what comes of it
@@ -55,18 +58,22 @@ def build_batch(
         spans.append(Span(len(token_ids), pad.num_tokens, pad.start, slots))
         token_ids += [PAD_TOKEN_ID] * pad.num_tokens
         positions.append(np.arange(pad.start, end, dtype=np.int64))
-    last_rows = [
-        span.first + span.num_tokens - 1
-        for chunk, span in zip(chunks, spans, strict=False)  # padding samples nothing
-        if chunk.samples
-    ]
+    scored = tuple(
+        scored_positions(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens)
+        for chunk in chunks
+    )
+    rows: list[int] = []
+    for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # not of padding
+        rows += [span.first + position - span.start for position in wanted]
+        rows += [span.first + span.num_tokens - 1] * chunk.samples
     slot_mapping = np.concatenate([span.slots[span.start :] for span in spans])
     return Batch(
         input_ids=torch.tensor([token_ids], device=device),
         position_ids=torch.from_numpy(np.concatenate(positions))[None].to(device),
         slot_mapping=torch.from_numpy(slot_mapping).to(device),
-        sample_index=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        logits_index=torch.tensor(rows, dtype=torch.int64, device=device),
         spans=tuple(spans),
+        scored=scored,
     )
 
 

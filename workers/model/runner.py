@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.model import Chunk, Padding, RowFailed, Sample
+from workers.engine.model import Chunk, Padding, Row
+from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch
 from workers.model.kv_cache import KVCache, PagedStep
-from workers.model.sampler import sample
 
 
 class ModelRunner:
@@ -60,24 +60,31 @@ class ModelRunner:
         return self._eos_token_ids
 
     @torch.inference_mode()
-    def run(
-        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
-    ) -> list[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
         """See Model.run."""
         if not chunks and not padding:
             return []
-        logits = self.logits(chunks, padding)
-        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
-        samples = iter(sample(logits, sampled))
-        return [next(samples) if chunk.samples else None for chunk in chunks]
+        batch = self._batch(chunks, padding)
+        return answer_chunks(self._compute(batch), chunks, batch.scored)
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
+<<<<<<< workers/model/runner.py
+        """Writes the chunks' KV; (num_rows, vocab_size) logits, as Batch.logits_index says."""
+        return self._compute(self._batch(chunks, padding))
+
+    def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
+        scratch_id = self.cache.scratch_block_id
+        return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
+
+    def _compute(self, batch: Batch) -> Tensor:
+=======
         """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
         self._copy_blocks(chunks)
         batch = build_batch(
             chunks, self.block_size, self._device, padding, self.cache.scratch_block_id
         )
+>>>>>>> /tmp/m.mine
         step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
         return self._forward(batch, step)
 
@@ -92,13 +99,13 @@ class ModelRunner:
             self.cache.copy_blocks(source_ids, target_ids)
 
     def _forward(self, batch: Batch, step: AttentionStep) -> Tensor:
-        """The whole ForCausalLM on a flat batch -> (num_samples, vocab_size) logits.
+        """The whole ForCausalLM on a flat batch -> (num_rows, vocab_size) logits.
 
         Whole, because scaling and capping of the logits live in its head.
         """
         arguments: dict[str, Any] = {STEP_KEYWORD: step}
         if self._takes_index:
-            arguments["logits_to_keep"] = batch.sample_index
+            arguments["logits_to_keep"] = batch.logits_index
         output = self._decoder(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -106,4 +113,4 @@ class ModelRunner:
             **arguments,
         )
         logits: Tensor = output.logits[0]
-        return logits if self._takes_index else logits[batch.sample_index]
+        return logits if self._takes_index else logits[batch.logits_index]

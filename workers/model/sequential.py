@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from workers.engine.model import Chunk, Padding, RowFailed, Sample
+from workers.engine.model import Chunk, Padding, Row
 from workers.engine.sequence import Sequence
-from workers.model.sampler import sample
+from workers.model.answers import answer_chunks, scored_positions
 
 # The names that families give their state, as an argument and in the output of a forward.
 _STATE_NAMES = ("past_key_values", "cache_params", "state")
@@ -93,20 +93,20 @@ class SequentialRunner:
         return len(self._states)
 
     @torch.inference_mode()
-    def run(
-        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
-    ) -> list[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
         """See Model.run. Padding is not computed: one sequence makes no rectangle."""
-        logits = self.logits(chunks)
-        samples = iter(sample(logits, [c.sequence for c in chunks if c.samples]))
-        return [next(samples) if chunk.samples else None for chunk in chunks]
+        self._forget_rolled_back()
+        found = [self._compute(chunk) for chunk in chunks]
+        logits = _stack([rows for rows, _ in found])
+        return answer_chunks(logits, chunks, [scored for _, scored in found])
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk]) -> Tensor:
-        """(num_samples, vocab_size) logits of the chunks that sample."""
+        """(num_rows, vocab_size) logits: those of each chunk's scored positions, then its last
+        one's where it samples.
+        """
         self._forget_rolled_back()
-        rows = [row for chunk in chunks if (row := self._compute(chunk)) is not None]
-        return torch.stack(rows) if rows else torch.empty(0, 0, device=self._device)
+        return _stack([self._compute(chunk)[0] for chunk in chunks])
 
     def _forget_rolled_back(self) -> None:
         """Drops the states of preempted sequences, also of those that have no chunk now."""
@@ -114,8 +114,10 @@ class SequentialRunner:
             if state.num_counted != sequence.num_computed:
                 del self._states[sequence]
 
-    def _compute(self, chunk: Chunk) -> Tensor | None:
-        """The last row of logits (vocab_size,), where the chunk samples."""
+    def _compute(self, chunk: Chunk) -> tuple[Tensor | None, range]:
+        """Logits (num_rows, vocab_size) of the positions that are scored, then of the last one
+        where the chunk samples; and which are scored.
+        """
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         state = self._states.get(sequence, _State())
         if state.num_counted != chunk.start:
@@ -123,17 +125,21 @@ class SequentialRunner:
         self._states[sequence] = state
         state.num_counted = end
         if self.continues is not Continues.ANYWHERE and not chunk.samples:
-            return None  # put off until the chunk that samples
+            return None, range(0)  # put off until the chunk that samples
         is_token = end - state.num_held == 1
         if self.continues is Continues.AT_TOKENS and not is_token:
             state.cache, state.num_held = None, 0
-        logits = self._forward(sequence.token_ids, state, end)
-        return logits[-1] if chunk.samples else None
+        # A prompt is scored when its last part is first computed, not with every token behind it.
+        is_prompt = chunk.start < sequence.num_prompt
+        scored = scored_positions(sequence, state.num_held if is_prompt else end, end)
+        rows = [*scored, *([end - 1] if chunk.samples else [])]
+        return self._forward(sequence.token_ids, state, end, rows), scored
 
-    def _forward(self, token_ids: list[int], state: _State, end: int) -> Tensor:
-        """Takes the state from `num_held` tokens to `end` -> (1, vocab_size) of the last one."""
+    def _forward(self, token_ids: list[int], state: _State, end: int, rows: list[int]) -> Tensor:
+        """Takes the state from `num_held` tokens to `end` -> (len(rows), vocab_size) logits."""
         start = state.num_held
-        arguments = self._arguments(state, start, end)
+        index = torch.tensor([row - start for row in rows], dtype=torch.int64, device=self._device)
+        arguments = self._arguments(state, start, end, index)
         output = self._decoder(
             input_ids=torch.tensor([token_ids[start:end]], device=self._device),
             use_cache=self.continues is not Continues.NEVER,
@@ -143,17 +149,23 @@ class SequentialRunner:
             state.cache = kept_state(output)
             state.num_held = end
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if "logits_to_keep" in arguments else logits[index]
 
-    def _arguments(self, state: _State, start: int, end: int) -> dict[str, Any]:
+    def _arguments(self, state: _State, start: int, end: int, index: Tensor) -> dict[str, Any]:
         """Those of the family's arguments that say where it goes on and what is wanted."""
         arguments: dict[str, Any] = {
             "position_ids": torch.arange(start, end, device=self._device)[None],
-            "logits_to_keep": 1,
+            "logits_to_keep": index,
         }
         if state.cache is not None:
             arguments |= dict.fromkeys(_STATE_NAMES, state.cache)
         return {name: value for name, value in arguments.items() if name in self._argument_names}
+
+
+def _stack(rows: list[Tensor | None]) -> Tensor:
+    """All rows (n, vocab_size) one behind the other."""
+    found = [part for part in rows if part is not None]
+    return torch.cat(found) if found else torch.empty(0, 0)
 
 
 def kept_state(output: Any) -> Any:

@@ -57,8 +57,8 @@ def run_step(model: Model, sequences: Seq[Sequence], chunk_tokens: int) -> list[
     for chunk, row in zip(chunks, model.run(chunks), strict=True):
         chunk.sequence.num_computed += chunk.num_tokens
         assert not isinstance(row, RowFailed)
-        assert (row is not None) == chunk.samples
-        if row is not None:
+        assert isinstance(row, Sample) == chunk.samples
+        if isinstance(row, Sample):
             chunk.sequence.token_ids.append(row.token_id)
             found.append(row)
     return found

@@ -1,0 +1,100 @@
+"""Log probabilities of prompts: the same in any chunking and beside any neighbour."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from contract.jobs import SamplingParams
+from tests.tiny_families import VOCAB_SIZE
+from tests.workers.model.conftest import LoadFamily
+from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
+from workers.engine.engine import Engine
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Chunk, Model, Sample, prompt_logprobs_of
+from workers.engine.request import Request
+from workers.engine.sequence import Sequence
+from workers.strategies.continuous import ContinuousBatching
+
+# The paged way, and each way that a state goes on.
+FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]
+
+
+def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> dict[int, Sample]:
+    """What is said of the first sequence's prompt, by position."""
+    found: dict[int, Sample] = {}
+    allot_blocks(sequences, model)
+    while pending := [s for s in sequences if s.num_output == 0]:
+        chunks = []
+        for sequence in pending:
+            num_tokens = min(chunk_tokens, sequence.num_pending)
+            samples = num_tokens == sequence.num_pending
+            chunks.append(Chunk(sequence, sequence.num_computed, num_tokens, samples))
+        for chunk, row in zip(chunks, model.run(chunks), strict=True):
+            chunk.sequence.num_computed += chunk.num_tokens
+            if isinstance(row, Sample):
+                chunk.sequence.token_ids.append(row.token_id)
+            said = prompt_logprobs_of(row)
+            assert said is None or chunk.sequence is sequences[0]
+            if said is not None:
+                found |= dict(enumerate(said.tokens, said.start))
+    return found
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_are_those_of_the_whole_prompt(
+    family: str, chunk_tokens: int, load_family: LoadFamily
+) -> None:
+    """Against log_softmax of transformers' own logits; neighbours that do not ask get none."""
+    loaded, folder = load_family(family)
+    prompts = make_prompts([23, 9, 30], VOCAB_SIZE)
+    own: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.inference_mode():
+        logits = own(torch.tensor([prompts[0]]), use_cache=False).logits[0]
+    expected = torch.log_softmax(logits, -1)
+    sequences = [make_sequence(prompts[0], prompt_logprobs=3), *map(make_sequence, prompts[1:])]
+
+    found = run_prompts(loaded.model, sequences, chunk_tokens)
+
+    assert sorted(found) == list(range(1, 23))
+    for position, said in found.items():
+        row = expected[position - 1]
+        assert said.token_id == prompts[0][position]
+        assert math.isclose(said.logprob, float(row[said.token_id]), abs_tol=2e-3)
+        assert [i for i, _ in said.top_logprobs] == row.topk(3).indices.tolist()
+        values = torch.tensor([value for _, value in said.top_logprobs])
+        torch.testing.assert_close(values, row.topk(3).values, atol=2e-3, rtol=0)
+
+
+def test_only_the_first_choice_says_the_prompts_logprobs(load_family: LoadFamily) -> None:
+    """The prompt is the same for all; 0 asks for no others than its own tokens."""
+    model = load_family("llama")[0].model
+    [prompt] = make_prompts([9], VOCAB_SIZE)
+    sequences = [make_sequence(prompt, choice=i, prompt_logprobs=0) for i in (0, 1)]
+
+    found = run_prompts(model, sequences, 1000)
+
+    assert sorted(found) == list(range(1, 9))
+    assert all(said.top_logprobs == () for said in found.values())
+
+
+def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFamily) -> None:
+    """Chunk by chunk, without gaps."""
+    limits = EngineLimits(max_num_batched_tokens=8, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+    engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
+    [prompt] = make_prompts([21], VOCAB_SIZE)
+    params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=1, ignore_eos=True)
+    engine.add(Request("job", 1, "t", "lane", tuple(prompt), params, ((),), (False,)))
+
+    said: list[Any] = []
+    while engine.has_work:
+        report = engine.step()
+        for sequence, found in report.prompt_logprobs:
+            assert sequence.job_id == "job"
+            said += [(found.start + i, token.token_id) for i, token in enumerate(found.tokens)]
+        said += [output.position for output in report.outputs]
+
+    assert said == [*list(enumerate(prompt))[1:], 0, 1, 2]

@@ -1,0 +1,77 @@
+"""What a step's logits say: the next tokens, and the log probabilities of prompts that ask.
+
+Leaves the choice of a token to the sampler.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from workers.engine.model import Chunk, PromptLogprobs, Row, Sample
+from workers.engine.sequence import Sequence
+from workers.model.sampler import sample
+
+# Logits whose log probabilities are computed at once: 64 MiB of float32.
+_SLICE_ELEMENTS = 2**24
+
+
+def scored_positions(sequence: Sequence, start: int, end: int) -> range:
+    """Those of `start .. end - 1` whose logits say how likely the next token of the prompt is.
+
+    None unless the job asks, and for the first choice alone: the prompt is the same for all.
+    """
+    if sequence.params.prompt_logprobs is None or sequence.choice != 0:
+        return range(start, start)
+    return range(start, max(start, min(end, sequence.num_prompt - 1)))
+
+
+def answer_chunks(logits: Tensor, chunks: Seq[Chunk], scored: Seq[range]) -> list[Row]:
+    """One row per chunk. logits (num_rows, vocab_size): for each chunk those of its scored
+    positions, then that of its last one where it samples.
+    """
+    prompts: list[PromptLogprobs | None] = []
+    sample_rows: list[int] = []
+    num_rows = 0
+    for chunk, positions in zip(chunks, scored, strict=True):
+        part = logits[num_rows : num_rows + len(positions)]
+        prompts.append(_score(part, chunk.sequence, positions.start) if positions else None)
+        num_rows += len(positions)
+        if chunk.samples:
+            sample_rows.append(num_rows)
+            num_rows += 1
+    if len(sample_rows) < num_rows:
+        logits = logits[sample_rows]
+    samples = iter(sample(logits, [chunk.sequence for chunk in chunks if chunk.samples]))
+    return [
+        _join(next(samples), prompt) if chunk.samples else prompt
+        for chunk, prompt in zip(chunks, prompts, strict=True)
+    ]
+
+
+def _join(row: Row, prompt: PromptLogprobs | None) -> Row:
+    if prompt is None or not isinstance(row, Sample):
+        return row
+    return Sample(row.token_id, row.logprob, row.top_logprobs, prompt)
+
+
+def _score(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
+    """logits (n, vocab_size) of positions `start ..` -> the n tokens behind them."""
+    num_top = min(sequence.params.prompt_logprobs or 0, logits.shape[1])
+    at_once = max(1, _SLICE_ELEMENTS // logits.shape[1])
+    tokens: list[Sample] = []
+    for part in torch.split(logits, at_once):
+        first = start + 1 + len(tokens)
+        ids = sequence.token_ids[first : first + len(part)]
+        logprobs = torch.log_softmax(part.float(), dim=-1)
+        index = torch.tensor(ids, device=logits.device)[:, None]
+        top = torch.topk(logprobs, num_top, dim=-1)
+        for token_id, logprob, top_ids, values in zip(
+            ids,
+            logprobs.gather(1, index)[:, 0].tolist(),
+            top.indices.tolist(),
+            top.values.tolist(),
+            strict=True,
+        ):
+            tokens.append(Sample(token_id, logprob, tuple(zip(top_ids, values, strict=True))))
+    return PromptLogprobs(start + 1, tuple(tokens))
