@@ -20,29 +20,18 @@ from enum import IntEnum
 
 import msgspec
 
-<<<<<<< workers/engine_process.py
-from contract.events import TokenLogprob
-from workers.engine import model as engine_model
-from workers.engine.engine import Engine, Output, StepReport
-from workers.engine.model import LoadedModel, ModelRefused
-from workers.engine.request import Request, RequestRefused
-from workers.engine.sequence import Sequence
-from workers.engine_setup import build_engine, limits_of, strategies_of
-=======
 from workers.channel import Channel, PeerGone
 from workers.engine.engine import Engine
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
 from workers.engine_setup import build_engine, lanes_of, limits_of, strategies_of
->>>>>>> /tmp/m.mine
 from workers.messages import (
     EngineOptions,
     FromEngine,
     JobFailed,
     LoadFailed,
     Loading,
-    PromptLogprobs,
     Ready,
     Reconfigure,
     Reprioritise,
@@ -151,53 +140,9 @@ class EngineLoop:
         return []
 
 
-<<<<<<< workers/engine_process.py
-def _report_messages(report: StepReport, step_s: float) -> list[FromEngine]:
-    """A step's report on the wire: prompts, tokens, endings, failures, and the load last."""
-    return [
-        *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
-        *map(_token_out, report.outputs),
-        *(
-            ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
-            for ended in report.ended
-            if ended.finish_reason is not None
-        ),
-        *(JobFailed(e.job_id, e.epoch, e.code, e.message) for e in report.failed),
-        EngineLoad(
-            report.num_running,
-            report.num_waiting,
-            report.num_free_blocks,
-            report.num_step_tokens,
-            step_s,
-            report.num_padding_tokens,
-        ),
-    ]
-
-
-def _prompt_logprobs(sequence: Sequence, found: engine_model.PromptLogprobs) -> PromptLogprobs:
-    logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
-    return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs)
-
-
-def _token_out(output: Output) -> TokenOut:
-    sequence = output.sequence
-    logprob = None
-    if sequence.params.logprobs is not None:
-        logprob = TokenLogprob(output.token_id, output.logprob, output.top_logprobs)
-    return TokenOut(
-        sequence.job_id,
-        sequence.epoch,
-        sequence.choice,
-        output.position,
-        output.token_id,
-        output.finish_reason,
-        logprob,
-    )
-=======
 def _on_our_clock(remaining_s: float | None) -> float | None:
     """A deadline travels as the time that is left: no two processes share a clock."""
     return None if remaining_s is None else time.monotonic() + remaining_s
->>>>>>> /tmp/m.mine
 
 
 def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:

@@ -1,13 +1,23 @@
 """A step's report as messages for the supervisor. Leaves sockets and frames to the process."""
 
 from contract.events import TokenLogprob
+from workers.engine import model as engine_model
 from workers.engine.report import Output, StepReport
-from workers.messages import ChoiceEnded, EngineLoad, FromEngine, JobFailed, TokenOut
+from workers.engine.sequence import Sequence
+from workers.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    FromEngine,
+    JobFailed,
+    PromptLogprobs,
+    TokenOut,
+)
 
 
 def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
-    """A step's report on the wire: tokens, endings, failures, and the load last."""
+    """A step's report on the wire: prompts, tokens, endings, failures, and the load last."""
     return [
+        *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
         *map(_token_out, report.outputs),
         *(
             ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
@@ -33,6 +43,11 @@ def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
             report.run_s,
         ),
     ]
+
+
+def _prompt_logprobs(sequence: Sequence, found: engine_model.PromptLogprobs) -> PromptLogprobs:
+    logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
+    return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs)
 
 
 def _token_out(output: Output) -> TokenOut:

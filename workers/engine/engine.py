@@ -15,15 +15,7 @@ from workers.engine.block_manager import BlockManager
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
-from workers.engine.model import (
-    Chunk,
-    Model,
-    PromptLogprobs,
-    Row,
-    RowFailed,
-    Sample,
-    prompt_logprobs_of,
-)
+from workers.engine.model import Chunk, Model, Row, RowFailed, Sample, prompt_logprobs_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.report import JobError, Output, StepReport
@@ -34,50 +26,6 @@ from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
 
 
-<<<<<<< workers/engine/engine.py
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A new token of a sequence, at `position` among its output tokens.
-
-    The token that ends a sequence is reported too; `finish_reason` says that it does.
-    """
-
-    sequence: Sequence
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobError:
-    """A job that failed while it ran; all its choices are dropped."""
-
-    job_id: str
-    epoch: int
-    code: ErrorCode
-    message: str
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What one step yielded, and the engine's state after it."""
-
-    outputs: list[Output] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # complete when they came: no new token
-    failed: list[JobError] = field(default_factory=list)
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_step_tokens: int = 0  # of sequences
-    num_padding_tokens: int = 0  # computed beside them, for no one
-    num_preemptions: int = 0
-
-
-=======
->>>>>>> /tmp/m.mine
 @dataclass(slots=True)
 class _Job:
     epoch: int
@@ -285,38 +233,28 @@ class Engine:
             self._batches.add(sequence)
             self._jobs[sequence.job_id] = job
 
-<<<<<<< workers/engine/engine.py
-    def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport) -> None:
-=======
     def _apply(
         self,
         chunks: list[Chunk],
-        rows: Seq[Sample | RowFailed | None],
+        rows: Seq[Row],
         report: StepReport,
         now_s: float,
     ) -> None:
->>>>>>> /tmp/m.mine
         """Books what the model computed. A failed row takes its whole job with it."""
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
             if report.failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
-<<<<<<< workers/engine/engine.py
-            sequence.num_computed += chunk.num_tokens
+            report.num_recomputed_tokens += self._scheduler.book(chunk, num_out=chunk.samples)
             if (found := prompt_logprobs_of(row)) is not None:
                 report.prompt_logprobs.append((sequence, found))
-=======
-            report.num_recomputed_tokens += self._scheduler.book(chunk, num_out=chunk.samples)
->>>>>>> /tmp/m.mine
             if isinstance(row, RowFailed):
                 report.failed.append(
                     JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, row.message)
                 )
                 self._drop(sequence.job_id)
             elif chunk.samples:
-                assert isinstance(row, Sample), (
-                    "a chunk that reaches the last token yields a sample"
-                )
+                assert isinstance(row, Sample), "who reaches the last token yields a sample"
                 report.outputs.append(self._extend(sequence, row))
                 if sequence.finish_reason is not None:
                     self._finish(sequence, report, now_s)

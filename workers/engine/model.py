@@ -108,14 +108,12 @@ class Model(Protocol):
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
-<<<<<<< workers/engine/model.py
         A chunk that samples yields a Sample. Another yields nothing, or the PromptLogprobs of a
         prompt whose parameters ask; a model may put those off to a later chunk.
-=======
+
         First it copies block `copy_from` of each chunk that names one into that chunk's own
         block, `block_ids[start // block_size]`, in all layers: all copies as if at once, before
         anything is written. The block copied may be written to in the same step.
->>>>>>> /tmp/m.mine
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from contract.jobs import FinishReason
+from workers.engine.model import PromptLogprobs
 from workers.engine.request import ErrorCode
 from workers.engine.sequence import Sequence
 
@@ -39,6 +40,7 @@ class StepReport:
     outputs: list[Output] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)  # complete when they came: no new token
     failed: list[JobError] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0

@@ -69,22 +69,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
-<<<<<<< workers/model/runner.py
         """Writes the chunks' KV; (num_rows, vocab_size) logits, as Batch.logits_index says."""
         return self._compute(self._batch(chunks, padding))
 
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
+        self._copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
         return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
 
     def _compute(self, batch: Batch) -> Tensor:
-=======
-        """Writes the chunks' KV; (num_samples, vocab_size) logits of the chunks that sample."""
-        self._copy_blocks(chunks)
-        batch = build_batch(
-            chunks, self.block_size, self._device, padding, self.cache.scratch_block_id
-        )
->>>>>>> /tmp/m.mine
         step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
         return self._forward(batch, step)
 
