@@ -206,6 +206,7 @@ def _worker(options: argparse.Namespace) -> int:
         lanes=options.lanes,
         lease_s=options.lease_s,
         drain_s=options.drain_s,
+        batching_path=options.batching,
     )
     if options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)

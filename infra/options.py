@@ -9,11 +9,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
 from gateway.settings import GatewaySettings, variable
 from models import demo_model_path
+from workers.batching import StrategyName, StrategyOptions
 from workers.messages import EngineOptions
 from workers.settings import LANES, WorkerSettings
 
@@ -176,6 +178,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", choices=_DEVICES, default="auto", help="where it runs (default: auto)"
     )
+    group.add_argument(
+        "--strategy",
+        choices=get_args(StrategyName),
+        help="how sequences are batched; parameters are in batching.yaml (default: continuous)",
+    )
+    group.add_argument(
+        "--batching",
+        type=Path,
+        metavar="FILE",
+        help="lanes, strategies and limits (default: batching.yaml beside the model)",
+    )
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
@@ -255,6 +268,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "num_threads": options.threads,
+        "strategy": options.strategy and StrategyOptions(name=options.strategy),
         "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * _GIB),
     }
     return EngineOptions(
@@ -269,7 +283,8 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The same model options again, for the command line of a worker."""
     names = (
         "model", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
-        "max_num_batched_tokens", "block_size", "kv_cache_gib", "engine_module",
+        "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",
+        "engine_module",
     )  # fmt: skip
     pairs = [(name, getattr(options, name)) for name in names]
     pairs.append(("served_model_name", served_name(options)))

@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from workers.messages import EngineOptions
 
@@ -22,6 +23,14 @@ class WorkerSettings:
     lease_s: float = 10.0  # a worker unheard of for so long loses its jobs
     drain_s: float = 30.0  # on SIGTERM, how long running jobs may take to end
     engine_module: str = "workers.engine_process"  # run as `python -m`
+    batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there
+
+    def engine_options(self) -> EngineOptions:
+        """The engine's options with what batching.yaml says now. Raises ConfigurationError."""
+        from workers import configuration  # needs YAML, which a gateway does not have
+
+        path = self.batching_path or configuration.find(self.engine.model_path)
+        return self.engine if path is None else configuration.load(path).apply(self.engine)
 
     @property
     def heartbeat_s(self) -> float:

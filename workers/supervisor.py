@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.functions import Claimed, Release
+from workers.configuration import ConfigurationError
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.lane import Lane, make_card
@@ -28,6 +29,7 @@ from workers.messages import (
     LoadFailed,
     Loading,
     Ready,
+    Reconfigure,
     StopChoice,
     StopJob,
     TokenOut,
@@ -52,10 +54,15 @@ _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 async def run_worker(settings: WorkerSettings) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status."""
-    supervisor = Supervisor(settings)
+    try:
+        supervisor = Supervisor(settings)
+    except ConfigurationError as exc:
+        log.error("%s", exc)
+        return EXIT_LOAD_FAILED
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.drain)
+    loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
     return await supervisor.run()
 
 
@@ -64,6 +71,7 @@ class Supervisor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        self._options = settings.engine_options()
         self._incarnation = new_incarnation()
         self._lane = Lane(settings, self._incarnation)
         self._held: dict[str, HeldJob] = {}
@@ -86,6 +94,17 @@ class Supervisor:
             log.info("draining jobs_held=%d budget_s=%.0f", len(self._held), self._settings.drain_s)
         self._draining.set()
         self._wake.set()
+
+    def reload(self) -> None:
+        """Reads batching.yaml again; one that cannot be used changes nothing."""
+        try:
+            self._options = self._settings.engine_options()
+        except ConfigurationError as exc:
+            log.error("not reloaded: %s", exc)
+            return
+        log.info("reloaded batching=%s", self._options.batching_version or "none")
+        if self._engine is not None:
+            self._engine.send([Reconfigure(self._options)])
 
     async def run(self) -> int:
         """Serves until drained. Returns the exit status."""
@@ -118,9 +137,7 @@ class Supervisor:
     async def _keep_engine(self) -> None:
         """Starts the engine, takes in what it says, and starts it again if it dies."""
         while True:
-            self._engine = await EngineClient.start(
-                self._settings.engine_module, self._settings.engine
-            )
+            self._engine = await EngineClient.start(self._settings.engine_module, self._options)
             async for messages in self._engine.messages():
                 await self._take_in(messages)
             status = await self._engine.stop()
@@ -230,7 +247,7 @@ class Supervisor:
         if self._ready is None or (self._held and self._load.num_waiting > 0):
             return None
         num_choices = sum(job.job.params.n for job in self._held.values())
-        max_jobs = min(self._ready.max_num_seqs - num_choices, _MAX_CLAIM)
+        max_jobs = min(self._options.max_num_seqs - num_choices, _MAX_CLAIM)
         if max_jobs <= 0:
             return None
         if not self._held:
@@ -320,6 +337,7 @@ class Supervisor:
                 "num_waiting": self._load.num_waiting,
                 "num_free_blocks": self._load.num_free_blocks,
                 "num_blocks": self._ready.num_blocks if self._ready else 0,
+                "batching": self._options.batching_version,
                 "step_s": round(self._load.step_s, 6),
             }
         )

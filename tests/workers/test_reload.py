@@ -1,0 +1,62 @@
+"""batching.yaml in a real worker: read at its start, and again on SIGHUP."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions
+from tests.fleet import Caller, WorkerProcess, until
+from tests.workers.test_supervisor import assert_exact, caller
+from workers import configuration
+from workers.supervisor import EXIT_LOAD_FAILED
+
+pytestmark = pytest.mark.anyio
+
+__all__ = ["caller"]
+
+SLOW = HashModelOptions(step_s=0.005, eos_rate=0.0)
+
+
+async def test_a_reload_under_load_loses_no_token(
+    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Jobs run on through a change of strategy, and through a file that cannot be used."""
+    path = tmp_path / "batching.yaml"
+    path.write_text("max_num_seqs: 4\n")
+    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+
+    async def runs_on(text: str) -> bool:
+        version = configuration.parse(text).version
+        return any(info["batching"] == version for info in await caller.worker_info())
+
+    try:
+        jobs = [await caller.submit(f"before {n}", max_tokens=60) for n in range(6)]
+        await caller.has_output(jobs[0], 5)
+
+        path.write_text(changed := "strategy: {name: static, batch_size: 2, window_s: 0.05}\n")
+        os.kill(worker.pid, signal.SIGHUP)
+        await until(lambda: runs_on(changed))
+        path.write_text("strategy: unheard of\n")
+        os.kill(worker.pid, signal.SIGHUP)
+        jobs += [await caller.submit(f"after {n}", max_tokens=20) for n in range(3)]
+
+        for job in jobs:
+            assert_exact(job, await caller.answer(job), SLOW)
+        assert await runs_on(changed)
+    finally:
+        await worker.close()
+
+
+async def test_a_worker_does_not_start_on_a_file_that_it_cannot_use(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Better no worker than one with other limits than its operator thinks."""
+    path = tmp_path / "batching.yaml"
+    path.write_text("max_num_seqs: none\n")
+
+    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+
+    assert worker.wait(20.0) == EXIT_LOAD_FAILED
