@@ -39,8 +39,13 @@ def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
 
 
 def lanes_of(options: EngineOptions) -> list[Lane]:
-    """The engine's own lanes, changed and added to as the options say."""
+    """The engine's own lanes, changed and added to as the options say.
+
+    Minimum shares that are given are all there are: with the defaults they might exceed the whole.
+    """
     lanes = {lane.name: lane for lane in DEFAULT_LANES}
+    if any(given.min_share is not None for given in options.lanes):
+        lanes = {name: dataclasses.replace(lane, min_share=0.0) for name, lane in lanes.items()}
     for given in options.lanes:
         lane = lanes.get(given.name) or dataclasses.replace(STANDARD, name=given.name)
         names = ("priority", "itl_target_s", "min_share", "ageing_tokens")

@@ -1,0 +1,45 @@
+"""From options to the engine's parts."""
+
+from workers.batching import LaneOptions, StrategyOptions
+from workers.engine_setup import lanes_of, strategies_of
+from workers.messages import EngineOptions
+from workers.strategies.continuous import ContinuousBatching
+from workers.strategies.dynamic import DynamicBatching
+from workers.strategies.static import StaticBatching
+
+
+def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
+    """A new lane is like standard; the others stay as they are."""
+    options = EngineOptions(model_path="m", lanes=(LaneOptions(name="night", priority=9),))
+
+    lanes = {lane.name: lane for lane in lanes_of(options)}
+
+    assert (lanes["night"].priority, lanes["night"].itl_target_s) == (9, None)
+    assert lanes["interactive"].itl_target_s == 0.1
+    assert lanes["batch"].min_share == 0.05
+
+
+def test_minimum_shares_that_are_given_are_all_there_are() -> None:
+    """Otherwise a valid file could exceed the whole by a default, and take the engine down."""
+    options = EngineOptions(
+        model_path="m",
+        lanes=(LaneOptions(name="standard", min_share=0.98),),
+    )
+
+    assert sum(lane.min_share for lane in lanes_of(options)) == 0.98
+
+
+def test_strategies_are_built_with_their_own_defaults() -> None:
+    """A window of a second for static, of 20 ms for dynamic; no batch larger than may run."""
+    night = LaneOptions(name="night", strategy=StrategyOptions(name="static", batch_size=32))
+    options = EngineOptions(
+        model_path="m",
+        max_num_seqs=16,
+        strategy=StrategyOptions(name="dynamic", bucket_edges=(8,)),
+        lanes=(night, LaneOptions(name="day", strategy=StrategyOptions())),
+    )
+
+    strategies = strategies_of(options)
+
+    assert strategies.default == DynamicBatching(8, 0.02, (8,))
+    assert strategies.by_lane == {"night": StaticBatching(16, 1.0), "day": ContinuousBatching()}
