@@ -252,6 +252,8 @@ class _Cursor:
         """Those that follow without a gap, which the follower then has."""
         fresh: list[LogEntry] = []
         for entry in entries:
+            if entry.number == self._number and entry.hash != self._hash and self._hash:
+                self._is_behind = True  # the log was written anew: the next read tells
             if entry.number == self._number + 1 and not self._is_behind:
                 self._number, self._hash = entry.number, entry.hash
                 fresh.append(entry)
