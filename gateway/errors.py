@@ -27,6 +27,7 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.BAD_PARAMETER: 400,
     ErrorCode.ENGINE_ERROR: 500,
+    ErrorCode.DEADLINE: 504,
     ErrorCode.RETRIES: 500,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
