@@ -62,10 +62,13 @@ class Gate:
     def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[Verdict, Entry | None]:
         """The verdict, and how to enter where it is yes. Changes nothing."""
         forecast = self._look_at(plan)
-        found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
-        leader = self._leading_choice(candidate)
-        if self._is_being_computed(plan, candidate, leader, len(found_ids)):
-            return Verdict.BEING_COMPUTED, None
+        found_ids: list[int] = []
+        leader = None
+        if not candidate.scores_prompt:
+            found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
+            leader = self._leading_choice(candidate)
+            if self._is_being_computed(plan, candidate, leader, len(found_ids)):
+                return Verdict.BEING_COMPUTED, None
         entry = self._entry(candidate, leader, found_ids, forecast)
         return (Verdict.NO_ROOM, None) if entry is None else (Verdict.WELCOME, entry)
 

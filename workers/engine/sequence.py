@@ -57,6 +57,13 @@ class Sequence:
         """Known tokens whose KV is not yet computed: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt must be computed, not found: for the log probabilities that its job
+        asks for. The first choice says them, and has said them all before its first output.
+        """
+        return self.params.prompt_logprobs is not None and self.choice == 0 and self.num_output == 0
+
     def end_reason(self, max_model_len: int) -> FinishReason | None:
         """Why nothing follows the last known token; None while something does."""
         last_output = self.num_output - 1

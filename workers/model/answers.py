@@ -19,9 +19,9 @@ _SLICE_ELEMENTS = 2**24
 def scored_positions(sequence: Sequence, start: int, end: int) -> range:
     """Those of `start .. end - 1` whose logits say how likely the next token of the prompt is.
 
-    None unless the job asks, and for the first choice alone: the prompt is the same for all.
+    None unless the job asks.
     """
-    if sequence.params.prompt_logprobs is None or sequence.choice != 0:
+    if not sequence.scores_prompt:
         return range(start, start)
     return range(start, max(start, min(end, sequence.num_prompt - 1)))
 

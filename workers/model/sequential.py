@@ -129,9 +129,7 @@ class SequentialRunner:
         is_token = end - state.num_held == 1
         if self.continues is Continues.AT_TOKENS and not is_token:
             state.cache, state.num_held = None, 0
-        # A prompt is scored when its last part is first computed, not with every token behind it.
-        is_prompt = chunk.start < sequence.num_prompt
-        scored = scored_positions(sequence, state.num_held if is_prompt else end, end)
+        scored = scored_positions(sequence, state.num_held, end)
         rows = [*scored, *([end - 1] if chunk.samples else [])]
         return self._forward(sequence.token_ids, state, end, rows), scored
 

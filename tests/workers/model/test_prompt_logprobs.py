@@ -98,3 +98,21 @@ def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFam
         said += [output.position for output in report.outputs]
 
     assert said == [*list(enumerate(prompt))[1:], 0, 1, 2]
+
+
+def test_a_prompt_that_is_scored_is_computed_though_it_is_cached(load_family: LoadFamily) -> None:
+    """A block found in the prefix cache has no logits."""
+    limits = EngineLimits(max_num_batched_tokens=64, max_num_seqs=4, vocab_size=VOCAB_SIZE)
+    engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
+    [prompt] = make_prompts([40], VOCAB_SIZE)
+    said = []
+    for number in range(2):
+        params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
+        engine.add(Request(f"{number}", 1, "t", "lane", tuple(prompt), params, ((),), (False,)))
+        found = []
+        while engine.has_work:
+            for _, part in engine.step().prompt_logprobs:
+                found += [token.token_id for token in part.tokens]
+        said.append(found)
+
+    assert said == [prompt[1:], prompt[1:]]
