@@ -63,6 +63,23 @@ def test_packed_attention_equals_the_reference(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_scores", [1, 100, 400])
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS.keys())
+def test_slices_of_a_long_chunk_change_nothing(
+    flags: AttentionFlags, num_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one query each, and of several, the last one shorter."""
+    monkeypatch.setattr("workers.model.attention.packed._SLICE_SCORES", num_scores)
+    torch.manual_seed(0)
+    spans = make_spans([(0, 33), (30, 50), (16, 17)])
+    query, keys, values = torch.randn(100, 4, 16), random_cache(2, 16), random_cache(2, 16)
+
+    expected = ReferenceAttention().prepare(spans, CPU).attend(query, keys, values, flags)
+    found = PackedAttention().prepare(spans, CPU).attend(query, keys, values, flags)
+
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_reference_is_softmax_attention_over_the_window() -> None:
     """Against the formula written out for one head and one query."""
     torch.manual_seed(0)

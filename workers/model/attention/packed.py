@@ -21,6 +21,9 @@ _SHORTEST_GROUP_TOKENS = 128
 # On a CPU a gather larger than this leaves the caches and is given fresh pages by the allocator:
 # 64 rows of 512 tokens, 4 KV heads of 64, took 21 ms in slices of this size and 74 ms at once.
 _CPU_GATHER_BYTES = 4 * 2**20
+# Scores (or mask entries, where no score is ever stored) of a chunk that exist at once: a chunk
+# of 2048 tokens takes one slice up to 4096 tokens of context. 32 MiB of float32.
+_SLICE_SCORES = 2**23
 
 
 class PackedAttention:
@@ -94,46 +97,82 @@ class _Group:
 
 
 class _Prompt:
-    """A chunk of several tokens of one sequence."""
+    """A chunk of several tokens of one sequence, worked through in slices of its queries.
+
+    A slice sees the keys up to its own last position, so that no score beyond the diagonal is
+    computed for another slice, and what exists at once is bounded: with 32k tokens of context no
+    more than with 2k.
+    """
 
     def __init__(self, span: Span, device: torch.device) -> None:
         self._span = span
         self._slots = torch.from_numpy(span.slots).to(device)
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self.rows = slice(span.first, span.first + span.num_tokens)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
         """query (num_tokens, num_heads, k_dim) -> (num_tokens, num_heads, v_dim)."""
-        span = self._span
-        first_key = 0 if flags.window is None else max(0, span.start + 1 - flags.window)
+        span, window = self._span, flags.window
+        first_key = 0 if window is None else max(0, span.start + 1 - window)
         slots = self._slots[None, first_key:]
-        key = _gather(keys, slots)
-        value = _gather(values, slots)
+        key, value = _gather(keys, slots), _gather(values, slots)
         heads_first = query.transpose(0, 1)[None]
-        is_causal = span.start == 0 and (flags.window is None or flags.window >= span.num_tokens)
-        if flags.softcap is not None or flags.sinks is not None:
-            out = attend_dense(heads_first, key, value, self._mask(flags.window, first_key), flags)
-        else:
-            out = F.scaled_dot_product_attention(
-                heads_first,
-                key,
-                value,
-                None if is_causal else self._mask(flags.window, first_key),
-                is_causal=is_causal,
-                scale=flags.scale,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
-        return out[0].transpose(0, 1)
+        is_dense = flags.softcap is not None or flags.sinks is not None
+        if not is_dense and span.start == 0 and (window is None or window >= span.num_tokens):
+            return _sdpa(heads_first, key, value, None, flags, is_causal=True)
+        num_scores = slots.shape[1] * (query.shape[1] if is_dense else 1)
+        at_once = max(1, _SLICE_SCORES // num_scores)
+        parts = []
+        for first in range(0, span.num_tokens, at_once):
+            last = min(first + at_once, span.num_tokens)
+            lowest = 0 if window is None else max(0, span.start + first + 1 - window)
+            seen_keys = slice(lowest - first_key, span.start + last - first_key)
+            part = heads_first[:, :, first:last], key[:, :, seen_keys], value[:, :, seen_keys]
+            mask = self._mask(first, last, lowest, window)
+            if is_dense:
+                parts.append(attend_dense(*part, mask, flags)[0].transpose(0, 1))
+            else:
+                parts.append(_sdpa(*part, mask, flags))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _mask(self, window: int | None, first_key: int) -> Tensor:
-        """See causal_mask; made once per step and window."""
-        if window not in self._masks:
-            span = self._span
-            num_keys = len(span.slots) - first_key
-            self._masks[window] = causal_mask(
-                span.start, span.num_tokens, first_key, num_keys, window, self._slots.device
+    def _mask(self, first: int, last: int, lowest: int, window: int | None) -> Tensor:
+        """See causal_mask: of queries `first .. last - 1`, over keys from position `lowest`. Kept
+        for the step's other layers where it is the only slice.
+        """
+        start = self._span.start + first
+        num_queries, num_keys = last - first, self._span.start + last - lowest
+        if num_queries < self._span.num_tokens:
+            return causal_mask(start, num_queries, lowest, num_keys, window, self._slots.device)
+        key = (first, lowest, window)
+        if key not in self._masks:
+            self._masks[key] = causal_mask(
+                start, num_queries, lowest, num_keys, window, self._slots.device
             )
-        return self._masks[window]
+        return self._masks[key]
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    flags: AttentionFlags,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """query (1, num_heads, Q, k_dim), key and value (1, kv_heads, L, dim), seen bool (Q, L)
+    -> (Q, num_heads, v_dim).
+    """
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        seen,
+        is_causal=is_causal,
+        scale=flags.scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return out[0].transpose(0, 1)
 
 
 def _attend_tokens(
