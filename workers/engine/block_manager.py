@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Model
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.sequence import Sequence
 
@@ -157,3 +159,10 @@ class BlockManager:
         block_id, _ = self._kept_ids.popitem(last=False)
         self.cache.drop(block_id)
         return block_id
+
+
+def blocks_of(model: Model, limits: EngineLimits, revision: str) -> BlockManager:
+    """All blocks of a model, shared as far as model and limits allow."""
+    caches = limits.prefix_caching and model.shares_blocks
+    cache = PrefixCache(model.block_size, revision) if caches else None
+    return BlockManager(model.num_blocks, model.block_size, cache, can_share=model.shares_blocks)

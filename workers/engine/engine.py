@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from workers.engine.batches import Batches
-from workers.engine.block_manager import BlockManager
+from workers.engine.block_manager import blocks_of
+from workers.engine.deadlines import Deadlines
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Model, Row, RowFailed, Sample, prompt_logprobs_of
+from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
-from workers.engine.prefix_cache import PrefixCache
 from workers.engine.report import JobError, Output, StepReport
 from workers.engine.request import ErrorCode, Request, check_request
 from workers.engine.scheduler import Scheduler
@@ -51,7 +51,7 @@ class Engine:
         self._limits = limits
         self._clock_s = clock_s
         self._lengths = lengths or RecentLengths()
-        self._blocks = _blocks(model, limits, model_revision)
+        self._blocks = blocks_of(model, limits, model_revision)
         self._batches = Batches(_strategies(strategies), limits.max_num_seqs)
         self._scheduler = Scheduler(
             self._blocks,
@@ -62,7 +62,7 @@ class Engine:
             self._lengths,
         )
         self._jobs: dict[str, _Job] = {}
-        self._deadlines: list[tuple[float, str, int]] = []  # a heap; some are out of date
+        self._deadlines = Deadlines()
         self._ended_early: list[Sequence] = []
         self._next_arrival = 0
 
@@ -78,7 +78,7 @@ class Engine:
         now_s = self._clock_s()
         if self._ended_early or self._batches.num_let_in:
             return now_s
-        wakes_s = [self._batches.wake_s(now_s), self._deadlines[0][0] if self._deadlines else None]
+        wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s)
         return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
     @property
@@ -152,6 +152,11 @@ class Engine:
         self._blocks.evict()
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not ended, running and waiting."""
+        return [s for job in self._jobs.values() for s in job.sequences.values()]
+
+    @property
     def blank_block_ids(self) -> list[int]:
         """Blocks whose content no one will read again; a test may overwrite them."""
         return self._blocks.blank_ids
@@ -167,7 +172,7 @@ class Engine:
         self._expire(start_s, report)
         self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
-        plan = self._scheduler.plan(start_s, num_reserved=sum(pad.num_tokens for pad in padding))
+        plan = self._scheduler.plan(start_s, num_reserved=num_tokens_of(padding))
         chunks = list(plan.chunks.values())
         padding += self._batches.padding_beside(chunks, plan.num_tokens_left)
         if chunks or padding:
@@ -180,7 +185,7 @@ class Engine:
             self._scheduler.settle(plan, padding, report.step_s)
             self._apply(chunks, rows, report, end_s)
         self._count(plan, report)
-        report.num_padding_tokens = sum(pad.num_tokens for pad in padding)
+        report.num_padding_tokens = num_tokens_of(padding)
         return report
 
     def audit(self) -> None:
@@ -192,12 +197,11 @@ class Engine:
 
     def _note_deadline(self, job_id: str, epoch: int, deadline_s: float | None) -> None:
         if deadline_s is not None and job_id in self._jobs:
-            heappush(self._deadlines, (deadline_s, job_id, epoch))
+            self._deadlines.add(deadline_s, job_id, epoch)
 
     def _expire(self, now_s: float, report: StepReport) -> None:
         """Ends the jobs whose deadline has passed, wherever they are."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, job_id, epoch = heappop(self._deadlines)
+        for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
             held = self._jobs.get(job_id)
             if held is None or held.epoch != epoch:
                 continue
@@ -264,14 +268,8 @@ class Engine:
         position = sequence.num_output
         sequence.token_ids.append(sample.token_id)
         sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-        return Output(
-            sequence,
-            position,
-            sample.token_id,
-            sequence.finish_reason,
-            sample.logprob,
-            sample.top_logprobs,
-        )
+        end, top = sequence.finish_reason, sample.top_logprobs
+        return Output(sequence, position, sample.token_id, end, sample.logprob, top)
 
     def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
         assert sequence.started_s is not None
@@ -300,9 +298,3 @@ class Engine:
 
 def _strategies(given: Strategy | Strategies) -> Strategies:
     return given if isinstance(given, Strategies) else Strategies(given)
-
-
-def _blocks(model: Model, limits: EngineLimits, revision: str) -> BlockManager:
-    caches = limits.prefix_caching and model.shares_blocks
-    cache = PrefixCache(model.block_size, revision) if caches else None
-    return BlockManager(model.num_blocks, model.block_size, cache, can_share=model.shares_blocks)

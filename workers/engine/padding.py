@@ -60,3 +60,7 @@ class PaddingDebt:
 
     def clear(self) -> None:
         self._due.clear()
+
+
+def num_tokens_of(padding: Seq[Padding]) -> int:
+    return sum(pad.num_tokens for pad in padding)

@@ -129,12 +129,19 @@ class Harness:
         assert self.engine.step().num_free_blocks == self.sizes.num_blocks
 
 
-def job(job_id: str = "job", prompt_ids: Seq[int] = (1, 2, 3), **changes: object) -> Request:
+def job(
+    job_id: str = "job",
+    prompt_ids: Seq[int] = (1, 2, 3),
+    *,
+    tenant: str = "t",
+    lane: str = "lane",
+    **changes: object,
+) -> Request:
     """A fresh job of epoch 1; `changes` are sampling parameters."""
     values: dict[str, object] = {"max_tokens": 8, "seed": 7, **changes}
     params = SamplingParams(**values)  # type: ignore[arg-type]
     num = params.n
-    return Request(job_id, 1, "t", "lane", tuple(prompt_ids), params, ((),) * num, (False,) * num)
+    return Request(job_id, 1, tenant, lane, tuple(prompt_ids), params, ((),) * num, (False,) * num)
 
 
 def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:

@@ -4,6 +4,7 @@ The state machine mixes all that a supervisor may do; the other tests name one p
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,31 @@ from tests.workers.engine.harness import (
     all_sizes,
     oracle,
 )
+from workers.engine.lanes import DEFAULT_LANES
+from workers.engine.lengths import RecentLengths
+from workers.engine.policies import (
+    Composed,
+    FirstComeFirstServed,
+    LeastLaxity,
+    Policy,
+    ShortestPredictedFirst,
+    VirtualTokenCounters,
+)
 from workers.engine.request import Request, RequestRefused
+
+
+def all_policies() -> st.SearchStrategy[Policy]:
+    """Fresh ones: some keep account."""
+    lengths = RecentLengths(num_needed=2)
+    parts: list[Callable[[], Policy]] = [
+        VirtualTokenCounters,
+        lambda: ShortestPredictedFirst(lengths),
+        lambda: LeastLaxity(lengths, token_s=0.01),
+        FirstComeFirstServed,
+    ]
+    chosen = st.lists(st.sampled_from(parts), max_size=3)
+    return chosen.map(lambda makers: Composed(*(make() for make in makers)))
+
 
 Workload = list[tuple[tuple[int, ...], SamplingParams]]
 
@@ -170,9 +195,10 @@ class SupervisorAndEngine(RuleBasedStateMachine):
 
     jobs: Bundle[Request] = Bundle("jobs")
 
-    @initialize(sizes=all_sizes())
-    def build(self, sizes: Sizes) -> None:
-        self.harness = Harness(sizes)
+    @initialize(sizes=all_sizes(), policy=all_policies())
+    def build(self, sizes: Sizes, policy: Policy) -> None:
+        lanes = [dataclasses.replace(lane, ageing_tokens=50) for lane in DEFAULT_LANES]
+        self.harness = Harness(sizes, policy=policy, lanes=lanes)
         self.num_jobs = 0
         self.due: dict[str, Request] = {}
         self.stopped: set[tuple[str, int]] = set()
@@ -217,6 +243,19 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     def stop_choice(self, request: Request, choice: int) -> None:
         self.harness.engine.stop_choice(request.job_id, request.epoch, choice)
         self.stopped.add((request.job_id, choice))
+
+    @rule(request=jobs)
+    def preempt(self, request: Request) -> None:
+        """As memory pressure does, at any moment."""
+        self.harness.engine.preempt(request.job_id)
+
+    @rule()
+    def evict(self) -> None:
+        self.harness.engine.evict_cache()
+
+    @rule(request=jobs, lane=st.sampled_from(("interactive", "standard", "batch")))
+    def reprioritise(self, request: Request, lane: str) -> None:
+        self.harness.engine.reprioritise(request.job_id, request.epoch, lane)
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:

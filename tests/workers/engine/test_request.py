@@ -38,7 +38,7 @@ def test_a_bad_parameter_is_refused_and_costs_no_other_job(changes: dict[str, ob
     harness.add(job("good"))
 
     with pytest.raises(RequestRefused) as refusal:
-        harness.add(job("bad", (1, 2, 3), **changes))
+        harness.add(job("bad", (1, 2, 3), **changes))  # type: ignore[arg-type]
     harness.run()
 
     assert refusal.value.code == ErrorCode.BAD_PARAMETER

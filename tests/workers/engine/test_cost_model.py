@@ -1,0 +1,139 @@
+"""The cost model finds what a step takes, and the budget that follows meets its target."""
+
+import random
+
+import pytest
+
+from contract.jobs import SamplingParams
+from tests.workers.engine.harness import Harness, Sizes, job
+from workers.engine.cost_model import CostModel, chunk_features, step_features
+from workers.engine.engine import Engine
+from workers.engine.lanes import Lane
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Chunk, Padding, Sample
+from workers.engine.request import Request
+from workers.engine.sequence import Sequence
+from workers.strategies.continuous import ContinuousBatching
+
+TRUE = (2e-3, 3e-5, 4e-8, 5e-9)
+
+
+def chunk_of(start: int, num_tokens: int) -> Chunk:
+    params = SamplingParams(max_tokens=1, seed=0)
+    sequence = Sequence("job", 1, 0, "t", "lane", [0], 1, params)
+    return Chunk(sequence, start, num_tokens, samples=False)
+
+
+def true_s(chunks: list[Chunk]) -> float:
+    return TRUE[0] + sum(t * x for t, x in zip(TRUE[1:], step_features(chunks), strict=True))
+
+
+def random_step(draw: random.Random) -> list[Chunk]:
+    streams = [chunk_of(draw.randrange(2000), 1) for _ in range(draw.randrange(1, 64))]
+    prompts = [chunk_of(draw.randrange(4000), draw.randrange(2, 700)) for _ in range(2)]
+    return streams + prompts[: draw.randrange(3)]
+
+
+def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
+    """300 steps with 5% of noise: each coefficient within a tenth."""
+    draw, model = random.Random(1), CostModel()
+
+    for _ in range(300):
+        chunks = random_step(draw)
+        model.observe(chunks, true_s(chunks) * draw.uniform(0.95, 1.05))
+
+    assert model.coefficients == pytest.approx(TRUE, rel=0.1)
+
+
+def test_one_slow_step_changes_little() -> None:
+    """A step that took a thousand times its prediction counts as four times that."""
+    draw, model = random.Random(2), CostModel()
+    for _ in range(100):
+        chunks = random_step(draw)
+        model.observe(chunks, true_s(chunks))
+
+    model.observe([chunk_of(0, 100)], 5.0)
+
+    sums = chunk_features(1000, 500)
+    assert model.predict(sums) == pytest.approx(true_s([chunk_of(1000, 500)]), rel=0.2)
+
+
+def test_the_largest_chunk_for_a_time_takes_just_that_time() -> None:
+    """The quadratic is solved for tokens: n fit, n + 1 do not."""
+    draw, model = random.Random(3), CostModel()
+    for _ in range(100):
+        chunks = random_step(draw)
+        model.observe(chunks, true_s(chunks))
+
+    for start, seconds in ((0, 1e-3), (3000, 5e-3), (100, 0.1)):
+        num = model.max_tokens(seconds, start)
+        assert model.predict_added(chunk_features(start, num)) <= seconds * 1.001
+        assert model.predict_added(chunk_features(start, num + 1)) > seconds
+
+
+def test_steps_that_no_clock_can_tell_teach_nothing() -> None:
+    """A model that takes no time leaves the budget alone."""
+    model = CostModel()
+    for _ in range(100):
+        model.observe([chunk_of(0, 10)], 0.0)
+
+    assert not model.is_ready
+
+
+class TimedModel:
+    """Takes the time that the true coefficients say, on a simulated clock."""
+
+    num_blocks, block_size, max_model_len = 4000, 16, 8192
+    shares_blocks, eos_token_ids = True, frozenset[int]()
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def run(self, chunks: list[Chunk], padding: list[Padding]) -> list[Sample | None]:
+        self.now_s += true_s(chunks)
+        return [Sample(5) if chunk.samples else None for chunk in chunks]
+
+
+def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
+    """Prompts beside interactive streams: steps of 20 ms, and of 60 ms and more without."""
+    model = TimedModel()
+    lanes = [Lane("interactive", 0, itl_target_s=0.02), Lane("standard", 1)]
+    limits = EngineLimits(2048, 64, vocab_size=100)
+    engine = Engine(
+        model,  # type: ignore[arg-type]
+        limits,
+        ContinuousBatching(),
+        clock_s=lambda: model.now_s,
+        lanes=lanes,
+    )
+
+    def add(name: str, lane: str, num_prompt: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=0)
+        prompt_ids = tuple((hash(name) + i) % 100 for i in range(num_prompt))
+        engine.add(Request(name, 1, "t", lane, prompt_ids, params, ((),), (False,)))
+
+    for i in range(12):
+        add(f"warm-{i}", "standard", 1000 + 300 * i, 5)
+    while engine.has_work:
+        free_s = engine.step().step_s
+    for i in range(4):
+        add(f"stream-{i}", "interactive", 20, 150)
+    engine.step()
+    for i in range(10):
+        add(f"prompt-{i}", "standard", 4000 + i, 2)
+    times_s = [engine.step().step_s for _ in range(100)]
+
+    assert free_s > 0
+    assert max(times_s) <= 0.02 * 1.05
+    assert sorted(times_s)[50] >= 0.02 * 0.9
+
+
+def test_a_prefill_share_leaves_the_rest_to_streams() -> None:
+    """With 0.2 of 20 tokens a prompt gets four beside a stream, and all where there is none."""
+    harness = Harness(Sizes(max_num_batched_tokens=20, prefill_share=0.2))
+    harness.add(job("alone", range(15), max_tokens=20, ignore_eos=True))
+    first = harness.step().num_step_tokens
+    harness.add(job("beside", range(50, 70)))
+
+    assert first == 15
+    assert [harness.step().num_step_tokens for _ in range(4)] == [5, 5, 5, 5]

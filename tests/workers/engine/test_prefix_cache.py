@@ -1,0 +1,135 @@
+"""What is computed once is found again, by its own tenant, and never wrongly."""
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.engine.harness import Harness, Sizes, all_sizes, job, oracle
+from tests.workers.engine.test_engine_properties import (
+    Workload,
+    add_all,
+    assert_oracle,
+    quick,
+    workloads,
+)
+
+PROMPT = tuple(range(10, 29))  # 19 tokens: four blocks of four, and three tokens
+
+
+def test_an_equal_prompt_is_found_but_for_its_last_tokens() -> None:
+    """16 of 19 tokens are hits; the others are computed."""
+    harness = Harness(Sizes())
+    harness.add(job("first", PROMPT))
+    harness.run()
+    harness.add(job("second", PROMPT))
+
+    report = harness.step()
+
+    assert (report.num_prefix_queries, report.num_prefix_hits) == (19, 16)
+    assert report.num_step_tokens == 3
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt of whole blocks that is cached whole: its last block is computed again."""
+    harness = Harness(Sizes())
+    harness.add(job("first", PROMPT[:16]))
+    harness.run()
+    harness.add(job("second", PROMPT[:16]))
+
+    assert harness.step().num_step_tokens == 4
+
+
+def test_tenants_never_share() -> None:
+    """The same prompt of another tenant is computed from its first token."""
+    harness = Harness(Sizes())
+    harness.add(job("first", PROMPT))
+    harness.run()
+    harness.add(job("second", PROMPT, tenant="other"))
+
+    assert harness.step().num_prefix_hits == 0
+
+
+def test_what_another_computes_now_is_waited_for() -> None:
+    """Three equal prompts at once: one is computed, the others begin where it has come to."""
+    harness = Harness(Sizes())
+    for name in ("a", "b", "c"):
+        harness.add(job(name, PROMPT, ignore_eos=True))
+
+    first, second = harness.step(), harness.step()
+
+    assert (first.num_step_tokens, first.num_waiting) == (19, 2)
+    assert second.num_prefix_hits == 32
+    assert second.num_step_tokens == 1 + 3 + 3
+
+
+def test_what_was_preempted_finds_its_own_blocks() -> None:
+    """Only what is behind its last full block is computed again, and counted as such."""
+    harness = Harness(Sizes())
+    harness.add(job("job", PROMPT, ignore_eos=True))
+    harness.step()
+    harness.engine.preempt("job")
+
+    report = harness.step()
+
+    assert (report.num_step_tokens, report.num_recomputed_tokens) == (4, 3)
+
+
+def test_scored_prompts_are_computed() -> None:
+    """Log probabilities of a prompt come from computing it: the cache is no help."""
+    harness = Harness(Sizes())
+    harness.add(job("first", PROMPT))
+    harness.run()
+    harness.add(job("second", PROMPT, prompt_logprobs=0))
+
+    assert harness.step().num_step_tokens == 19
+
+
+def test_choices_share_their_prompt_and_copy_its_last_block() -> None:
+    """Four choices of a prompt of 19 hold 8 blocks, not 20; three of them compute one token."""
+    counts = {}
+    for n in (1, 4):
+        harness = Harness(Sizes(prefix_caching=False))
+        request = job("job", PROMPT, n=n, min_tokens=5)
+        harness.add(request)
+        harness.step()
+        second = harness.step()
+        counts[n] = 64 - second.num_free_blocks, second.num_step_tokens
+        harness.run()
+        assert harness.output_ids == {key: ids for key, (ids, _) in oracle(request).items()}
+
+    assert counts == {1: (5, 1), 4: (4 + 4, 4)}
+
+
+def test_content_that_was_evicted_is_not_found() -> None:
+    """As after another tenant has filled all blocks."""
+    harness = Harness(Sizes())
+    harness.add(job("first", PROMPT))
+    harness.run()
+    harness.engine.evict_cache()
+    harness.add(job("second", PROMPT))
+
+    assert harness.step().num_prefix_hits == 0
+
+
+@quick
+@given(
+    workload=workloads,
+    sizes=all_sizes(),
+    preemptions=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=12),
+)
+def test_cache_and_preemption_at_any_step_yield_the_same_tokens(
+    workload: Workload, sizes: Sizes, preemptions: list[tuple[int, int]]
+) -> None:
+    """On and off, with jobs losing their blocks at random steps: the oracle's tokens."""
+    for caches in (True, False):
+        harness = Harness(dataclasses.replace(sizes, prefix_caching=caches))
+        requests = add_all(harness, workload)
+        for num_steps, number in preemptions:
+            for _ in range(num_steps):
+                harness.step()
+            harness.engine.preempt(f"job-{number}")
+
+        harness.run()
+
+        assert_oracle(harness, requests)
