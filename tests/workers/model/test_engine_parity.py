@@ -1,0 +1,142 @@
+"""Real models through the real engine: budgets, preemptions and the prefix cache change nothing.
+
+With real arithmetic a difference may be a near-tie: then teacher-forced scoring shows it, and it
+is counted. None was met when this was written.
+"""
+
+import random
+
+import pytest
+
+from contract.jobs import SamplingParams
+from tests.tiny_families import VOCAB_SIZE
+from tests.workers.model.conftest import LoadFamily
+from tests.workers.model.driver import make_prompts
+from tests.workers.model.parity import Expected, expected_of, num_near_ties
+from workers.engine.engine import Engine
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Model
+from workers.engine.request import Request
+from workers.strategies.continuous import ContinuousBatching
+
+FAMILIES = [
+    "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3", "phi",
+    "phi3", "olmo3", "cohere2", "granite", "stablelm", "opt", "mixtral", "gpt_oss", "gpt_bigcode",
+    "deepseek_v3",
+]  # fmt: skip
+SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
+# Numbers of the prompts of `expected_of`; tokens that each yields.
+PROMPTS = (1, 3, 5)
+NUM_OUTPUT = 10
+Tokens = dict[str, list[int]]
+
+
+class Run:
+    """An engine that is stepped to the end, with preemptions at random steps."""
+
+    def __init__(self, model: Model, *, num_budget_tokens: int, prefix_caching: bool) -> None:
+        limits = EngineLimits(
+            max_num_batched_tokens=num_budget_tokens,
+            max_num_seqs=4,
+            vocab_size=VOCAB_SIZE,
+            prefix_caching=prefix_caching,
+        )
+        self._engine = Engine(model, limits, ContinuousBatching())
+        self._random = random.Random(num_budget_tokens)
+        self.num_preemptions = 0
+        self.num_prefix_hits = 0
+
+    def add(self, job_id: str, prompt: list[int], params: SamplingParams) -> None:
+        outputs, finished = ((),) * params.n, (False,) * params.n
+        self._engine.add(Request(job_id, 1, "t", "lane", tuple(prompt), params, outputs, finished))
+
+    def finish(self, preemption_rate: float) -> dict[tuple[str, int], list[int]]:
+        """The tokens of each choice of all jobs."""
+        found: dict[tuple[str, int], list[int]] = {}
+        job_ids: set[str] = set()
+        while self._engine.has_work:
+            if job_ids and self._random.random() < preemption_rate:
+                self._engine.preempt(self._random.choice(sorted(job_ids)))
+                self.num_preemptions += 1
+            report = self._engine.step()
+            self._engine.audit()
+            self.num_prefix_hits += report.num_prefix_hits
+            for output in report.outputs:
+                job_ids.add(output.sequence.job_id)
+                key = output.sequence.job_id, output.sequence.choice
+                found.setdefault(key, []).append(output.token_id)
+        return found
+
+
+def check_twice(model: Model, expected: Expected, run: Run) -> None:
+    """All prompts together, then again, where the prefix cache has seen them."""
+    params = SamplingParams(max_tokens=NUM_OUTPUT, seed=1, temperature=0.0, ignore_eos=True)
+    for wave in range(2):
+        for number in PROMPTS:
+            run.add(f"{wave}-{number}", expected.prompts[number], params)
+        found = run.finish(preemption_rate=0.1)
+        for number in PROMPTS:
+            expected.check(number, found[f"{wave}-{number}", 0])
+
+
+@pytest.mark.parametrize(
+    ("num_budget_tokens", "prefix_caching"),
+    [(1, True), (7, False), (7, True), (64, True), (1000, False)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_yields_the_tokens_of_generate(
+    family: str, num_budget_tokens: int, prefix_caching: bool, load_family: LoadFamily
+) -> None:
+    """Under tight and loose budgets, preempted at random, with prefixes computed or found."""
+    loaded, folder = load_family(family)
+    run = Run(loaded.model, num_budget_tokens=num_budget_tokens, prefix_caching=prefix_caching)
+
+    check_twice(loaded.model, expected_of(family, folder), run)
+
+    assert run.num_preemptions > 0
+    assert (run.num_prefix_hits > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("num_budget_tokens", [7, 1000])
+@pytest.mark.parametrize("family", SEQUENTIAL)
+def test_the_engine_yields_the_tokens_of_generate_one_sequence_at_a_time(
+    family: str, num_budget_tokens: int, load_family: LoadFamily
+) -> None:
+    """Preempted too; the prefix cache is asked for and stays off."""
+    loaded, folder = load_family(family)
+    run = Run(loaded.model, num_budget_tokens=num_budget_tokens, prefix_caching=True)
+
+    check_twice(loaded.model, expected_of(family, folder), run)
+
+    assert run.num_preemptions > 0
+    assert run.num_prefix_hits == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "mamba"])
+def test_a_seed_draws_the_same_tokens_alone_in_a_batch_and_after_preemption(
+    family: str, load_family: LoadFamily
+) -> None:
+    """Two choices each, whose common prompt is forked where blocks can be shared."""
+    model = load_family(family)[0].model
+    prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
+    alone: dict[tuple[str, int], list[int]] = {}
+    together = Run(model, num_budget_tokens=32, prefix_caching=True)
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=16, seed=number, top_p=0.95, n=2, ignore_eos=True)
+        run = Run(model, num_budget_tokens=1000, prefix_caching=False)
+        run.add(str(number), prompt, params)
+        alone |= run.finish(preemption_rate=0.0)
+        together.add(str(number), prompt, params)
+
+    found = together.finish(preemption_rate=0.1)
+
+    assert together.num_preemptions > 0
+    assert found == alone
+    assert len({tuple(ids) for ids in found.values()}) == len(found)
+
+
+def test_near_ties_are_rare() -> None:
+    """The last test of this file: how often rounding broke a tie the other way, if ever."""
+    print(f"near-ties met in this session: {num_near_ties()}")
+
+    assert num_near_ties() <= 3

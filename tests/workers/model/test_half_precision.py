@@ -1,0 +1,56 @@
+"""bfloat16 and float16 against transformers in the same type, teacher-forced and greedy.
+
+The two round in another order, so their logits differ by some units of the type's last place. The
+bounds are stated in shares of the logits' spread; a tie within the bound may fall either way.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_families import VOCAB_SIZE
+from tests.tiny_models import save_tiny_model
+from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
+from workers.engine.model import Chunk
+from workers.messages import EngineOptions
+from workers.model.loader import load_model
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "gpt_oss", "bloom", "qwen3_next"]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Largest difference of a logit, as a share of the standard deviation of the row's logits.
+TOLERANCES = {"bfloat16": 0.15, "float16": 0.02}
+NUM_OUTPUT = 16
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_path: Path) -> None:
+    """Greedy outputs in a batch and in chunks, each token scored by both, given those before it."""
+    folder = save_tiny_model(family, tmp_path)
+    options = EngineOptions(model_path=str(folder), device="cpu", dtype=dtype, max_num_seqs=8)
+    model = load_model(options, lambda text: None).model
+    own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    prompts = make_prompts([5, 17, 40], VOCAB_SIZE)
+
+    outputs = run_to_end(model, [make_sequence(p, max_tokens=NUM_OUTPUT) for p in prompts], 13)
+
+    worst, num_same, num_ties = 0.0, 0, 0
+    for prompt, output_ids in zip(prompts, outputs, strict=True):
+        known = torch.tensor([prompt + output_ids[:-1]])
+        expected = own(known, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        for row, token_id in zip(expected, output_ids, strict=True):
+            behind = float((row.max() - row[token_id]) / row.std())
+            assert behind <= 2 * TOLERANCES[dtype], "a token that is no tie for the best one"
+            num_same += behind == 0.0
+            num_ties += behind > 0.0
+        sequence = make_sequence(known[0].tolist())
+        allot_blocks([sequence], model)
+        found = model.logits([Chunk(sequence, 0, known.shape[1], samples=True)])[0].float()
+        worst = max(worst, float((found - expected[-1]).abs().max() / expected[-1].std()))
+    print(f"{family} {dtype}: {num_same} best, {num_ties} near-ties, worst {worst:.4f}")
+    assert worst <= TOLERANCES[dtype]
+    assert num_same >= 0.9 * len(prompts) * NUM_OUTPUT
