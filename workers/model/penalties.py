@@ -52,10 +52,8 @@ def _adjust_row(logits: Tensor, sequence: Sequence) -> None:
         )
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         output = _ids(sequence.token_ids[sequence.num_prompt :], logits)
-        counts = torch.zeros_like(logits).index_add_(
-            0, output, torch.ones(len(output), device=logits.device)
-        )
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        seen, counts = torch.unique(output, return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
     if sequence.num_output < params.min_tokens:
         banned = [i for i in sequence.ending_ids if 0 <= i < vocab_size]
         logits[_ids(banned, logits)] = float("-inf")

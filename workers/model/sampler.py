@@ -12,11 +12,12 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from contract.jobs import SamplingParams
 from workers.engine.model import RowFailed, Sample
 from workers.engine.sequence import Sequence
-from workers.model.noise import add_gumbel_noise, row_key
+from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
 from workers.model.penalties import adjust_logits
-from workers.model.thresholds import lowest_allowed
+from workers.model.thresholds import find_allowed
 
 # Below this a temperature means greedy: logits divided by less overflow float32.
 LOWEST_TEMPERATURE = 1e-5
@@ -49,21 +50,54 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sample | RowFailed]
 def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
     params = [sequence.params for sequence in sequences]
-    scores /= scores.new_tensor([p.temperature for p in params])[:, None]
-    limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
-    if limited:
-        index = torch.tensor(limited, device=scores.device)
-        some = scores[index]
-        lowest = lowest_allowed(
-            some,
-            torch.tensor([params[row].top_k for row in limited], device=scores.device),
-            scores.new_tensor([params[row].top_p for row in limited]),
-            scores.new_tensor([params[row].min_p for row in limited]),
-        )
-        scores[index] = some.masked_fill(some < lowest, float("-inf"))
     keys = [row_key(s.params.seed, s.choice, s.num_output) for s in sequences]
-    add_gumbel_noise(scores, keys)
-    return scores.argmax(-1)
+    scores /= scores.new_tensor([p.temperature for p in params])[:, None]
+    token_ids = torch.empty(len(params), dtype=torch.int64, device=scores.device)
+    limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
+    wide = sorted(set(range(len(params))) - set(limited))
+    if limited:
+        limits = [params[row] for row in limited]
+        part, index = _rows(scores, limited)
+        token_ids[index], is_wide = _draw_limited(part, limits, [keys[row] for row in limited])
+        if is_wide.any():
+            scores[index[is_wide]] = part[is_wide]
+            wide += index[is_wide].tolist()
+    if wide:
+        part, index = _rows(scores, wide)
+        add_gumbel_noise(part, [keys[row] for row in wide])
+        token_ids[index] = part.argmax(-1)
+    return token_ids
+
+
+def _draw_limited(
+    scores: Tensor, params: Seq[SamplingParams], keys: Seq[int]
+) -> tuple[Tensor, Tensor]:
+    """Draws among the most likely tokens, with noise for those alone.
+
+    scores (num_rows, vocab_size) -> token ids (num_rows,), and which rows (num_rows,) may draw
+    other tokens too: their ids mean nothing, and what they may not draw is -inf in `scores`.
+    """
+    allowed = find_allowed(
+        scores,
+        torch.tensor([p.top_k for p in params], device=scores.device),
+        scores.new_tensor([p.top_p for p in params]),
+        scores.new_tensor([p.min_p for p in params]),
+    )
+    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
+    noisy = allowed.scores + gumbel(uniform(row_keys, allowed.token_ids))
+    noisy.masked_fill_(allowed.scores < allowed.lowest, float("-inf"))
+    token_ids = allowed.token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    is_wide = ~allowed.is_complete
+    if is_wide.any():
+        part = scores[is_wide]
+        scores[is_wide] = part.masked_fill(part < allowed.lowest[is_wide], float("-inf"))
+    return token_ids, is_wide
+
+
+def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
+    """Some rows of scores, copied unless they are all there are; and their index."""
+    index = torch.tensor(rows, device=scores.device)
+    return (scores if list(rows) == list(range(len(scores))) else scores[index]), index
 
 
 def _samples(raw: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> list[Sample]:

@@ -4,29 +4,49 @@ Each is a lowest score. Tokens that tie with the lowest are all kept, so that th
 the scores alone and never on the order in which a sort meets them.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 # The most likely tokens that are sorted first. Where they do not reach top-p, all are sorted.
 _NUM_CANDIDATES = 1024
+_NUM_TIES = 8
 
 
-def lowest_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The lowest score that each row may draw, (num_rows, 1).
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What each row may draw: all tokens of at least its `lowest` score (num_rows, 1).
 
-    scores (num_rows, vocab_size) float32: logits over temperature. top_k (num_rows,) int64, 0 for
-    off; top_p and min_p (num_rows,) float32, 1 and 0 for off.
+    token_ids and scores (num_rows, n): its most likely tokens, most likely first. is_complete
+    (num_rows,): no other token may be drawn.
+    """
+
+    lowest: Tensor
+    token_ids: Tensor
+    scores: Tensor
+    is_complete: Tensor
+
+
+def find_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Allowed:
+    """scores (num_rows, vocab_size) float32: logits over temperature. top_k (num_rows,) int64, 0
+    for off; top_p and min_p (num_rows,) float32, 1 and 0 for off.
     """
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
     top_p, min_p = top_p[:, None], min_p[:, None]
-    candidates = torch.topk(scores, min(vocab_size, _NUM_CANDIDATES), dim=-1).values
+    # A few more than top-k, to see that none ties with the last one.
+    num_candidates = min(int(top_k.max()) + _NUM_TIES, _NUM_CANDIDATES, vocab_size)
+    candidates, token_ids = torch.topk(scores, num_candidates, dim=-1)
     lowest = _lowest(scores, candidates, top_k, top_p, min_p)
     rows = (~_suffices(scores, candidates, top_k, top_p)).nonzero()[:, 0]
     if len(rows) > 0:
         everything = torch.sort(scores[rows], dim=-1, descending=True).values
         lowest[rows] = _lowest(scores[rows], everything, top_k[rows], top_p[rows], min_p[rows])
-    return lowest
+    is_complete = candidates[:, -1] < lowest[:, 0]
+    if num_candidates == vocab_size:
+        is_complete = torch.ones_like(is_complete)
+    return Allowed(lowest, token_ids, candidates, is_complete)
 
 
 def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

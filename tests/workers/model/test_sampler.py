@@ -10,9 +10,10 @@ from torch import Tensor
 from tests.workers.model.driver import make_sequence
 from workers.engine.model import RowFailed, Sample
 from workers.engine.sequence import Sequence
+from workers.model.noise import add_gumbel_noise, row_key
 from workers.model.penalties import adjust_logits
 from workers.model.sampler import sample
-from workers.model.thresholds import lowest_allowed
+from workers.model.thresholds import find_allowed
 
 # Exceeded once in 10,000 by a sampler that is right, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
@@ -88,40 +89,31 @@ def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
         assert_distributed(draw_counts(LOGITS, **params), expected / expected.sum())
 
 
-def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The set by sorting, one row, in float64. scores (vocab_size,)."""
-    order = scores.argsort(descending=True).tolist()
-    kept = order[: top_k or len(order)]
-    probabilities = torch.softmax(scores[kept].double(), 0).tolist()
-    nucleus, mass = [], 0.0
-    for token_id, probability in zip(kept, probabilities, strict=True):
-        if mass >= top_p and top_p < 1.0:
-            break
-        nucleus.append(token_id)
-        mass += probability
-    lowest = float(scores.max()) + (math.log(min_p) if min_p else -math.inf)
-    return {token_id for token_id in nucleus if float(scores[token_id]) >= lowest}
-
-
-@pytest.mark.parametrize("vocab_size", [50, 3000])
-def test_the_allowed_sets_are_exact(vocab_size: int) -> None:
-    """All combinations in one batch; flat rows too, whose nucleus is beyond the first 1024."""
-    torch.manual_seed(0)
-    settings = [
-        (k, p, m)
-        for k in (0, 1, 7, 40, 2000)
-        for p in (1.0, 0.99, 0.7, 0.05)
-        for m in (0.0, 0.02, 0.5, 1.0)
+@pytest.mark.parametrize("scale", [0.0, 0.3, 4.0])
+def test_noise_for_the_likeliest_alone_draws_the_same_tokens(scale: float) -> None:
+    """As noise for the whole vocabulary does; scores tie, by their type or all of them."""
+    settings: list[dict[str, Any]] = [
+        {"top_k": 1}, {"top_k": 40}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99},
+        {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}, {},
+    ]  # fmt: skip
+    sequences = [
+        make_sequence([4], temperature=0.8, **({"seed": i} | setting))
+        for i, setting in enumerate(settings * 5)
     ]
-    for scale in (0.3, 4.0):
-        scores = torch.randn(len(settings), vocab_size) * scale
-        top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(len(sequences), 3000, generator=generator) * scale).bfloat16().float()
+    params = [s.params for s in sequences]
+    scores = logits / 0.8
+    lowest = find_allowed(
+        scores,
+        torch.tensor([p.top_k for p in params]),
+        torch.tensor([p.top_p for p in params]),
+        torch.tensor([p.min_p for p in params]),
+    ).lowest
+    scores = scores.masked_fill(scores < lowest, -math.inf)
+    add_gumbel_noise(scores, [row_key(p.seed, 0, 0) for p in params])
 
-        lowest = lowest_allowed(scores, top_k, top_p, min_p)
-
-        for row, setting in enumerate(settings):
-            found = set((scores[row] >= lowest[row]).nonzero().flatten().tolist())
-            assert found == allowed_by_reference(scores[row], *setting), setting
+    assert [s.token_id for s in draw(logits, sequences)] == scores.argmax(-1).tolist()
 
 
 def test_a_row_does_not_change_with_its_batch() -> None:
