@@ -22,6 +22,7 @@ class ErrorCode(StrEnum):
     ENGINE_ERROR = "engine_error"
     DEADLINE = "deadline"
     RETRIES = "retries"
+    POISON = "poison"
 
 
 class BatchwayError(Exception):

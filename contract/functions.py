@@ -4,120 +4,35 @@ The functions are contract/lua/*.lua; the header of each names its arguments and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import redis.asyncio
 
+from contract.calls import (
+    Append,
+    Blame,
+    Claimed,
+    JobView,
+    Release,
+    Submission,
+    Submitted,
+    Swept,
+    Verdict,
+)
 from contract.codec import WIRE_VERSION, decode_entry, decode_job, encode_event, encode_job
 from contract.connection import broker_errors
 from contract.errors import ErrorCode, JobRefused
-from contract.events import LogEntry, LogEvent
+from contract.events import LogEntry
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 from contract.keys import Keys
 
 LIBRARY = "batchway_v1"
 _LUA = Path(__file__).parent / "lua"
-_FIRST_HASH = "00000000"
+FIRST_HASH = "00000000"
 
 IDEMPOTENCY_TTL_S = 24 * 3600
-
-
-class Verdict(StrEnum):
-    """What became of one job's part of a worker's call; an ended job answers its status."""
-
-    OK = "OK"
-    GAP = "GAP"
-    OVER = "OVER"
-    FENCED = "FENCED"
-    GONE = "GONE"
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What `submit` is told beside the job itself. Tokens, seconds."""
-
-    cost_tokens: int
-    max_output_tokens: int
-    deadline_s: float
-    retention_s: float
-    max_attempts: int = 3
-    lane_bound_tokens: int = 0  # 0: no bound
-    idempotency_key: str = ""
-    body_hash: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """An accepted job; `is_new` is False where the same call was accepted before."""
-
-    job_id: str
-    is_new: bool
-    num_jobs_ahead: int = 0
-    num_tokens_ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """A job handed to a worker, with its fencing token and where its log ends."""
-
-    job: Job
-    epoch: int
-    attempt: int
-    next_number: int
-    hash: str
-    num_logged_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """One job's part of an append: an event, an end, or both."""
-
-    job_id: str
-    epoch: int
-    number: int
-    event: LogEvent | None = None
-    num_tokens: int = 0
-    fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
-    code: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """One job given back: `drain` leaves its attempts as they were, `error` uses one up."""
-
-    job_id: str
-    epoch: int
-    kind: Literal["drain", "error"]
-    code: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class JobView:
-    """A job as its caller may see it. Times are Unix milliseconds of the Redis clock."""
-
-    job: Job
-    status: JobStatus
-    lane: str
-    attempt: int
-    next_number: int
-    num_output_tokens: int
-    num_prompt_tokens: int
-    created_ms: int
-    claimed_ms: int | None
-    first_token_ms: int | None
-    finished_ms: int | None
-    deadline_ms: int
-    code: str
-    message: str
-
-    @property
-    def is_terminal(self) -> bool:
-        return self.status in TERMINAL_STATUSES
+BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
 
 def library_source() -> str:
@@ -165,7 +80,7 @@ class Functions:
             *(s.cost_tokens, len(job.prompt_ids), s.max_output_tokens),
             *(int(s.deadline_s * 1000), int(s.retention_s * 1000), s.max_attempts),
             *(s.lane_bound_tokens, s.idempotency_key, s.body_hash, IDEMPOTENCY_TTL_S * 1000),
-            *(WIRE_VERSION, encode_job(job)),
+            *(WIRE_VERSION, int(s.attendance_s * 1000), encode_job(job)),
         )
         match reply:
             case [b"OK", job_id, jobs, tokens]:
@@ -193,16 +108,20 @@ class Functions:
         lease_s: float,
         max_jobs: int,
         max_tokens: int,
+        is_idle: bool = False,
     ) -> list[Claimed]:
-        """Takes waiting jobs, at most so many and of at most so many tokens in all."""
-        lease_ms = int(lease_s * 1000)
-        reply = await self._call(
-            "claim", incarnation, model, lease_ms, max_jobs, max_tokens, *lanes
-        )
-        return [
-            Claimed(decode_job(raw), epoch, attempt, number, hash_.decode(), num_tokens)
-            for _, epoch, attempt, number, hash_, num_tokens, raw in reply
-        ]
+        """Takes waiting jobs, at most so many and of at most so many tokens in all.
+
+        An idle worker may be handed one job under suspicion, which must run alone.
+        """
+        room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle))
+        return _claimed(await self._call("claim", incarnation, model, *room, *lanes))
+
+    async def mine(
+        self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
+    ) -> list[Claimed]:
+        """The jobs that a worker holds without knowing: the reply to its claim was lost."""
+        return _claimed(await self._call("mine", incarnation, int(lease_s * 1000), *known_ids))
 
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
@@ -243,6 +162,29 @@ class Functions:
             args += [item.job_id, item.epoch, item.kind, item.code, item.message]
         return [_verdict(part) for part in await self._call("release", incarnation, *args)]
 
+    async def blame(
+        self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
+    ) -> list[tuple[Verdict | JobStatus, int]]:
+        """Jobs in whose step the engine process died: run alone from now on; poison at last."""
+        args: list[str | int] = []
+        for item in items:
+            args += [item.job_id, item.epoch, item.about]
+        reply = await self._call("blame", incarnation, max_crashes, *args)
+        return [_verdict(part) for part in reply]
+
+    async def attend(self, job_ids: Sequence[str]) -> int:
+        """Says that a caller still waits for these jobs; how many of them need one."""
+        attended: int = await self._call("attend", *job_ids)
+        return attended
+
+    async def reprioritise(
+        self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
+    ) -> Verdict | JobStatus | None:
+        """Moves a job to another lane or deadline; None where the tenant has no such job."""
+        deadline_ms = "" if deadline_s is None else int(deadline_s * 1000)
+        reply = await self._call("reprioritise", job_id, tenant, lane, deadline_ms)
+        return None if reply == [b"NOT_FOUND"] else _verdict(reply)[0]
+
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         """Cancels a job; returns the status it now has, None where the tenant has no such job."""
         reply = await self._call("cancel", job_id, tenant)
@@ -269,10 +211,25 @@ class Functions:
         record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
         return _view(record), [decode_entry(number, h, raw) for number, h, raw in entries]
 
-    async def sweep(self, max_jobs: int = 100) -> tuple[int, int]:
-        """Gives lapsed jobs back and ends expired ones; returns how many of each."""
-        lapsed, expired = await self._call("sweep", max_jobs)
-        return lapsed, expired
+    async def sweep(self, max_jobs: int = 100) -> Swept:
+        """Does what time has done; after a restart of Redis it first grants a grace."""
+        return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+
+
+def _claimed(reply: list[Any]) -> list[Claimed]:
+    return [
+        Claimed(
+            decode_job(raw),
+            epoch,
+            attempt,
+            number,
+            hash_.decode(),
+            num_tokens,
+            deadline_ms / 1000,
+            alone == 1,
+        )
+        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, raw in reply
+    ]
 
 
 def _verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:

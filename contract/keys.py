@@ -72,9 +72,30 @@ class Keys:
     def deadlines(self) -> str:
         return f"{self.tag}:deadlines"
 
+    def suspects(self, model: str) -> str:
+        return f"{self.tag}:q:{model}:suspect"
+
+    def turn(self, model: str) -> str:
+        return f"{self.tag}:turn:{model}"
+
+    def alone(self, model: str) -> str:
+        return f"{self.tag}:alone:{model}"
+
+    @property
+    def attended(self) -> str:
+        return f"{self.tag}:attended"
+
+    @property
+    def quarantine(self) -> str:
+        return f"{self.tag}:quarantine"
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.tag}:runid"
+
     @property
     def clock_offset(self) -> str:
-        """Milliseconds added to Redis TIME; set by tests only."""
+        """Milliseconds added to Redis TIME, or `=` and the time itself; set by tests only."""
         return f"{self.tag}:clock_offset"
 
     def events_channel(self, job_id: str) -> str:

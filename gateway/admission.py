@@ -7,7 +7,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from contract.functions import Submission
+from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.broker import Broker
 from gateway.errors import ApiError, bad_request, invalid_value, not_found
@@ -28,6 +28,7 @@ class Terms:
     tenant: str
     deadline_s: float
     retention_s: float
+    attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
     lane: str | None = None  # None: by the body's service tier
     idempotency_key: str = ""
     body_hash: str = ""
@@ -64,6 +65,7 @@ async def prepare(
         lane_bound_tokens=settings.lane_bound_tokens,
         idempotency_key=terms.idempotency_key,
         body_hash=terms.body_hash,
+        attendance_s=terms.attendance_s,
     )
 
 

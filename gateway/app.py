@@ -1,10 +1,12 @@
 """The gateway as an ASGI app. Starts while Redis is down, and needs no restart when it is back."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from contract import tasks
 from gateway import errors
 from gateway.auth import hosts_of
 from gateway.broker import Broker
@@ -20,7 +22,9 @@ def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastA
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        attending = asyncio.create_task(gateway.broker.attend())
         yield
+        await tasks.end(attending)
         if broker is None:
             await gateway.broker.aclose()
 

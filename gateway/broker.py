@@ -5,20 +5,22 @@ connection before its first call, so that a gateway starts while Redis is down.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from redis.exceptions import NoPermissionError
 
+from contract.calls import JobView, Submission, Submitted
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
 from contract.events import End, LogEntry
-from contract.functions import Functions, JobView, Submission, Submitted, ensure_library
+from contract.functions import Functions, ensure_library
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
 from gateway.breaker import Breaker
@@ -69,6 +71,7 @@ class Broker:
         self._num_workers: dict[str, tuple[float, int]] = {}
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._swept_s = 0.0
+        self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
         await self._hints.aclose()
@@ -117,7 +120,10 @@ class Broker:
         """
         cursor = _Cursor(after, after_hash)
         answered_s = time.monotonic()
-        async with self._hints.listen(self.keys.events_channel(job_id)) as mailbox:
+        async with (
+            self._following(job_id),
+            self._hints.listen(self.keys.events_channel(job_id)) as mailbox,
+        ):
             while True:
                 try:
                     page = await self._next_page(job_id, tenant, cursor)
@@ -194,6 +200,24 @@ class Broker:
             await self._call(self._functions.sweep)
         except BrokerUnavailable as exc:
             log.info("no sweep: %s", exc)
+
+    async def attend(self) -> None:
+        """Says for ever that the jobs followed here have callers; ends by being cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.attendance_s / 3)
+            if self._followed:
+                with contextlib.suppress(BrokerUnavailable):
+                    await self._call(lambda: self._functions.attend(list(self._followed)))
+
+    @contextlib.asynccontextmanager
+    async def _following(self, job_id: str) -> AsyncIterator[None]:
+        self._followed[job_id] += 1
+        try:
+            yield
+        finally:
+            self._followed[job_id] -= 1
+            if not self._followed[job_id]:
+                del self._followed[job_id]
 
     async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
         with self._breaker.guard():

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from contract.calls import Submitted
 from contract.errors import BatchwayError
-from contract.functions import Submitted
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway import sse
 from gateway.admission import Terms, prepare
@@ -41,11 +41,13 @@ async def answer_call(request: Request, endpoint: Endpoint, tenant: str) -> Resp
     if _prefers_async(request):
         return await _as_job(request, gateway, endpoint, body, raw, tenant)
     settings = gateway.settings
+    key = idempotency_key(request)
     terms = Terms(
         tenant=tenant,
         deadline_s=settings.sync_deadline_s,
         retention_s=settings.sync_retention_s,
-        idempotency_key=idempotency_key(request),
+        attendance_s=0.0 if key else settings.attendance_s,  # a key says: I will be back
+        idempotency_key=key,
         body_hash=body_hash(endpoint, raw),
     )
     job, submission = await prepare(gateway.broker, settings, endpoint, body, terms)

@@ -29,6 +29,7 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.ENGINE_ERROR: 500,
     ErrorCode.DEADLINE: 504,
     ErrorCode.RETRIES: 500,
+    ErrorCode.POISON: 500,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}

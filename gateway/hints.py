@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from contract.codec import decode_hint
 from contract.errors import WireError
 from contract.events import LogEntry
-from gateway.tasks import end
+from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from contract.functions import JobView, Submitted
+from contract.calls import JobView, Submitted
 from contract.jobs import Job, JobStatus
 from gateway.answers import usage
 

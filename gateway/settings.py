@@ -31,6 +31,7 @@ class GatewaySettings:
     max_buffer_bytes: int = 256 * 1024
     stall_timeout_s: float = 30.0
     outage_grace_s: float = 30.0
+    attendance_s: float = 30.0
     drain_s: float = 20.0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from contract.errors import BatchwayError
+from contract.tasks import end
 from gateway.errors import internal_error, to_api_error
-from gateway.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 

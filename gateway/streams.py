@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from contract.calls import JobView
 from contract.errors import BatchwayError
 from contract.events import End, LogEntry
-from contract.functions import JobView
 from contract.jobs import Job, JobStatus
 from gateway import sse
 from gateway.answers import Answer, Chunks

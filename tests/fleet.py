@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
+from contract.calls import JobView, Submission
 from contract.events import End, LogEntry, Tokens
-from contract.functions import Functions, JobView, Submission
+from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from tests.fakes import HashModelOptions, encode_text

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from contract.calls import Claimed
 from contract.events import ChoiceDelta, LogEntry, TokenLogprob, Tokens
-from contract.functions import Claimed
 from contract.jobs import FinishReason
 from workers.messages import ChoiceEnded, StartJob, TokenOut
 from workers.text import ChoiceText
@@ -51,6 +51,8 @@ class HeldJob:
         self.job = claimed.job
         self.epoch = claimed.epoch
         self.next_number = claimed.next_number
+        self.is_alone = claimed.is_alone
+        self._deadline_s = claimed.deadline_s
         self._choices = [
             _Choice(ChoiceText(tokenizer, self.job.prompt_ids, params.stop, params.min_tokens), [])
             for _ in range(params.n)
@@ -59,6 +61,10 @@ class HeldJob:
     @property
     def cost_tokens(self) -> int:
         return len(self.job.prompt_ids) + self.job.params.n * self.job.params.max_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
     def is_complete(self) -> bool:
@@ -90,27 +96,24 @@ class HeldJob:
             self.job.params,
             tuple(tuple(choice.token_ids) for choice in self._choices),
             tuple(choice.finish_reason is not None for choice in self._choices),
+            self._deadline_s,
         )
 
-    def on_token(self, out: TokenOut) -> bool:
-        """Takes a token of the engine; True where it completes a stop string, so that the
-        engine, which knows no text, must be told."""
+    def take(self, out: TokenOut | ChoiceEnded) -> bool:
+        """Takes output of the engine; True where it completes a stop string, so that the engine,
+        which knows no text, must be told."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
             return False  # computed before the engine heard of the stop
+        choice.has_news = True
+        if isinstance(out, ChoiceEnded):
+            choice.new_text += choice.end(out.finish_reason)
+            return False
         assert out.position == len(choice.token_ids), "the engine skipped a token"
         choice.new_text += choice.push(out.token_id, out.finish_reason)
         if out.logprob is not None:
             choice.new_logprobs.append(out.logprob)
-        choice.has_news = True
         return choice.text.is_stopped
-
-    def on_ended(self, ended: ChoiceEnded) -> None:
-        """A choice ended without a new token."""
-        choice = self._choices[ended.choice]
-        if choice.finish_reason is None:
-            choice.new_text += choice.end(ended.finish_reason)
-            choice.has_news = True
 
     def take_event(self) -> tuple[Tokens | None, int]:
         """All news since the last event as one event, and how many tokens it holds."""

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import redis.asyncio
 
+from contract.calls import Append, Blame, Claimed, Release, Verdict
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
-from contract.functions import Append, Claimed, Functions, Release, Verdict, ensure_library
+from contract.functions import Functions, ensure_library
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
 from workers.messages import Ready
@@ -30,7 +31,7 @@ class Lane:
 
     def __init__(self, settings: WorkerSettings, incarnation: str) -> None:
         self._settings = settings
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self._keys)
@@ -46,14 +47,21 @@ class Lane:
         """Tells gateways all they need to take jobs for this model."""
         await Catalogue(self._client, self._keys).publish(card, tokenizer)
 
-    async def claim(self, *, max_jobs: int, max_tokens: int) -> list[Claimed]:
+    async def claim(self, *, max_jobs: int, max_tokens: int, is_idle: bool) -> list[Claimed]:
         return await self._functions.claim(
-            self._incarnation,
+            self.incarnation,
             self._settings.served_model_name,
             self._settings.lanes,
             lease_s=self._settings.lease_s,
             max_jobs=max_jobs,
             max_tokens=max_tokens,
+            is_idle=is_idle,
+        )
+
+    async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
+        """Jobs that a claim handed to us without our hearing of it."""
+        return await self._functions.mine(
+            self.incarnation, known_ids, lease_s=self._settings.lease_s
         )
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
@@ -71,7 +79,7 @@ class Lane:
     async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
         sent_s = time.monotonic()
         verdicts = await self._functions.append(
-            self._incarnation, items, lease_s=self._settings.lease_s
+            self.incarnation, items, lease_s=self._settings.lease_s
         )
         self.last_contact_s = max(self.last_contact_s, sent_s)
         return verdicts
@@ -79,7 +87,7 @@ class Lane:
     async def heartbeat(self, held: Sequence[tuple[str, int]], info: str) -> list[str]:
         sent_s = time.monotonic()
         lost = await self._functions.heartbeat(
-            self._incarnation,
+            self.incarnation,
             self._settings.served_model_name,
             held,
             lease_s=self._settings.lease_s,
@@ -91,7 +99,7 @@ class Lane:
     async def say_goodbye(self) -> None:
         """Takes this worker off the list of live ones."""
         await self._functions.heartbeat(
-            self._incarnation,
+            self.incarnation,
             self._settings.served_model_name,
             [],
             lease_s=self._settings.lease_s,
@@ -100,19 +108,29 @@ class Lane:
         )
 
     async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
-        return await self._functions.release(self._incarnation, items)
+        return await self._functions.release(self.incarnation, items)
+
+    async def blame(self, items: Sequence[Blame]) -> list[tuple[Verdict | JobStatus, int]]:
+        return await self._functions.blame(
+            self.incarnation, items, max_crashes=self._settings.max_crashes
+        )
 
     async def sweep(self) -> None:
-        num_lapsed, num_expired = await self._functions.sweep()
-        if num_lapsed or num_expired:
-            log.info("sweep leases_lapsed=%d jobs_expired=%d", num_lapsed, num_expired)
+        swept = await self._functions.sweep()
+        if swept.num_lapsed or swept.num_expired or swept.num_unattended:
+            log.info(
+                "sweep leases_lapsed=%d jobs_expired=%d jobs_unattended=%d",
+                swept.num_lapsed,
+                swept.num_expired,
+                swept.num_unattended,
+            )
 
     async def listen(self, wake: asyncio.Event, ended: "asyncio.Queue[str]") -> None:
         """Follows the hints for ever: sets `wake` when a job waits, queues the ids of jobs ended
         from outside. Hints may be lost; whoever acts on them also polls."""
         channels = [
             self._keys.wake_channel(self._settings.served_model_name),
-            self._keys.control_channel(self._incarnation),
+            self._keys.control_channel(self.incarnation),
         ]
         client = connect(self._settings.redis_url, retries=0, command_timeout_s=None)
         async with contextlib.aclosing(client):

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Literal
 
+from contract.calls import Append, Release, Verdict
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.functions import Append, Release, Verdict
 from contract.jobs import JobStatus
 from workers.held_job import HeldJob
 from workers.lane import Lane

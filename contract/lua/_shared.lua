@@ -10,18 +10,20 @@ local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = t
 
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'epoch', 'attempt', 'releases',
-  'lapses', 'next', 'hash', 'tokens', 'cost', 'prompt_tokens', 'max_tokens', 'max_attempts',
-  'deadline', 'ttl_ms',
+  'lapses', 'crashes', 'next', 'hash', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
+  'max_attempts', 'deadline', 'ttl_ms',
 }
 
 local NUMBERS = {
-  'epoch', 'attempt', 'releases', 'lapses', 'next', 'tokens', 'cost', 'prompt_tokens',
+  'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms',
 }
 
+-- Tests move the clock by an offset, or stop it: '=1700000000000'.
 local function now_ms(tag)
+  local offset = redis.call('GET', tag .. ':clock_offset') or '0'
+  if string.sub(offset, 1, 1) == '=' then return tonumber(string.sub(offset, 2)) end
   local time = redis.call('TIME')
-  local offset = redis.call('GET', tag .. ':clock_offset') or 0
   return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
 end
 
@@ -53,7 +55,24 @@ local function log_event(tag, job, event)
   redis.call('HSET', job.key, 'next', job.next, 'hash', hash)
 end
 
--- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>` or `back:<model>:<lane>`.
+-- Counts a tenant among those with waiting jobs in a lane. One that was idle starts at the least
+-- counter of the active ones: no credit is saved up.
+local function activate(tag, job)
+  local active = tag .. ':active:' .. job.model .. ':' .. job.lane
+  if redis.call('ZSCORE', active, job.tenant) then return end
+  local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')
+  redis.call('ZADD', active, least[2] or 0, job.tenant)
+end
+
+-- What a worker is told of a job that it now holds.
+local function handed_out(tag, job, now)
+  return {job.id, job.epoch, job.attempt, job.next, job.hash, job.tokens, job.deadline - now,
+    job.crashes + job.lapses > 0 and string.find(job.stream, ':suspect$') and 1 or 0,
+    redis.call('HGET', job.key, 'job')}
+end
+
+-- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>`,
+-- `back:<model>:<lane>` or `q:<model>:suspect`.
 local function enqueue(tag, job, stream)
   local key = tag .. ':' .. stream
   if redis.call('EXISTS', key) == 0 then
@@ -76,15 +95,40 @@ local function leave(tag, job)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
   redis.call('ZREM', tag .. ':leases', job.id)
   if job.owner ~= '' then redis.call('SREM', tag .. ':own:' .. job.owner, job.id) end
+  if job.crashes + job.lapses > 0 then
+    redis.call('SREM', tag .. ':alone:' .. job.model, job.id)
+  end
   count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
+end
+
+-- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …} and the entry
+-- has the number of the last. An entry for each event would cost three times the memory.
+local PACK = 64
+
+local function compact(tag, job)
+  local key = tag .. ':log:' .. job.id
+  if job.next <= 4 then return end
+  local entries = redis.call('XRANGE', key, '-', '+')
+  redis.call('DEL', key)
+  local pack = {}
+  for i, entry in ipairs(entries) do
+    local number = tonumber(string.match(entry[1], '^(%d+)-'))
+    table.insert(pack, {number, entry[2][4], entry[2][2]})
+    if #pack == PACK or i == #entries then
+      redis.call('XADD', key, number .. '-0', 'c', cmsgpack.pack(pack))
+      pack = {}
+    end
+  end
 end
 
 -- The only way into a terminal state: terminal event, record, queue, counters, expiry.
 local function terminal(tag, job, status, code, message, now)
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
+  compact(tag, job)
   leave(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
+  redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,
     'finished', now, 'owner', '')
   redis.call('PEXPIRE', job.key, job.ttl_ms)
@@ -103,6 +147,12 @@ end
 local function give_back(tag, job)
   leave(tag, job)
   enqueue(tag, job, 'back:' .. job.model .. ':' .. job.lane)
+end
+
+-- Gives a running job back to be run alone, so that it can harm no other.
+local function isolate(tag, job)
+  leave(tag, job)
+  enqueue(tag, job, 'q:' .. job.model .. ':suspect')
 end
 
 -- Why a worker may not write to a job, or nil where it may.

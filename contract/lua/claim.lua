@@ -1,9 +1,13 @@
 -- claim: hands waiting jobs to a worker with room, lanes in the given order; within a lane first
 -- what was given back, then tenants by virtual counter. Stops at the first job that does not fit,
 -- so that nothing small overtakes something large for ever.
+-- A job under suspicion runs alone: one worker in four at most gets the turn to run one, is handed
+-- nothing else while it empties itself, and then that job alone.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most  6… lanes
--- reply list of {id, epoch, attempt, next event number, hash, output tokens logged, job (msgpack)}
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
+--       6 '1' where the worker holds nothing  7… lanes
+-- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
+--                ms to its deadline, 1 where it must run alone, job (msgpack)}
 
 -- The next entry that no worker has been handed: {entry, job id, cost}, or nil.
 local function peek(key)
@@ -34,14 +38,44 @@ local function take(tag, key, waiting, incarnation, lease_ms, now)
   end
   count(tag, job, 'queued', -1)
   count(tag, job, 'running', 1)
-  local epoch, attempt = job.epoch + 1, job.attempt + 1
-  redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', epoch,
-    'attempt', attempt)
+  job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
+  redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
+    'attempt', job.attempt)
   redis.call('HSETNX', job.key, 'claimed', now)
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
   redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
-  return {job.id, epoch, attempt, job.next, job.hash, job.tokens,
-    redis.call('HGET', job.key, 'job')}
+  return handed_out(tag, job, now)
+end
+
+-- Whether this worker has the turn to run a suspect of the model; a turn is `<worker> <until ms>`.
+local function has_turn(tag, model, incarnation, lease_ms, now)
+  local queue, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
+  if not peek(queue) then return false end
+  local holder, until_ms = string.match(redis.call('GET', turn) or '', '^(%S+) (%d+)$')
+  if not holder or tonumber(until_ms) <= now then
+    local quota = math.max(1, math.floor(redis.call('ZCARD', tag .. ':workers:' .. model) / 4))
+    if redis.call('SCARD', tag .. ':alone:' .. model) >= quota then return false end
+    holder = incarnation
+  end
+  if holder ~= incarnation then return false end
+  redis.call('SET', turn, string.format('%s %d', incarnation, now + lease_ms))
+  return true
+end
+
+-- The suspect that a worker with the turn and nothing else to do runs next; none where all expired.
+local function claim_suspect(tag, model, incarnation, lease_ms, now)
+  local queue = tag .. ':q:' .. model .. ':suspect'
+  local waiting = peek(queue)
+  while waiting do
+    local job = take(tag, queue, waiting, incarnation, lease_ms, now)
+    if job then
+      redis.call('SADD', tag .. ':alone:' .. model, waiting.id)
+      redis.call('DEL', tag .. ':turn:' .. model)
+      return {job}
+    end
+    waiting = peek(queue)
+  end
+  return {}
 end
 
 local function claim(keys, argv)
@@ -49,6 +83,9 @@ local function claim(keys, argv)
   local max_jobs, max_tokens = tonumber(argv[4]), tonumber(argv[5])
   local now = now_ms(tag)
   local claimed, tokens = {}, 0
+  if has_turn(tag, model, incarnation, lease_ms, now) then
+    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now) or {}
+  end
 
   -- True while the worker has room left.
   local function drain(key, on_taken)
@@ -69,7 +106,7 @@ local function claim(keys, argv)
     return false
   end
 
-  for i = 6, #argv do
+  for i = 7, #argv do
     local lane = argv[i]
     if not drain(tag .. ':back:' .. model .. ':' .. lane) then return claimed end
     local active = tag .. ':active:' .. model .. ':' .. lane

@@ -20,10 +20,18 @@ local function read(keys, argv)
   end
   local entries = {}
   if tonumber(argv[4]) > 0 then
-    local from = tostring(tonumber(argv[3]) + 1) .. '-0'
+    local after, max_events = tonumber(argv[3]), tonumber(argv[4])
+    local from = string.format('%d-0', after + 1)
     for _, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
-      local number = string.match(entry[1], '^(%d+)-')
-      table.insert(entries, {tonumber(number), entry[2][4], entry[2][2]})
+      local events
+      if entry[2][1] == 'c' then
+        events = cmsgpack.unpack(entry[2][2])
+      else
+        events = {{tonumber(string.match(entry[1], '^(%d+)-')), entry[2][4], entry[2][2]}}
+      end
+      for _, event in ipairs(events) do
+        if event[1] > after and #entries < max_events then table.insert(entries, event) end
+      end
     end
   end
   return {'OK', record, entries}

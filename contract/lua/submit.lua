@@ -3,7 +3,9 @@
 -- ARGV  1 job id  2 tenant  3 model  4 lane  5 cost (prompt + output cap, tokens)  6 prompt tokens
 --       7 output cap (tokens, all choices)  8 deadline (ms from now)  9 retention (ms)
 --       10 attempts at most  11 lane bound (tokens, 0: none)  12 idempotency key ('': none)
---       13 body hash  14 retention of the idempotency key (ms)  15 wire version  16 job (msgpack)
+--       13 body hash  14 retention of the idempotency key (ms)  15 wire version
+--       16 attendance (ms, 0: none): without a caller for so long, the job is cancelled
+--       17 job (msgpack)
 -- reply {'OK', id, queued jobs before it, queued tokens before it}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
@@ -17,8 +19,8 @@ local function submit(keys, argv)
     return {body == argv[13] and 'EXISTS' or 'MISMATCH', id}
   end
   local job = {
-    id = argv[1], key = tag .. ':job:' .. argv[1], model = argv[3], lane = argv[4],
-    cost = tonumber(argv[5]),
+    id = argv[1], key = tag .. ':job:' .. argv[1], tenant = argv[2], model = argv[3],
+    lane = argv[4], cost = tonumber(argv[5]),
   }
   if redis.call('EXISTS', job.key) == 1 then return {'EXISTS', job.id} end
   local counters = redis.call('HMGET', tag .. ':counters:' .. job.model .. ':' .. job.lane,
@@ -32,20 +34,18 @@ local function submit(keys, argv)
   local now = now_ms(tag)
   local deadline = now + tonumber(argv[8])
   redis.call('HSET', job.key, 'v', argv[15], 'tenant', argv[2], 'model', job.model,
-    'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'next', 1,
-    'hash', '00000000', 'tokens', 0, 'cost', job.cost, 'prompt_tokens', argv[6],
+    'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
+    'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost, 'prompt_tokens', argv[6],
     'max_tokens', argv[7], 'max_attempts', argv[10], 'deadline', deadline, 'ttl_ms', argv[9],
-    'created', now, 'job', argv[16])
+    'created', now, 'attendance', argv[16], 'job', argv[17])
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
+  if tonumber(argv[16]) > 0 then
+    redis.call('ZADD', tag .. ':attended', now + tonumber(argv[16]), job.id)
+  end
   if idem then redis.call('SET', idem, job.id .. ' ' .. argv[13], 'PX', argv[14]) end
 
-  -- A tenant that was idle starts at the least counter of the active ones: no credit is saved up.
-  local active = tag .. ':active:' .. job.model .. ':' .. job.lane
-  if not redis.call('ZSCORE', active, argv[2]) then
-    local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')
-    redis.call('ZADD', active, least[2] or 0, argv[2])
-  end
-  enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. argv[2])
+  activate(tag, job)
+  enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
   return {'OK', job.id, queued_jobs, queued_tokens}
 end
 redis.register_function('batchway_v1_submit', submit)

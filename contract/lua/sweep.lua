@@ -1,30 +1,59 @@
 -- sweep: what time has done. Anyone may call it.
--- A lapsed lease gives its job back; a passed deadline ends its job.
+-- A lapsed lease gives its job back (the second time to be run alone); a passed deadline ends its
+-- job; a job whose callers have all gone is cancelled. The first sweep of a Redis that has been
+-- restarted renews what lapsed meanwhile: nobody could beat while it was away.
 -- KEYS  1 tag
--- ARGV  1 jobs of each kind at most
--- reply {leases lapsed, jobs expired}
-local function sweep(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
-  local due = redis.call('ZRANGE', tag .. ':deadlines', '-inf', now, 'BYSCORE', 'LIMIT', 0, argv[1])
-  for _, id in ipairs(due) do
+-- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
+-- reply {leases lapsed, jobs expired, jobs unattended}
+
+-- True where another server process was swept last: all whose time ran on meanwhile get a grace.
+local function booted(tag, now, grace_ms)
+  local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+  local before = redis.call('GET', tag .. ':runid')
+  if before == run_id then return false end
+  redis.call('SET', tag .. ':runid', run_id)
+  if not before then return false end
+  for _, set in ipairs({':leases', ':attended'}) do
+    local late = redis.call('ZRANGE', tag .. set, '-inf', now + grace_ms, 'BYSCORE')
+    for _, id in ipairs(late) do redis.call('ZADD', tag .. set, now + grace_ms, id) end
+  end
+  return true
+end
+
+local function due(tag, set, now, limit)
+  return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
+end
+
+-- Ends the jobs in a set whose time has come.
+local function end_due(tag, set, status, now, limit)
+  local ids = due(tag, set, now, limit)
+  for _, id in ipairs(ids) do
     local job = load_job(tag, id)
     if job and not TERMINAL[job.state] then
-      terminate(tag, job, 'expired', now)
+      terminate(tag, job, status, now)
     else
-      redis.call('ZREM', tag .. ':deadlines', id)
+      redis.call('ZREM', tag .. set, id)
     end
   end
-  local lapsed = redis.call('ZRANGE', tag .. ':leases', '-inf', now, 'BYSCORE', 'LIMIT', 0, argv[1])
+  return #ids
+end
+
+local function sweep(keys, argv)
+  local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
+  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0} end
+  local expired = end_due(tag, ':deadlines', 'expired', now, limit)
+  local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
+  local lapsed = due(tag, ':leases', now, limit)
   for _, id in ipairs(lapsed) do
     local job = load_job(tag, id)
     if job and (job.state == 'claimed' or job.state == 'streaming') then
       redis.call('HSET', job.key, 'lapses', job.lapses + 1)
-      give_back(tag, job)
+      if job.lapses == 0 then give_back(tag, job) else isolate(tag, job) end
     else
       redis.call('ZREM', tag .. ':leases', id)
     end
   end
-  return {#lapsed, #due}
+  return {#lapsed, expired, unattended}
 end
 redis.register_function{
   function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},

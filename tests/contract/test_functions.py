@@ -3,9 +3,10 @@
 import pytest
 import redis.asyncio
 
+from contract.calls import Append, Claimed, Release, Submission, Swept, Verdict
 from contract.errors import ErrorCode, JobRefused
 from contract.events import ChoiceDelta, End, Tokens
-from contract.functions import Append, Claimed, Functions, Release, Submission, Verdict
+from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 
@@ -135,7 +136,7 @@ async def test_a_lapsed_lease_goes_to_another_worker_and_fences_the_first(
     await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7), 1))
     await pass_time(redis_client, keys, LEASE_S + 1)
 
-    assert await functions.sweep() == (1, 0)
+    assert (await functions.sweep()).num_lapsed == 1
     [again] = await claim(functions, "w2")
 
     assert (again.epoch, again.attempt, again.next_number, again.num_logged_tokens) == (2, 2, 2, 1)
@@ -160,7 +161,7 @@ async def test_a_heartbeat_renews_leases_and_names_what_was_lost(
 
     assert answer == [lost.id]
     await pass_time(redis_client, keys, LEASE_S - 1)
-    assert await functions.sweep() == (0, 0)
+    assert await functions.sweep() == Swept(0, 0, 0)
 
 
 async def test_a_cancelled_queued_job_never_runs(
@@ -204,7 +205,7 @@ async def test_a_passed_deadline_ends_a_job_in_every_state(
     late = Append(by_append.id, 1, 1, tokens(0, 7), 1)
     assert await append(functions, "w1", late) == [(JobStatus.EXPIRED, 0)]
     await pass_time(redis_client, keys, 2)
-    assert await functions.sweep() == (0, 1)
+    assert await functions.sweep() == Swept(0, 1, 0)
     for job in (by_claim, by_append, by_sweep):
         found = await functions.read(job.id, "t")
         assert found is not None

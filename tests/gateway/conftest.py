@@ -11,9 +11,9 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.tasks import end
 from gateway.server import bind, build_server
 from gateway.settings import GatewaySettings
-from gateway.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker, publish_model
 

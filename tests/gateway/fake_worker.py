@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
+from contract.calls import Append, Claimed, Verdict
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.events import ChoiceDelta, TokenLogprob, Tokens
-from contract.functions import Append, Claimed, Functions, Verdict
+from contract.functions import Functions
 from contract.jobs import FinishReason, Job, JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
 from tests.fakes import EOS_ID, VOCAB_SIZE, encode_text, hash_tokenizer

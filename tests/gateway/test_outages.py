@@ -11,14 +11,15 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.calls import Verdict
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
-from contract.functions import Functions, Verdict, ensure_library
+from contract.functions import Functions, ensure_library
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
+from contract.tasks import end
 from gateway.breaker import Breaker
 from gateway.hints import Hints
-from gateway.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says

@@ -1,0 +1,18 @@
+-- attend: a caller still waits for these jobs; without one for long enough they are cancelled.
+-- KEYS  1 tag
+-- ARGV  job ids
+-- reply how many of them are attended
+local function attend(keys, argv)
+  local tag, now, attended = keys[1], now_ms(keys[1]), 0
+  for _, id in ipairs(argv) do
+    local attendance = tonumber(redis.call('HGET', tag .. ':job:' .. id, 'attendance') or 0)
+    if attendance > 0 then
+      attended = attended + 1
+      redis.call('ZADD', tag .. ':attended', 'XX', now + attendance, id)
+    end
+  end
+  return attended
+end
+redis.register_function{
+  function_name = 'batchway_v1_attend', callback = attend, flags = {'allow-oom'},
+}

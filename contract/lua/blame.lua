@@ -1,0 +1,43 @@
+-- blame: the engine process died while it computed these jobs. Each is run alone from now on; the
+-- third time it is poison, fails, and is put on record.
+-- KEYS  1 tag
+-- ARGV  1 incarnation  2 crashes that make poison  then 3 for each job:
+--       id, epoch, what is recorded of it (JSON: sizes and hashes, never text)
+-- reply one verdict for each job, in order:
+--       {'OK'} in the queue of suspects   {'failed'} poison   {'FENCED'}, {'GONE'}, {status}
+local QUARANTINE_MAX = 1000
+
+local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
+  local job = load_job(tag, id)
+  local refusal = fence(job, incarnation, epoch)
+  if refusal then return {refusal} end
+  if now >= job.deadline then
+    terminal(tag, job, 'expired', '', '', now)
+    return {'expired'}
+  end
+  job.crashes = job.crashes + 1
+  redis.call('HSET', job.key, 'crashes', job.crashes)
+  if job.crashes < max_crashes then
+    isolate(tag, job)
+    return {'OK'}
+  end
+  terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',
+    now)
+  redis.call('ZADD', tag .. ':quarantine', now, id)
+  redis.call('ZREMRANGEBYRANK', tag .. ':quarantine', 0, -QUARANTINE_MAX - 1)
+  redis.call('HSET', job.key, 'about', about)
+  return {'failed'}
+end
+
+local function blame(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local verdicts = {}
+  for i = 3, #argv, 3 do
+    table.insert(verdicts, blame_one(tag, now, argv[1], tonumber(argv[2]), argv[i], argv[i + 1],
+      argv[i + 2]))
+  end
+  return verdicts
+end
+redis.register_function{
+  function_name = 'batchway_v1_blame', callback = blame, flags = {'allow-oom'},
+}

@@ -1,0 +1,38 @@
+-- reprioritise: its caller moves a queued or running job to another lane, or another deadline.
+-- KEYS  1 tag
+-- ARGV  1 job id  2 tenant  3 lane ('': as it is)  4 deadline (ms from now, '': as it is)
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+local function reprioritise(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local job = load_job(tag, argv[1])
+  if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
+  if TERMINAL[job.state] then return {job.state} end
+  if argv[4] ~= '' then
+    job.deadline = now + tonumber(argv[4])
+    redis.call('HSET', job.key, 'deadline', job.deadline)
+    redis.call('ZADD', tag .. ':deadlines', job.deadline, job.id)
+  end
+  if argv[3] == '' or argv[3] == job.lane then return {'OK'} end
+  if job.state == 'queued' then
+    local suspect = string.find(job.stream, ':suspect$')
+    leave(tag, job)
+    job.lane = argv[3]
+    redis.call('HSET', job.key, 'lane', job.lane)
+    if suspect then
+      enqueue(tag, job, job.stream)
+    else
+      activate(tag, job)
+      enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
+    end
+  else
+    count(tag, job, 'running', -1)
+    job.lane = argv[3]
+    count(tag, job, 'running', 1)
+    redis.call('HSET', job.key, 'lane', job.lane)
+    redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, job.id)
+  end
+  return {'OK'}
+end
+redis.register_function{
+  function_name = 'batchway_v1_reprioritise', callback = reprioritise, flags = {'allow-oom'},
+}

@@ -1,0 +1,445 @@
+"""The functions once more, in Python, on plain dictionaries and a clock that is set.
+
+The specification of the state table: tests hold the functions in Redis against it, call by call,
+and the simulator runs on it. It has no concurrency, no expiry and no pub/sub.
+
+Over 300 lines: it is one table of states, which is checked against the functions as a whole.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept, Verdict
+from contract.codec import decode_entry, encode_event
+from contract.errors import ErrorCode, JobRefused
+from contract.events import End, LogEntry, LogEvent
+from contract.functions import BOOT_GRACE_S, FIRST_HASH
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+
+MAX_RELEASES = 32
+SUSPECT = "suspect"
+BACK = "back"
+
+_RUNNING = (JobStatus.CLAIMED, JobStatus.STREAMING)
+
+
+@dataclass(slots=True)
+class Record:
+    """A job as the table sees it. Times in ms of the reference's clock."""
+
+    job: Job
+    submission: Submission
+    lane: str
+    deadline_ms: int
+    state: JobStatus = JobStatus.QUEUED
+    queue: str = ""  # a tenant's, BACK or SUSPECT, while queued and while running
+    owner: str = ""
+    epoch: int = 0
+    attempt: int = 0
+    releases: int = 0
+    lapses: int = 0
+    crashes: int = 0
+    lease_ms: int | None = None
+    attended_until_ms: int | None = None
+    num_tokens: int = 0
+    log: list[LogEntry] = field(default_factory=list)
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL_STATUSES
+
+    @property
+    def next_number(self) -> int:
+        return len(self.log) + 1
+
+    @property
+    def hash(self) -> str:
+        return self.log[-1].hash if self.log else FIRST_HASH
+
+
+class Reference:
+    """One partition. Every method does what the function of its name does."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.records: dict[str, Record] = {}
+        self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
+        self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
+        self._keys: dict[tuple[str, str], tuple[str, str]] = {}
+        self._workers: dict[str, dict[str, int]] = {}
+        self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
+        self._restarted = False
+
+    # --- callers ------------------------------------------------------------------------------
+
+    def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Raises JobRefused."""
+        s = submission
+        known = self._keys.get((job.tenant, s.idempotency_key)) if s.idempotency_key else None
+        if known is not None:
+            if known[1] != s.body_hash:
+                raise JobRefused(ErrorCode.IDEMPOTENCY_MISMATCH, "")
+            return Submitted(known[0], False)
+        if job.id in self.records:
+            return Submitted(job.id, False)
+        num_jobs, num_tokens = self._backlog(job.model, job.lane)
+        if 0 < s.lane_bound_tokens < num_tokens + s.cost_tokens:
+            raise JobRefused(ErrorCode.LANE_FULL, "")
+        record = Record(job, s, job.lane, self.now_ms + int(s.deadline_s * 1000))
+        if s.attendance_s > 0:
+            record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
+        self.records[job.id] = record
+        if s.idempotency_key:
+            self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
+        self._activate(record)
+        self._enqueue(record, job.tenant)
+        return Submitted(job.id, True, num_jobs, num_tokens)
+
+    def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
+        record = self._owned(job_id, tenant)
+        if record is not None and not record.is_terminal:
+            self._end(record, JobStatus.CANCELLED)
+        return None if record is None else record.state
+
+    def reprioritise(
+        self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
+    ) -> Verdict | JobStatus | None:
+        record = self._owned(job_id, tenant)
+        if record is None or record.is_terminal:
+            return None if record is None else record.state
+        if deadline_s is not None:
+            record.deadline_ms = self.now_ms + int(deadline_s * 1000)
+        if lane in ("", record.lane):
+            return Verdict.OK
+        if record.state is JobStatus.QUEUED:
+            self._leave_queue(record)
+            record.lane = lane
+            if record.queue == SUSPECT:
+                self._enqueue(record, SUSPECT)
+            else:
+                self._activate(record)
+                self._enqueue(record, record.job.tenant)
+        else:
+            record.lane = lane
+        return Verdict.OK
+
+    def attend(self, job_ids: Sequence[str]) -> int:
+        records = [self.records[i] for i in job_ids if i in self.records]
+        attended = [r for r in records if r.submission.attendance_s > 0]
+        for record in attended:
+            if record.attended_until_ms is not None:
+                attendance_ms = int(record.submission.attendance_s * 1000)
+                record.attended_until_ms = self.now_ms + attendance_ms
+        return len(attended)
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        incarnation: str,
+        model: str,
+        lanes: Sequence[str],
+        *,
+        lease_s: float,
+        max_jobs: int,
+        max_tokens: int,
+        is_idle: bool = False,
+    ) -> list[Claimed]:
+        lease_ms = int(lease_s * 1000)
+        if self._has_turn(model, incarnation, lease_ms):
+            return self._claim_suspect(model, incarnation, lease_ms) if is_idle else []
+        claimed: list[Claimed] = []
+        for lane in lanes:
+            while True:
+                if len(claimed) >= max_jobs:
+                    return claimed
+                queue = self._next_queue(model, lane)
+                if queue is None:
+                    break
+                record = self.records[self._queues[(model, lane, queue)][0]]
+                cost = record.submission.cost_tokens
+                if cost > max_tokens:
+                    return claimed
+                taken = self._take(record, incarnation, lease_ms)
+                if taken is None:
+                    continue
+                claimed.append(taken)
+                max_tokens -= cost
+                if queue != BACK:
+                    self._counters[(model, lane)][queue] += cost
+        return claimed
+
+    def mine(self, incarnation: str, known_ids: Sequence[str], *, lease_s: float) -> list[Claimed]:
+        found = [
+            r for r in self.records.values() if r.owner == incarnation and r.job.id not in known_ids
+        ]
+        for record in found:
+            record.lease_ms = self.now_ms + int(lease_s * 1000)
+        return [self._handed_out(record) for record in found]
+
+    def append(
+        self, incarnation: str, items: Sequence[Append], *, lease_s: float
+    ) -> list[tuple[Verdict | JobStatus, int]]:
+        return [self._append(incarnation, item, int(lease_s * 1000)) for item in items]
+
+    def heartbeat(
+        self,
+        incarnation: str,
+        model: str,
+        held: Sequence[tuple[str, int]],
+        *,
+        lease_s: float,
+        info: str,
+        is_gone: bool = False,
+    ) -> list[str]:
+        lease_ms = int(lease_s * 1000)
+        workers = self._workers.setdefault(model, {})
+        if is_gone:
+            workers.pop(incarnation, None)
+        else:
+            workers[incarnation] = self.now_ms
+            for other in [w for w, seen in workers.items() if seen <= self.now_ms - 6 * lease_ms]:
+                del workers[other]
+        lost = []
+        for job_id, epoch in held:
+            record = self.records.get(job_id)
+            if _fence(record, incarnation, epoch) is not None:
+                lost.append(job_id)
+            elif record is not None:
+                record.lease_ms = self.now_ms + lease_ms
+        return lost
+
+    def release(
+        self, incarnation: str, items: Sequence[Release]
+    ) -> list[tuple[Verdict | JobStatus, int]]:
+        return [(self._release(incarnation, item), 0) for item in items]
+
+    def blame(
+        self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
+    ) -> list[tuple[Verdict | JobStatus, int]]:
+        return [(self._blame(incarnation, item, max_crashes), 0) for item in items]
+
+    def sweep(self, max_jobs: int = 100) -> Swept:
+        if self._restarted:
+            self._restarted = False
+            self._grant_grace()
+            return Swept(0, 0, 0)
+        open_records = [r for r in self.records.values() if not r.is_terminal]
+        expired = [r for r in open_records if r.deadline_ms <= self.now_ms]
+        for record in expired:
+            self._end(record, JobStatus.EXPIRED)
+        unattended = [
+            r
+            for r in open_records
+            if not r.is_terminal
+            and r.attended_until_ms is not None
+            and r.attended_until_ms <= self.now_ms
+        ]
+        for record in unattended:
+            self._end(record, JobStatus.CANCELLED)
+        lapsed = [r for r in open_records if r.lease_ms is not None and r.lease_ms <= self.now_ms]
+        for record in sorted(lapsed, key=lambda r: (r.lease_ms, r.job.id)):
+            record.lapses += 1
+            self._give_back(record, BACK if record.lapses == 1 else SUSPECT)
+        return Swept(len(lapsed), len(expired), len(unattended))
+
+    def restart(self) -> None:
+        """Redis has been restarted: the next sweep grants a grace."""
+        self._restarted = True
+
+    # --- transitions --------------------------------------------------------------------------
+
+    def _append(
+        self, incarnation: str, item: Append, lease_ms: int
+    ) -> tuple[Verdict | JobStatus, int]:
+        record = self.records.get(item.job_id)
+        refusal = _fence(record, incarnation, item.epoch)
+        if record is None or refusal is not None:
+            return refusal or Verdict.GONE, 0
+        if item.number != record.next_number:
+            is_repeat = item.number < record.next_number
+            return (Verdict.OK if is_repeat else Verdict.GAP), record.next_number
+        if self._expires(record):
+            return JobStatus.EXPIRED, 0
+        if record.num_tokens + item.num_tokens > record.submission.max_output_tokens:
+            return Verdict.OVER, record.num_tokens
+        record.lease_ms = self.now_ms + lease_ms
+        if item.event is not None:
+            record.num_tokens += item.num_tokens
+            record.state = JobStatus.STREAMING
+            _log(record, item.event)
+        if item.fin:
+            self._end(record, item.fin, item.code, item.message)
+        return Verdict.OK, record.next_number
+
+    def _release(self, incarnation: str, item: Release) -> Verdict | JobStatus:
+        record = self.records.get(item.job_id)
+        refusal = _fence(record, incarnation, item.epoch)
+        if record is None or refusal is not None:
+            return refusal or Verdict.GONE
+        if self._expires(record):
+            return JobStatus.EXPIRED
+        if item.kind == "drain":
+            if record.releases >= MAX_RELEASES:
+                self._end(
+                    record, JobStatus.FAILED, ErrorCode.RETRIES, "released by workers too often"
+                )
+                return JobStatus.FAILED
+            record.releases += 1
+            record.attempt -= 1
+        elif record.attempt >= record.submission.max_attempts:
+            self._end(record, JobStatus.FAILED, item.code, item.message)
+            return JobStatus.FAILED
+        self._give_back(record, BACK)
+        return Verdict.OK
+
+    def _blame(self, incarnation: str, item: Blame, max_crashes: int) -> Verdict | JobStatus:
+        record = self.records.get(item.job_id)
+        refusal = _fence(record, incarnation, item.epoch)
+        if record is None or refusal is not None:
+            return refusal or Verdict.GONE
+        if self._expires(record):
+            return JobStatus.EXPIRED
+        record.crashes += 1
+        if record.crashes < max_crashes:
+            self._give_back(record, SUSPECT)
+            return Verdict.OK
+        message = f"the engine died on this job {record.crashes} times"
+        self._end(record, JobStatus.FAILED, ErrorCode.POISON, message)
+        return JobStatus.FAILED
+
+    def _take(self, record: Record, incarnation: str, lease_ms: int) -> Claimed | None:
+        if self._expires(record):
+            return None
+        self._leave_queue(record)
+        record.state = JobStatus.CLAIMED
+        record.owner = incarnation
+        record.epoch += 1
+        record.attempt += 1
+        record.lease_ms = self.now_ms + lease_ms
+        return self._handed_out(record)
+
+    def _give_back(self, record: Record, queue: str) -> None:
+        record.owner, record.lease_ms = "", None
+        self._enqueue(record, queue)
+
+    def _expires(self, record: Record) -> bool:
+        """Ends a job whose deadline has passed."""
+        if self.now_ms < record.deadline_ms:
+            return False
+        self._end(record, JobStatus.EXPIRED)
+        return True
+
+    def _end(self, record: Record, status: JobStatus, code: str = "", message: str = "") -> None:
+        _log(
+            record,
+            End(status, code, message, len(record.job.prompt_ids), record.num_tokens),
+        )
+        if record.state is JobStatus.QUEUED:
+            self._leave_queue(record)
+        record.state, record.owner = status, ""
+        record.lease_ms = record.attended_until_ms = None
+
+    # --- queues -------------------------------------------------------------------------------
+
+    def _queue_of(self, record: Record, queue: str) -> list[str]:
+        lane = "" if queue == SUSPECT else record.lane
+        return self._queues.setdefault((record.job.model, lane, queue), [])
+
+    def _enqueue(self, record: Record, queue: str) -> None:
+        record.state, record.queue = JobStatus.QUEUED, queue
+        self._queue_of(record, queue).append(record.job.id)
+
+    def _leave_queue(self, record: Record) -> None:
+        self._queue_of(record, record.queue).remove(record.job.id)
+
+    def _activate(self, record: Record) -> None:
+        counters = self._counters.setdefault((record.job.model, record.lane), {})
+        counters.setdefault(record.job.tenant, min(counters.values(), default=0.0))
+
+    def _next_queue(self, model: str, lane: str) -> str | None:
+        """What is read next in a lane: what was given back, else the least served tenant's.
+
+        Tenants with nothing waiting lose their counter on the way.
+        """
+        if self._queues.get((model, lane, BACK)):
+            return BACK
+        counters = self._counters.setdefault((model, lane), {})
+        while counters:
+            tenant = min(counters, key=lambda t: (counters[t], t))
+            if self._queues.get((model, lane, tenant)):
+                return tenant
+            del counters[tenant]
+        return None
+
+    def _has_turn(self, model: str, incarnation: str, lease_ms: int) -> bool:
+        if not self._queues.get((model, "", SUSPECT)):
+            return False
+        holder, until_ms = self._turns.get(model, ("", 0))
+        if until_ms <= self.now_ms:
+            quota = max(1, len(self._workers.get(model, {})) // 4)
+            alone = [r for r in self.records.values() if r.queue == SUSPECT and r.owner]
+            if len([r for r in alone if r.job.model == model]) >= quota:
+                return False
+            holder = incarnation
+        if holder == incarnation:
+            self._turns[model] = (incarnation, self.now_ms + lease_ms)
+        return holder == incarnation
+
+    def _claim_suspect(self, model: str, incarnation: str, lease_ms: int) -> list[Claimed]:
+        queue = self._queues[(model, "", SUSPECT)]
+        while queue:
+            taken = self._take(self.records[queue[0]], incarnation, lease_ms)
+            if taken is not None:
+                del self._turns[model]
+                return [taken]
+        return []
+
+    def _backlog(self, model: str, lane: str) -> tuple[int, int]:
+        waiting = [
+            r
+            for r in self.records.values()
+            if r.state is JobStatus.QUEUED and (r.job.model, r.lane) == (model, lane)
+        ]
+        return len(waiting), sum(r.submission.cost_tokens for r in waiting)
+
+    def _handed_out(self, record: Record) -> Claimed:
+        return Claimed(
+            record.job,
+            record.epoch,
+            record.attempt,
+            record.next_number,
+            record.hash,
+            record.num_tokens,
+            (record.deadline_ms - self.now_ms) / 1000,
+            record.queue == SUSPECT,
+        )
+
+    def _owned(self, job_id: str, tenant: str) -> Record | None:
+        record = self.records.get(job_id)
+        return record if record is not None and record.job.tenant == tenant else None
+
+    def _grant_grace(self) -> None:
+        grace_ms = self.now_ms + int(BOOT_GRACE_S * 1000)
+        for record in self.records.values():
+            if record.lease_ms is not None:
+                record.lease_ms = max(record.lease_ms, grace_ms)
+            if record.attended_until_ms is not None:
+                record.attended_until_ms = max(record.attended_until_ms, grace_ms)
+
+
+def _fence(record: Record | None, incarnation: str, epoch: int) -> Verdict | JobStatus | None:
+    if record is None:
+        return Verdict.GONE
+    if record.is_terminal:
+        return record.state
+    if (record.owner, record.epoch) != (incarnation, epoch) or record.state not in _RUNNING:
+        return Verdict.FENCED
+    return None
+
+
+def _log(record: Record, event: LogEvent) -> None:
+    raw = encode_event(event)
+    digest = hashlib.sha1(record.hash.encode() + raw, usedforsecurity=False).hexdigest()[:8]
+    record.log.append(decode_entry(record.next_number, digest.encode(), raw))

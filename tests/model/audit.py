@@ -1,0 +1,200 @@
+"""Checks the invariants of docs/protocol.md on what really lies in Redis."""
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from contract.codec import decode_entry
+from contract.events import End, LogEntry, Tokens
+from contract.functions import FIRST_HASH
+from contract.jobs import TERMINAL_STATUSES
+from contract.keys import Keys
+from contract.reference import MAX_RELEASES
+
+TERMINAL = {status.value for status in TERMINAL_STATUSES}
+
+
+@dataclass
+class Audit:
+    """Remembers what was seen, so that what may never change or fall is checked too."""
+
+    client: Any  # redis.Redis, whose replies are typed as bytes or str
+    keys: Keys
+    logs: dict[str, list[LogEntry]] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
+    _rows: dict[str, Any] = field(default_factory=dict)
+    _sound_rows: dict[str, Any] = field(default_factory=dict)  # logs that were checked before
+    _ttls: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises AssertionError at the first invariant that does not hold."""
+        jobs = self._jobs()
+        waiting, pending = self._queue_entries()
+        leases = {i.decode() for i in self.client.zrange(self.keys.leases, 0, -1)}
+        deadlines = {i.decode() for i in self.client.zrange(self.keys.deadlines, 0, -1)}
+        counters: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        owners: dict[str, set[str]] = defaultdict(set)
+        alone: dict[str, set[str]] = defaultdict(set)
+        for job_id, job in jobs.items():
+            kind = self._check_place(job_id, job, waiting, pending, leases)
+            self._check_log(job_id, job)
+            self._check_bounds(job_id, job)
+            assert (job_id in deadlines) == (kind != "terminal"), "a deadline for each open job"
+            if kind == "terminal":
+                assert min(self._ttls[job_id]) > 0, "I15: a finished job and its log expire"
+                continue
+            counts = counters[(job["model"], job["lane"])]
+            counts[f"{kind}_jobs"] += 1
+            counts[f"{kind}_tokens"] += int(job["cost"])
+            if kind == "running":
+                owners[job["owner"]].add(job_id)
+                if job["stream"].endswith(":suspect"):
+                    alone[job["model"]].add(job_id)
+        known = waiting.keys() | pending.keys() | leases | deadlines
+        assert known <= jobs.keys(), "nothing waits or runs without a record"
+        self._check_counters(counters)
+        self._check_sets("own:", owners)
+        self._check_sets("alone:", alone)
+
+    def check_at_rest(self) -> None:
+        """After faults have stopped and time has passed: I14, I15."""
+        self.check()
+        assert all(job["state"] in TERMINAL for job in self._jobs().values()), "I14: every job ends"
+        left = [
+            key.decode()
+            for pattern in ("leases", "deadlines", "attended", "own:*", "q:*", "back:*", "alone:*")
+            for key in self.client.keys(f"{self.keys.tag}:{pattern}")
+        ]
+        assert left == [], f"I15: nothing is left behind: {left}"
+
+    # --- what lies in Redis -------------------------------------------------------------------
+
+    def _jobs(self) -> dict[str, dict[str, str]]:
+        """The records by id; their logs and times to live are fetched in the same round trip."""
+        prefix = self.keys.job("")
+        job_ids = [key.decode()[len(prefix) :] for key in self.client.keys(f"{prefix}*")]
+        with self.client.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hgetall(self.keys.job(job_id))
+                pipe.xrange(self.keys.log(job_id))
+                pipe.pttl(self.keys.job(job_id))
+                pipe.pttl(self.keys.log(job_id))
+            replies: Any = pipe.execute()
+        jobs = {}
+        for index, job_id in enumerate(job_ids):
+            raw, rows, job_ttl, log_ttl = replies[4 * index : 4 * index + 4]
+            del raw[b"job"]
+            jobs[job_id] = {name.decode(): value.decode() for name, value in raw.items()}
+            self._rows[job_id] = rows
+            self._ttls[job_id] = (job_ttl, log_ttl)
+        return jobs
+
+    def _queue_entries(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Where jobs have an entry that no worker was handed, and where one that is pending."""
+        waiting: dict[str, list[str]] = defaultdict(list)
+        pending: dict[str, list[str]] = defaultdict(list)
+        tag = self.keys.tag
+        for key in [*self.client.keys(f"{tag}:q:*"), *self.client.keys(f"{tag}:back:*")]:
+            stream = key.decode()[len(tag) + 1 :]
+            rows: Any = self.client.xpending_range(key, "workers", "-", "+", 10_000)
+            handed_out = {row["message_id"] for row in rows}
+            entries: Any = self.client.xrange(key)
+            assert handed_out <= {entry for entry, _ in entries}, "I1: nothing pending is gone"
+            for entry, fields in entries:
+                place = pending if entry in handed_out else waiting
+                place[fields[b"id"].decode()].append(f"{stream} {entry.decode()}")
+        return waiting, pending
+
+    def _log(self, job_id: str, tenant: str) -> list[LogEntry]:
+        """The log as callers read it, packed or not."""
+        reply: Any = self.client.fcall_ro(
+            "batchway_v1_read", 1, self.keys.tag, job_id, tenant, 0, 100_000
+        )
+        return [decode_entry(number, hash_, raw) for number, hash_, raw in reply[2]]
+
+    # --- invariants ---------------------------------------------------------------------------
+
+    def _check_place(
+        self,
+        job_id: str,
+        job: dict[str, str],
+        waiting: dict[str, list[str]],
+        pending: dict[str, list[str]],
+        leases: set[str],
+    ) -> str:
+        """I1, I2: terminal, queued or running, and nothing in between."""
+        place = [f"{job['stream']} {job['entry']}"]
+        if job["state"] in TERMINAL:
+            assert job_id not in waiting.keys() | pending.keys() | leases, "I1: it has left"
+            assert job["owner"] == "", "I1: a finished job has no owner"
+            return "terminal"
+        if job["state"] == "queued":
+            assert waiting.get(job_id) == place, "I1: exactly one own entry"
+            assert job_id not in pending.keys() | leases, "I1: a queued job is nobody's"
+            assert job["owner"] == "", "I1: a queued job has no owner"
+            return "queued"
+        assert job["state"] in ("claimed", "streaming")
+        assert pending.get(job_id) == place, "I1: its entry is pending"
+        assert job_id not in waiting, "I1: exactly one own entry"
+        assert job_id in leases, "I1: a running job has a lease"
+        assert job["owner"], "I1: a running job has an owner"
+        return "running"
+
+    def _check_log(self, job_id: str, job: dict[str, str]) -> None:
+        """I3, I4, I5 and the chain of hashes."""
+        if self._rows[job_id] and self._rows[job_id] == self._sound_rows.get(job_id):
+            assert self.logs[job_id][-1].number == int(job["next"]) - 1, "I3"
+            return
+        log = self._log(job_id, job["tenant"])
+        assert [e.number for e in log] == list(range(1, int(job["next"]))), "I3: no gap, no overlap"
+        positions: dict[int, int] = defaultdict(int)
+        chain = FIRST_HASH
+        for entry in log:
+            if isinstance(entry.event, Tokens):
+                for delta in entry.event.deltas:
+                    assert delta.start == positions[delta.choice], "I3: token positions"
+                    positions[delta.choice] += len(delta.token_ids)
+            raw = msgspec.msgpack.encode(entry.event)
+            chain = hashlib.sha1(chain.encode() + raw, usedforsecurity=False).hexdigest()[:8]
+            assert entry.hash == chain, "each hash covers the log before it"
+        ends = [entry for entry in log if isinstance(entry.event, End)]
+        assert len(ends) == (job["state"] in TERMINAL), "I5: one terminal event"
+        assert not ends or ends == log[-1:], "I5: nothing after it"
+        assert not ends or ends[0].event.status == job["state"], "I5"  # type: ignore[union-attr]
+        assert sum(positions.values()) == int(job["tokens"]), "tokens are counted"
+        before = self.logs.get(job_id, [])
+        assert log[: len(before)] == before, "I4: logged events never change"
+        self.logs[job_id] = log
+        self._sound_rows[job_id] = self._rows[job_id]
+
+    def _check_bounds(self, job_id: str, job: dict[str, str]) -> None:
+        """I6, I8."""
+        assert int(job["epoch"]) >= self.epochs.get(job_id, 0), "I6: epochs never fall"
+        self.epochs[job_id] = int(job["epoch"])
+        assert 0 <= int(job["attempt"]) <= int(job["epoch"]), "I8"
+        assert int(job["releases"]) <= MAX_RELEASES, "I8"
+        assert int(job["crashes"]) <= 3, "I8"
+        assert int(job["tokens"]) <= int(job["max_tokens"]), "I8"
+
+    def _check_counters(self, expected: dict[tuple[str, str], dict[str, int]]) -> None:
+        """I11."""
+        prefix = f"{self.keys.tag}:counters:"
+        for key in self.client.keys(f"{prefix}*"):
+            model, lane = key.decode()[len(prefix) :].split(":")
+            raw: Any = self.client.hgetall(key)
+            counted = {name.decode(): int(value) for name, value in raw.items()}
+            want = expected.pop((model, lane), {})
+            assert counted == {name: want.get(name, 0) for name in counted}, "I11: counters"
+        assert not expected, "I11: every lane is counted"
+
+    def _check_sets(self, kind: str, expected: dict[str, set[str]]) -> None:
+        """I11: the sets by owner, and of the jobs run alone, hold what the records say."""
+        prefix = f"{self.keys.tag}:{kind}"
+        found = {
+            key.decode()[len(prefix) :]: {i.decode() for i in self.client.smembers(key)}
+            for key in self.client.keys(f"{prefix}*")
+        }
+        assert found == expected, f"I11: {kind}"

@@ -1,0 +1,100 @@
+"""Mistakes planted in the functions, to see whether the tests find them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One text of the library put in the place of another."""
+
+    name: str
+    text: str
+    instead: str
+
+    def apply(self, source: str) -> str:
+        assert source.count(self.text) == 1, f"{self.name}: the text is there once"
+        return source.replace(self.text, self.instead)
+
+
+MUTANTS = [
+    Mutant(
+        "the epoch is no fence",
+        "job.owner ~= incarnation or job.epoch ~= tonumber(epoch)",
+        "job.owner ~= incarnation",
+    ),
+    Mutant(
+        "the owner is no fence",
+        "job.owner ~= incarnation or job.epoch ~= tonumber(epoch)",
+        "job.epoch ~= tonumber(epoch)",
+    ),
+    Mutant("a finished job can be written", "if TERMINAL[job.state] then return job.state end", ""),
+    Mutant(
+        "a repeated event is appended again",
+        "if number < job.next then return {'OK', job.next} end",
+        "",
+    ),
+    Mutant(
+        "a gap is closed silently", "if number > job.next then return {'GAP', job.next} end", ""
+    ),
+    Mutant(
+        "the output cap is off by one",
+        "num_tokens > job.max_tokens",
+        "num_tokens > job.max_tokens + 1",
+    ),
+    Mutant(
+        "an append does not renew the lease",
+        "  redis.call('ZADD', tag .. ':leases', now + lease_ms, id)\n  if event",
+        "  if event",
+    ),
+    Mutant(
+        "a heartbeat does not renew leases",
+        "      redis.call('ZADD', tag .. ':leases', now + lease_ms, argv[i])\n",
+        "",
+    ),
+    Mutant(
+        "a claim grants no lease",
+        "redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)\n  redis.call('SADD'",
+        "redis.call('SADD'",
+    ),
+    Mutant(
+        "a claim keeps the epoch", "job.epoch + 1, job.attempt + 1", "job.epoch, job.attempt + 1"
+    ),
+    Mutant(
+        "an expired job is handed out",
+        "    terminal(tag, job, 'expired', '', '', now)\n    return nil\n",
+        "",
+    ),
+    Mutant(
+        "a job that ends keeps its lease",
+        "  redis.call('ZREM', tag .. ':leases', job.id)\n  if job.owner",
+        "  if job.owner",
+    ),
+    Mutant("a job that ends keeps its entry", "  redis.call('XDEL', key, job.entry)\n", ""),
+    Mutant("a job that ends never goes", "  redis.call('PEXPIRE', job.key, job.ttl_ms)\n", ""),
+    Mutant("a drain counts as an attempt", "'attempt', job.attempt - 1", "'attempt', job.attempt"),
+    Mutant("errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000"),
+    Mutant("the second lapse is as the first", "if job.lapses == 0 then", "if job.lapses < 9 then"),
+    Mutant(
+        "poison is never poison", "if job.crashes < max_crashes then", "if job.crashes < 99 then"
+    ),
+    Mutant(
+        "a cancel forgets the job's worker", "'cancelled', now_ms(tag))", "'expired', now_ms(tag))"
+    ),
+    Mutant("a key accepts another body", "body == argv[13] and 'EXISTS' or 'MISMATCH'", "'EXISTS'"),
+    Mutant("an idle tenant saves up credit", "least[2] or 0, job.tenant", "0, job.tenant"),
+    Mutant("service is not charged", "redis.call('ZINCRBY', active, cost, tenant)", ""),
+    Mutant(
+        "no grace after a restart",
+        "  if not before then return false end\n",
+        "  if true then return false end\n",
+    ),
+    Mutant(
+        "a suspect has company", "redis.call('SCARD', tag .. ':alone:' .. model) >= quota", "false"
+    ),
+    Mutant("the hash forgets the past", "redis.sha1hex(job.hash .. event)", "redis.sha1hex(event)"),
+    Mutant(
+        "compaction drops an event",
+        "if #pack == PACK or i == #entries then",
+        "if #pack == PACK or i == #entries - 1 then",
+    ),
+]

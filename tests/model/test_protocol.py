@@ -1,0 +1,198 @@
+"""The functions in Redis against the reference, step by step, with every invariant audited."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from contract.functions import library_source
+from infra.embedded_redis import EmbeddedRedis
+from tests.model.mutants import MUTANTS, Mutant
+from tests.model.walk import Walk
+from tests.model.world import LANES, TENANTS, WORKERS, World
+
+workers = st.sampled_from(WORKERS)
+tenants = st.sampled_from(TENANTS)
+lanes = st.sampled_from(LANES)
+
+# What each function can say, and the fewest times that the walk must have heard it.
+REPLIES = {
+    "submit": ("new", "known", "lane_full", "idempotency_mismatch"),
+    "claim": ("job", "alone", "nothing"),
+    "mine": ("job", "nothing"),  # and "alone", seldom
+    "append": (
+        "OK",
+        "GAP",
+        "OVER",
+        "FENCED",
+        "GONE",
+        "succeeded",
+        "failed",
+        "cancelled",
+        "expired",
+    ),
+    "release": ("OK", "FENCED", "GONE", "succeeded", "failed", "cancelled", "expired"),
+    "blame": ("OK", "FENCED", "GONE", "succeeded", "failed", "cancelled", "expired"),
+    "heartbeat": ("lost", "nothing"),
+    "cancel": ("None", "cancelled", "succeeded", "failed", "expired"),
+    "reprioritise": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
+    "attend": ("some", "none"),
+    "sweep": ("lapsed", "expired", "unattended", "nothing"),
+}
+TIMES = 50
+MAX_STEPS = 40_000
+
+
+class ProtocolMachine(RuleBasedStateMachine):
+    """Hypothesis orders the steps and shrinks what goes wrong."""
+
+    redis_url = ""
+
+    @initialize()
+    def start(self) -> None:
+        self.world = World(self.redis_url)
+
+    @rule(
+        tenant=tenants,
+        lane=lanes,
+        cost=st.integers(4, 10),
+        deadline_s=st.sampled_from([5, 60]),
+        attendance_s=st.sampled_from([0, 9]),
+        key=st.sampled_from(["", "", "k"]),
+        body=st.sampled_from("ab"),
+    )
+    def submit(self, **fields: Any) -> None:
+        self.world.submit(**fields)
+
+    @rule(data=st.data(), tenant=tenants)
+    def cancel(self, data: st.DataObject, tenant: str) -> None:
+        self.world.cancel(self._job(data), tenant)
+
+    @rule(data=st.data(), tenant=tenants, lane=lanes, deadline_s=st.sampled_from([None, 5]))
+    def reprioritise(
+        self, data: st.DataObject, tenant: str, lane: str, deadline_s: float | None
+    ) -> None:
+        self.world.reprioritise(self._job(data), tenant, lane, deadline_s)
+
+    @rule(data=st.data())
+    def attend(self, data: st.DataObject) -> None:
+        self.world.attend([self._job(data)])
+
+    @rule(
+        worker=workers,
+        max_jobs=st.integers(1, 4),
+        max_tokens=st.sampled_from([8, 1000]),
+        is_idle=st.booleans(),
+        loses_reply=st.booleans(),
+    )
+    def claim(self, **fields: Any) -> None:
+        self.world.claim(**fields)
+
+    @rule(worker=workers)
+    def mine(self, worker: str) -> None:
+        self.world.mine(worker)
+
+    @rule(
+        data=st.data(),
+        worker=workers,
+        num_tokens=st.integers(0, 3),
+        fin=st.sampled_from(["", "", "succeeded", "failed"]),
+        shift=st.sampled_from([0, 0, -1, 1]),
+        loses_reply=st.booleans(),
+    )
+    def append(self, data: st.DataObject, worker: str, **fields: Any) -> None:
+        self.world.append(worker, self._job(data), **fields)
+
+    @rule(worker=workers, is_gone=st.booleans())
+    def heartbeat(self, worker: str, is_gone: bool) -> None:
+        self.world.heartbeat(worker, is_gone=is_gone)
+
+    @rule(data=st.data(), worker=workers, kind=st.sampled_from(["drain", "error"]))
+    def release(self, data: st.DataObject, worker: str, kind: str) -> None:
+        self.world.release(worker, self._job(data), kind)
+
+    @rule(data=st.data(), worker=workers)
+    def blame(self, data: st.DataObject, worker: str) -> None:
+        self.world.blame(worker, self._job(data))
+
+    @rule()
+    def sweep(self) -> None:
+        self.world.sweep()
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
+
+    @rule(seconds=st.sampled_from([1, 6, 11]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def redis_is_sound(self) -> None:
+        if hasattr(self, "world"):
+            self.world.audit.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.settle()
+            finally:
+                self.world.close()
+
+    def _job(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from([*self.world.job_ids, "job-0-none"]))
+
+
+def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -> None:
+    """Hypothesis looks for an order that breaks one, or on which function and reference differ."""
+    ProtocolMachine.redis_url = redis_server.url
+    case = ProtocolMachine.TestCase
+    case.settings = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    case().runTest()
+
+
+def walk(redis_url: str, seed: int, num_steps: int, source: str | None = None) -> Counter[str]:
+    """Plays one world; returns how often each reply was heard. Raises what it finds."""
+    world = World(redis_url, source or library_source())
+    try:
+        steps = Walk(world, seed)
+        for _ in range(num_steps):
+            steps.step()
+        world.settle()
+        return world.replies
+    finally:
+        world.close()
+
+
+@pytest.mark.timeout(300)
+def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -> None:
+    """A random walk hears each answer at least fifty times, and never one that is wrong."""
+    heard: Counter[str] = Counter()
+    wanted = [f"{name} {reply}" for name, replies in REPLIES.items() for reply in replies]
+    num_steps, seed = 0, 1000
+    while any(heard[reply] < TIMES for reply in wanted):
+        assert num_steps < MAX_STEPS, {r: heard[r] for r in wanted if heard[r] < TIMES}
+        heard += walk(redis_server.url, seed, 150)
+        num_steps, seed = num_steps + 150, seed + 1
+    assert heard.keys() <= {*wanted, "mine alone"}, "no reply is unknown to this test"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
+    """Each mutant of the functions is told from the right ones: the oracles are awake."""
+    source = mutant.apply(library_source())
+    for seed in range(40):
+        try:
+            walk(redis_server.url, seed, 150, source)
+        except Exception:  # an invariant, a difference, or a call that Redis refuses
+            return
+    pytest.fail("the walk did not notice")

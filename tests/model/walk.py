@@ -1,0 +1,123 @@
+"""A seeded random walk through a World: what a stage manager with dice would order."""
+
+import random
+from collections.abc import Callable
+
+from tests.model.world import LANES, TENANTS, WORKERS, World
+
+
+class Walk:
+    """Draws one step after another. The weights keep worlds small and full of conflicts."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world = world
+        self._rng = random.Random(seed)
+        self._steps: list[tuple[int, Callable[[], None]]] = [
+            (16, self._submit),
+            (10, self._cancel),
+            (10, self._reprioritise),
+            (2, self._attend),
+            (16, self._claim),
+            (5, self._mine),
+            (34, self._append),
+            (6, self._heartbeat),
+            (10, self._release),
+            (9, self._blame),
+            (8, lambda: self._world.sweep()),
+            (1, lambda: self._world.restart()),
+            (8, lambda: self._world.pass_time(self._rng.choice([1, 3, 6, 11]))),
+        ]
+
+    def step(self) -> None:
+        weights = [weight for weight, _ in self._steps]
+        self._rng.choices([step for _, step in self._steps], weights)[0]()
+
+    def _flip(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def _job_id(self) -> str:
+        """Mostly one of the youngest jobs, sometimes none."""
+        if not self._world.job_ids or self._flip(0.03):
+            return "job-0-none"
+        return self._rng.choice(self._world.job_ids[-8:])
+
+    def _held(self) -> tuple[str, str]:
+        """A worker and a job: mostly one that it believes to hold."""
+        worker = self._rng.choice(WORKERS)
+        held = sorted(self._world.beliefs[worker])[-4:]
+        if held and self._flip(0.85):
+            return worker, self._rng.choice(held)
+        return worker, self._job_id()
+
+    def _submit(self) -> None:
+        rng = self._rng
+        key = (
+            rng.choice(["k1", "k2"]) + str(len(self._world.job_ids) // 5) if self._flip(0.3) else ""
+        )
+        repeats = None
+        if self._flip(0.1) and self._world.job_ids:
+            repeats, key = rng.choice(self._world.job_ids), ""
+        self._world.submit(
+            rng.choice(TENANTS),
+            rng.choice(LANES),
+            rng.choice([5, 8, 12, 30]),
+            rng.choice([8, 60, 200]),
+            attendance_s=rng.choice([0, 0, 9]),
+            key=key,
+            body=rng.choice("ab") if key else "",
+            bound=rng.choice([0, 0, 30]),
+            repeats=repeats,
+        )
+
+    def _ended_or_any(self) -> str:
+        """Often a job that has ended, each way of ending alike: callers come late."""
+        ended: dict[str, list[str]] = {}
+        for job_id, record in self._world.reference.records.items():
+            if record.is_terminal:
+                ended.setdefault(record.state, []).append(job_id)
+        if not ended or self._flip(0.4):
+            return self._job_id()
+        return self._rng.choice(ended[self._rng.choice(sorted(ended))])
+
+    def _cancel(self) -> None:
+        self._world.cancel(self._ended_or_any(), self._rng.choice(TENANTS))
+
+    def _reprioritise(self) -> None:
+        lane = self._rng.choice(["", *LANES])
+        deadline_s = self._rng.choice([None, 5, 40])
+        tenant = self._rng.choice(TENANTS)
+        self._world.reprioritise(self._ended_or_any(), tenant, lane, deadline_s)
+
+    def _attend(self) -> None:
+        self._world.attend([self._job_id(), self._job_id()])
+
+    def _claim(self) -> None:
+        rng = self._rng
+        worker = rng.choice(WORKERS)
+        is_idle = not self._world.beliefs[worker] or self._flip(0.5)
+        room = rng.choice([(1, 30), (3, 9), (8, 1000)])
+        self._world.claim(worker, *room, is_idle=is_idle, loses_reply=self._flip(0.25))
+
+    def _mine(self) -> None:
+        self._world.mine(self._rng.choice(WORKERS))
+
+    def _append(self) -> None:
+        worker, job_id = self._held()
+        self._world.append(
+            worker,
+            job_id,
+            self._rng.choice([0, 1, 1, 1, 2, 30]),
+            self._rng.choice([""] * 7 + ["succeeded", "succeeded", "failed"]),
+            shift=self._rng.choice([0, 0, 0, 0, 0, 0, -1, 1]),
+            loses_reply=self._flip(0.1),
+        )
+
+    def _heartbeat(self) -> None:
+        self._world.heartbeat(self._rng.choice(WORKERS), is_gone=self._flip(0.1))
+
+    def _release(self) -> None:
+        worker, job_id = self._held()
+        self._world.release(worker, job_id, self._rng.choice(["drain", "error"]))
+
+    def _blame(self) -> None:
+        self._world.blame(*self._held())

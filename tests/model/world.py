@@ -1,0 +1,281 @@
+"""A small world of callers, workers and time, played on Redis and on the reference at once.
+
+Every reply is compared, and after every step the invariants are audited. Who chooses the steps
+is somebody else's: Hypothesis, or a random walk.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept
+from contract.connection import connect
+from contract.errors import BatchwayError, JobRefused
+from contract.events import ChoiceDelta, Tokens
+from contract.functions import Functions, library_source
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys
+from contract.reference import Reference
+from tests.model.audit import Audit
+
+LANES = ("interactive", "standard")
+TENANTS = ("t", "u")
+WORKERS = ("w1", "w2", "w3")
+LEASE_S = 10.0
+MAX_CRASHES = 2  # few, so that short walks reach it
+
+T = TypeVar("T")
+
+
+@dataclass
+class World:
+    """One partition, its reference, and what each worker believes that it holds."""
+
+    redis_url: str
+    source: str = field(default_factory=library_source)
+    keys: Keys = field(default_factory=lambda: Keys("world"))
+    reference: Reference = field(default_factory=Reference)
+    beliefs: dict[str, dict[str, tuple[int, int]]] = field(
+        default_factory=lambda: {worker: {} for worker in WORKERS}
+    )  # worker → job id → (epoch, next number)
+    replies: Counter[str] = field(default_factory=Counter)
+    job_ids: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.client = redis.Redis.from_url(self.redis_url)
+        self.client.flushall()
+        self.client.function_load(self.source, replace=True)
+        self.async_client = connect(self.redis_url)
+        self.functions = Functions(self.async_client, self.keys)
+        self.audit = Audit(self.client, self.keys)
+        self._freeze_clock()
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.async_client.aclose())
+        self.loop.close()
+        self.client.close()
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def _freeze_clock(self) -> None:
+        """Steps take no time: the clock of the functions moves only when it is told to."""
+        seconds, _ = self.client.time()
+        self.reference.now_ms = seconds * 1000
+        self._hold_clock()
+
+    def _hold_clock(self) -> None:
+        self.client.set(self.keys.clock_offset, f"={self.reference.now_ms}")
+
+    def pass_time(self, seconds: float) -> None:
+        self.reference.now_ms += int(seconds * 1000)
+
+    # --- callers ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tenant: str,
+        lane: str,
+        cost: int,
+        deadline_s: float,
+        *,
+        attendance_s: float = 0.0,
+        key: str = "",
+        body: str = "",
+        bound: int = 0,
+        repeats: str | None = None,
+    ) -> None:
+        job = Job(
+            id=repeats or f"job-0-{len(self.job_ids):032x}",
+            tenant=tenant,
+            model="m",
+            lane=lane,
+            endpoint=Endpoint.COMPLETIONS,
+            prompt_ids=(1, 2, 3),
+            params=SamplingParams(max_tokens=cost - 3, seed=0),
+            created_s=0,
+        )
+        submission = Submission(
+            cost_tokens=cost,
+            max_output_tokens=cost - 3,
+            deadline_s=deadline_s,
+            retention_s=600,
+            max_attempts=2,
+            lane_bound_tokens=bound,
+            idempotency_key=key,
+            body_hash=body,
+            attendance_s=attendance_s,
+        )
+        reply = self._both("submit", job, submission)
+        if repeats is None and getattr(reply, "is_new", False):
+            self.job_ids.append(job.id)
+
+    def cancel(self, job_id: str, tenant: str) -> None:
+        self._both("cancel", job_id, tenant)
+
+    def reprioritise(
+        self, job_id: str, tenant: str, lane: str = "", deadline_s: float | None = None
+    ) -> None:
+        self._both("reprioritise", job_id, tenant, lane=lane, deadline_s=deadline_s)
+
+    def attend(self, job_ids: list[str]) -> None:
+        self._both("attend", job_ids)
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def claim(
+        self, worker: str, max_jobs: int, max_tokens: int, *, is_idle: bool, loses_reply: bool
+    ) -> None:
+        room: dict[str, Any] = {"max_jobs": max_jobs, "max_tokens": max_tokens, "is_idle": is_idle}
+        claimed = self._both("claim", worker, "m", LANES, lease_s=LEASE_S, **room)
+        if not loses_reply:
+            self._believe(worker, claimed)
+
+    def mine(self, worker: str) -> None:
+        known = sorted(self.beliefs[worker])
+        self._believe(worker, self._both("mine", worker, known, lease_s=LEASE_S, sort=True))
+
+    def append(
+        self, worker: str, job_id: str, num_tokens: int, fin: str, *, shift: int, loses_reply: bool
+    ) -> None:
+        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap."""
+        epoch, number = self.beliefs[worker].get(job_id, (1, 1))
+        record = self.reference.records.get(job_id)
+        start = record.num_tokens if record is not None else 0
+        event = Tokens((ChoiceDelta(0, start, tuple(range(num_tokens)), "x" * num_tokens),))
+        item = Append(
+            job_id,
+            epoch,
+            max(1, number + shift),
+            event if num_tokens else None,
+            num_tokens,
+            fin and JobStatus(fin),  # type: ignore[arg-type]
+            "engine_error" if fin == "failed" else "",
+            "it broke" if fin == "failed" else "",
+        )
+        [(verdict, next_number)] = self._both("append", worker, [item], lease_s=LEASE_S)
+        if verdict == "OK" and shift == 0 and not loses_reply:
+            self.beliefs[worker][job_id] = (epoch, next_number)
+
+    def heartbeat(self, worker: str, *, is_gone: bool = False) -> None:
+        held = [(job_id, epoch) for job_id, (epoch, _) in sorted(self.beliefs[worker].items())]
+        lost = self._both(
+            "heartbeat", worker, "m", held, lease_s=LEASE_S, info="{}", is_gone=is_gone
+        )
+        for job_id in lost:
+            del self.beliefs[worker][job_id]
+
+    def release(self, worker: str, job_id: str, kind: str) -> None:
+        epoch, _ = self.beliefs[worker].get(job_id, (1, 1))
+        release = Release(job_id, epoch, kind, "engine_error", "it broke")  # type: ignore[arg-type]
+        self._both("release", worker, [release])
+
+    def blame(self, worker: str, job_id: str) -> None:
+        epoch, _ = self.beliefs[worker].get(job_id, (1, 1))
+        self._both("blame", worker, [Blame(job_id, epoch, "{}")], max_crashes=MAX_CRASHES)
+
+    def sweep(self) -> None:
+        self._both("sweep", 1000)
+
+    def restart(self) -> None:
+        """As if Redis had been restarted: the next sweep meets another run id."""
+        if self.client.exists(self.keys.run_id):
+            self.client.set(self.keys.run_id, "another")
+            self.reference.restart()
+
+    # --- the comparison -----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Faults have stopped and time passes: everything must end."""
+        self.pass_time(10_000)
+        self.sweep()  # perhaps the one after a restart
+        self.pass_time(10_000)
+        self.sweep()
+        self._hold_clock()
+        self.audit.check_at_rest()
+
+    def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
+        """Calls function and reference; compares replies and records, audits Redis."""
+        self._hold_clock()
+        there = self._call(getattr(self.functions, name), *args, **options)
+        here = _outcome(lambda: getattr(self.reference, name)(*args, **options))
+        if sort:
+            there, here = _by_id(there), _by_id(here)
+        assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
+        self.replies.update(f"{name} {kind}" for kind in _kinds(there))
+        self._compare_records()
+        self.audit.check()
+        return there
+
+    def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T | str:
+        async def run() -> T | str:
+            try:
+                return await call(*args, **options)
+            except JobRefused as refused:
+                return refused.code
+
+        return self.loop.run_until_complete(run())
+
+    def _compare_records(self) -> None:
+        fields = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes")
+        records = self.reference.records
+        with self.client.pipeline(transaction=False) as pipe:
+            for job_id in records:
+                pipe.hmget(self.keys.job(job_id), fields)
+            replies: Any = pipe.execute()
+        for (job_id, record), values in zip(records.items(), replies, strict=True):
+            there = {name: value.decode() for name, value in zip(fields, values, strict=True)}
+            here = {
+                "state": record.state.value,
+                "lane": record.lane,
+                "owner": record.owner,
+                "epoch": str(record.epoch),
+                "attempt": str(record.attempt),
+                "lapses": str(record.lapses),
+                "crashes": str(record.crashes),
+            }
+            assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
+
+    def _believe(self, worker: str, claimed: list[Claimed]) -> None:
+        for item in claimed:
+            self.beliefs[worker][item.job.id] = (item.epoch, item.next_number)
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except JobRefused as refused:
+        return refused.code
+    except BatchwayError as error:
+        return type(error).__name__
+
+
+def _by_id(claimed: Any) -> Any:
+    return sorted(claimed, key=lambda item: item.job.id)
+
+
+def _kinds(reply: Any) -> list[str]:
+    """Short words for a reply, to count what has been heard."""
+    if isinstance(reply, list):
+        return [kind for part in reply for kind in _kinds(part)] or ["nothing"]
+    if isinstance(reply, Claimed):
+        return ["alone" if reply.is_alone else "job"]
+    if isinstance(reply, Submitted):
+        return ["new" if reply.is_new else "known"]
+    if isinstance(reply, Swept):
+        found = {
+            "lapsed": reply.num_lapsed,
+            "expired": reply.num_expired,
+            "unattended": reply.num_unattended,
+        }
+        return [word for word, number in found.items() if number] or ["nothing"]
+    if isinstance(reply, tuple):
+        return [str(reply[0])]
+    if isinstance(reply, int):
+        return ["some" if reply else "none"]
+    return ["lost" if str(reply).startswith("job-") else str(reply)]

@@ -1,0 +1,152 @@
+"""Keeps an engine process running, and takes in what it says.
+
+When the process dies, the jobs of the step it died in are blamed: each runs alone from now on, so
+that one that kills engines is found without failing another. All others are given back.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+from array import array
+
+from tokenizers import Tokenizer
+
+from contract.calls import Blame, Release
+from contract.errors import BrokerUnavailable, ErrorCode
+from workers.engine_client import EngineClient
+from workers.held_job import HeldJob
+from workers.holding import EngineLink, Holding
+from workers.lane import Lane
+from workers.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    FromEngine,
+    JobFailed,
+    LoadFailed,
+    Loading,
+    Ready,
+    Running,
+    StopChoice,
+    StopJob,
+    TokenOut,
+)
+from workers.publisher import Publisher
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_RESTART_S = 1.0
+_MAX_FAILED_STARTS = 3
+
+
+class EngineRefused(Exception):
+    """No engine can be had: the model cannot be served, or its process keeps dying."""
+
+
+class EngineKeeper:
+    """Starts the engine, and starts it again. `tokenizer` is there once it has been ready."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        lane: Lane,
+        engine: EngineLink,
+        holding: Holding,
+        publisher: Publisher,
+    ) -> None:
+        self._settings = settings
+        self._lane = lane
+        self._engine = engine
+        self._holding = holding
+        self._publisher = publisher
+        self.tokenizer: Tokenizer | None = None
+
+    async def run(self) -> None:
+        """Ends by EngineRefused alone."""
+        num_failed_starts = 0
+        while True:
+            client = await EngineClient.start(self._settings.engine_module, self._engine.options)
+            self._engine.client = client
+            async for messages in client.messages():
+                self._take_in(messages)
+            status = await client.stop()
+            num_failed_starts = 0 if self._engine.ready else num_failed_starts + 1
+            running = self._engine.running
+            self._engine.forget()
+            jobs = self._holding.clear()
+            self._publisher.clear()
+            log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
+            if num_failed_starts == _MAX_FAILED_STARTS:
+                raise EngineRefused("the engine process ends before it is ready: see above")
+            with contextlib.suppress(BrokerUnavailable):  # their leases will lapse
+                await self._give_up(jobs, running)
+            await asyncio.sleep(_RESTART_S)
+
+    async def _give_up(self, jobs: list[HeldJob], running: frozenset[str]) -> None:
+        """Blames the jobs of the fatal step, and gives the others back."""
+        blamed = [job for job in jobs if job.job.id in running]
+        innocent = [job for job in jobs if job.job.id not in running]
+        if innocent:
+            await self._lane.release([Release(j.job.id, j.epoch, "drain") for j in innocent])
+        if blamed:
+            log.warning("blamed jobs=%s", ",".join(job.job.id for job in blamed))
+            await self._lane.blame([Blame(j.job.id, j.epoch, _about(j)) for j in blamed])
+
+    def _take_in(self, messages: list[FromEngine]) -> None:
+        stops: list[StopChoice | StopJob] = []
+        for message in messages:
+            match message:
+                case TokenOut() | ChoiceEnded():
+                    stops += self._take_output(message)
+                case JobFailed(job_id, epoch, code, text):
+                    if (job := self._holding.get(job_id, epoch)) is not None:
+                        self._publisher.fail(job, code, text)
+                case EngineLoad():
+                    self._take_load(message)
+                case Running(job_ids):
+                    self._engine.running = frozenset(job_ids)
+                case Ready():
+                    self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
+                    self._engine.ready = message
+                    self._engine.became_ready.set()
+                    self._holding.wake.set()
+                case Loading(text):
+                    log.info("%s", text)
+                case LoadFailed(text):
+                    raise EngineRefused(text)
+        self._engine.send(stops)
+
+    def _take_load(self, load: EngineLoad) -> None:
+        if self._engine.load.num_waiting > 0 and load.num_waiting == 0:
+            self._holding.wake.set()
+        self._engine.load = load
+
+    def _take_output(self, out: TokenOut | ChoiceEnded) -> list[StopChoice | StopJob]:
+        """Notes one choice's output; returns what the engine must hear of it."""
+        job = self._holding.get(out.job_id, out.epoch)
+        if job is None:
+            return []
+        try:
+            is_stopped = job.take(out)
+        except Exception as exc:  # an error of this job's text is this job's alone
+            log.error("job failed job_id=%s error=%s", out.job_id, type(exc).__name__)
+            self._publisher.fail(job, ErrorCode.ENGINE_ERROR, "its output could not be decoded")
+            return [StopJob(out.job_id, out.epoch)]
+        self._publisher.note(job)
+        return [StopChoice(out.job_id, out.epoch, out.choice)] if is_stopped else []
+
+
+def _about(job: HeldJob) -> str:
+    """What may be kept of a job that killed an engine: sizes and a hash, never its text."""
+    prompt_ids = job.job.prompt_ids
+    return json.dumps(
+        {
+            "prompt_sha256": hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest(),
+            "prompt_tokens": len(prompt_ids),
+            "output_tokens": job.num_output_tokens,
+            "max_tokens": job.job.params.max_tokens,
+            "n": job.job.params.n,
+        }
+    )

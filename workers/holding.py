@@ -1,0 +1,99 @@
+"""The jobs that this worker holds, and its line to the engine that runs them.
+
+Shared by the duties of the supervisor; knows nothing of Redis.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.engine_client import EngineClient
+from workers.held_job import HeldJob
+from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
+
+# Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
+# claims up to twice what its KV cache could hold if every job ran to its cap.
+_OVERCOMMIT = 2
+_MAX_CLAIM = 64  # jobs in one call
+_IDLE = EngineLoad(0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a worker could start now."""
+
+    max_jobs: int
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class EngineLink:
+    """The engine as it is now. `running` are the ids of the jobs in its present step;
+    `became_ready` is set by each engine that has loaded its model."""
+
+    options: EngineOptions  # with what batching.yaml says
+    client: EngineClient | None = None
+    ready: Ready | None = None
+    load: EngineLoad = _IDLE
+    running: frozenset[str] = frozenset()
+    became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        """Sends one frame; nothing where there is no engine."""
+        if self.client is not None:
+            self.client.send(messages)
+
+    def forget(self) -> None:
+        """The engine is gone."""
+        self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
+
+
+@dataclass(slots=True)
+class Holding:
+    """Jobs by id. `wake` is set when there may be room; `job_left` when a job has left."""
+
+    engine: EngineLink
+    jobs: dict[str, HeldJob] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    job_left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def get(self, job_id: str, epoch: int) -> HeldJob | None:
+        """The job, where it is held under this epoch."""
+        job = self.jobs.get(job_id)
+        return job if job is not None and job.epoch == epoch else None
+
+    def drop(self, job: HeldJob) -> None:
+        """Forgets a job that has ended, or that is no longer ours."""
+        if self.get(job.job.id, job.epoch) is None:
+            return
+        del self.jobs[job.job.id]
+        if not job.is_complete:
+            self.engine.send([StopJob(job.job.id, job.epoch)])
+        self.wake.set()
+        self.job_left.set()
+
+    def clear(self) -> list[HeldJob]:
+        """Forgets all jobs, without a word to the engine; returns them."""
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        self.job_left.set()
+        return jobs
+
+    def room(self) -> Room | None:
+        """What this worker could start now; None where it should wait."""
+        ready = self.engine.ready
+        if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
+            return None
+        if any(job.is_alone for job in self.jobs.values()):
+            return None
+        max_jobs = self.engine.options.max_num_seqs - sum(
+            job.job.params.n for job in self.jobs.values()
+        )
+        if not self.jobs:
+            # What can never fit is claimed and refused by the engine, not left waiting.
+            return Room(min(max_jobs, _MAX_CLAIM), 2**53)
+        held_tokens = sum(job.cost_tokens for job in self.jobs.values())
+        max_tokens = _OVERCOMMIT * ready.num_blocks * ready.block_size - held_tokens
+        if max_jobs <= 0 or max_tokens <= 0:
+            return None
+        return Room(min(max_jobs, _MAX_CLAIM), max_tokens)

@@ -1,0 +1,123 @@
+"""Keeps a worker's leases: beats, fences itself when unheard, sweeps, hears of ended jobs."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Coroutine
+
+from contract.errors import BrokerUnavailable
+from workers.holding import EngineLink, Holding
+from workers.lane import Lane, make_card
+from workers.messages import Ready
+from workers.publisher import Publisher
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+
+
+class LeaseKeeper:
+    """The duties that keep this worker's jobs its own, one task each."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        lane: Lane,
+        engine: EngineLink,
+        holding: Holding,
+        publisher: Publisher,
+    ) -> None:
+        self._settings = settings
+        self._lane = lane
+        self._engine = engine
+        self._holding = holding
+        self._publisher = publisher
+        self._is_published = False
+        self._ended_outside: asyncio.Queue[str] = asyncio.Queue()
+
+    def duties(self) -> list[Coroutine[None, None, None]]:
+        """What must run side by side for as long as the worker lives."""
+        return [
+            self._beat(),
+            self._watch_fence(),
+            self._sweep(),
+            self._lane.listen(self._holding.wake, self._ended_outside),
+            self._hear_of_ended(),
+        ]
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    await self._engine.became_ready.wait()
+                    self._engine.became_ready.clear()
+                    self._is_published = False
+            if self._engine.ready is not None:
+                try:
+                    await self._beat_once(self._engine.ready)
+                except BrokerUnavailable as exc:
+                    log.warning("heartbeat failed: %s", exc)
+                    self._is_published = False  # Redis may come back empty
+
+    async def _beat_once(self, ready: Ready) -> None:
+        was_published, self._is_published = self._is_published, True
+        name = self._settings.served_model_name
+        if not was_published:
+            await self._lane.ensure_library()
+            await self._lane.publish_model(make_card(name, ready), ready.tokenizer)
+        held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
+        epochs = dict(held)
+        for job_id in await self._lane.heartbeat(held, self._info()):
+            job = self._holding.get(job_id, epochs[job_id])
+            if job is not None:
+                self._holding.drop(job)
+        if not was_published:
+            kv_tokens = ready.num_blocks * ready.block_size
+            log.info(
+                "ready model=%s incarnation=%s kv_tokens=%d",
+                name,
+                self._lane.incarnation,
+                kv_tokens,
+            )
+
+    async def _watch_fence(self) -> None:
+        """Drops every job when Redis has been silent for most of a lease: others may hold them."""
+        while True:
+            silent_s = time.monotonic() - self._lane.last_contact_s
+            if self._holding.jobs and silent_s > self._settings.self_fence_s:
+                jobs = list(self._holding.jobs.values())
+                log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
+                self._publisher.clear()
+                for job in jobs:
+                    self._holding.drop(job)
+            await asyncio.sleep(self._settings.lease_s / 20)
+
+    async def _sweep(self) -> None:
+        while True:
+            with contextlib.suppress(BrokerUnavailable):
+                await self._lane.sweep()
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _hear_of_ended(self) -> None:
+        """Stops jobs that were cancelled or expired, before their next append is refused."""
+        while True:
+            job = self._holding.jobs.get(await self._ended_outside.get())
+            if job is not None:
+                self._holding.drop(job)
+
+    def _info(self) -> str:
+        load, ready = self._engine.load, self._engine.ready
+        return json.dumps(
+            {
+                "jobs_held": len(self._holding.jobs),
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+                "num_free_blocks": load.num_free_blocks,
+                "num_blocks": ready.num_blocks if ready else 0,
+                "batching": self._engine.options.batching_version,
+                "step_s": round(load.step_s, 6),
+            }
+        )
