@@ -23,6 +23,7 @@ from tests.tiny_models import (
 )
 from tests.workers.model.conftest import paged, sequential
 from workers.messages import EngineOptions
+from workers.model import loader
 from workers.model.attention.interface import Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import LoadedModel, ModelRefused, load_model
@@ -70,6 +71,27 @@ def test_a_model_says_what_gateways_must_know(saved_llama: Path) -> None:
     assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
     assert loaded.tokenizer.special_tokens["eos_token"] == "</s>"
     assert any("float32 on cpu" in line for line in said)
+
+
+def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration, end tokens, tokenizer and weights; a folder has one revision, whatever."""
+    asked: list[Any] = []
+
+    def spy(name: str) -> None:
+        original = getattr(loader, name)
+
+        def call(*arguments: Any) -> Any:
+            asked.append(arguments[-1])
+            return original(*arguments)
+
+        monkeypatch.setattr(loader, name, call)
+
+    for name in ("read_config", "eos_token_ids", "read_tokenizer", "load_decoder"):
+        spy(name)
+
+    load(saved_llama, revision="0123abc")
+
+    assert asked == ["0123abc"] * 4
 
 
 def test_end_tokens_come_from_both_configurations(llama: Path) -> None:
