@@ -205,11 +205,11 @@ async def test_a_job_that_cannot_run_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """Too long for the model, or a row that cannot be computed: one error, one job."""
-    model = HashModelOptions(bad_row_id=ord("~"))
+    model = HashModelOptions(bad_row_id=1)  # a byte that it never says
     async with fleet(redis_server.url, 1, model):
         good = await caller.submit("fine", max_tokens=30)
         too_long = await caller.submit("x" * 600)
-        bad_row = await caller.submit("~")
+        bad_row = await caller.submit("\1")
         assert (await caller.answer(too_long)).ends[0].code == "prompt_too_long"
         assert (await caller.answer(bad_row)).ends[0].code == "engine_error"
         assert_exact(good, await caller.answer(good))
@@ -238,6 +238,23 @@ async def test_a_refused_model_ends_the_worker_with_one_sentence(
     """Exit status 3, no endless restarts."""
     async with fleet(redis_server.url, 1, HashModelOptions(refuses="no such model")) as [worker]:
         assert await asyncio.to_thread(worker.wait, 20) == 3
+
+
+@pytest.mark.timeout(180)
+async def test_a_job_that_kills_engines_fails_alone(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """One poison among many: it is found, tried alone, put on record; every other job is exact."""
+    model = HashModelOptions(crash_id=0, step_s=0.005)  # a byte that it never says
+    async with fleet(redis_server.url, 1, model):
+        before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(6)]
+        poison = await caller.submit("\0", max_tokens=20)
+        after = [await caller.submit(f"after {i}", max_tokens=20) for i in range(6)]
+        [end] = (await caller.answer(poison, timeout_s=120)).ends
+        assert (end.status, end.code) == (JobStatus.FAILED, "poison")
+        for job in (*before, *after):
+            assert_exact(job, await caller.answer(job))
+        assert await caller.client.zrange(caller.keys.quarantine, 0, -1) == [poison.id.encode()]
 
 
 def children_of(pid: int) -> list[int]:
