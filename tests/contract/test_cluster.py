@@ -1,0 +1,81 @@
+"""The functions on a server in cluster mode: they touch one slot alone."""
+
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from contract.calls import Append, Release, Submission
+from contract.events import ChoiceDelta, Tokens
+from contract.functions import Functions, ensure_library
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import find_server
+from tests.contract.test_functions import make_job
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
+    """A cluster of one server, which owns every slot."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "port": port,
+        "bind": "127.0.0.1",
+        "cluster-enabled": "yes",
+        "cluster-port": port + 1 if port < 65_535 else port - 1,
+        "dir": tmp_path,
+        "save": "",
+    }
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    server = subprocess.Popen([find_server(), *arguments], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+    client = redis.asyncio.Redis(host="127.0.0.1", port=port, protocol=2)
+    try:
+        while True:
+            try:
+                await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                break
+            except redis.ConnectionError:
+                assert server.poll() is None
+        while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):
+            assert server.poll() is None
+        yield client
+    finally:
+        await client.aclose()
+        server.terminate()
+        server.wait()
+
+
+async def test_every_function_stays_in_its_slot(cluster_client: redis.asyncio.Redis) -> None:
+    """A key of another slot would be refused by a server in cluster mode."""
+    await ensure_library(cluster_client)
+    functions = Functions(cluster_client, Keys("test"))
+    submission = Submission(
+        cost_tokens=13, max_output_tokens=10, deadline_s=60, retention_s=60, attendance_s=30
+    )
+    lanes = ("standard", "interactive")
+    first, second = make_job(), make_job()
+    for job in (first, second):
+        assert (await functions.submit(job, submission)).is_new
+    assert await functions.heartbeat("w", "m", [], lease_s=10.0, info="{}") == []
+    claimed = await functions.claim("w", "m", lanes, lease_s=10.0, max_jobs=9, max_tokens=999)
+    assert len(claimed) == 2
+    assert len(await functions.mine("w", [first.id], lease_s=10.0)) == 1
+    event = Tokens((ChoiceDelta(0, 0, (7,), "x"),))
+    items = [Append(first.id, 1, 1, event, 1, JobStatus.SUCCEEDED)]
+    assert await functions.append("w", items, lease_s=10.0) == [("OK", 3)]
+    assert await functions.attend([second.id]) == 1
+    assert await functions.reprioritise(second.id, "t", lane="interactive") == "OK"
+    assert await functions.release("w", [Release(second.id, 1, "drain")]) == [("OK", 0)]
+    assert await functions.sweep() is not None
+    assert await functions.cancel(second.id, "t") is JobStatus.CANCELLED
+    found = await functions.read(first.id, "t", max_events=9)
+    assert found is not None
+    assert [entry.number for entry in found[1]] == [1, 2]
