@@ -4,6 +4,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -36,7 +37,7 @@ async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
     }
     arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     server = subprocess.Popen([find_server(), *arguments], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
-    client = redis.asyncio.Redis(host="127.0.0.1", port=port, protocol=2)
+    client: Any = redis.asyncio.Redis(host="127.0.0.1", port=port, protocol=2)
     try:
         while True:
             try:
