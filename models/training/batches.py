@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models.training.documents import Document, draw_document
+from models.training.documents import Document, Holes, draw_document
 from models.training.tokenizer import PAD_ID
 
 _BUCKETS = (24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 2048)
@@ -25,13 +25,13 @@ class Batch:
 
 
 def batches(
-    seed: int, num_tokens: int, *, long_share: float = 0.0, max_document_tokens: int = 2048
+    seed: int, num_tokens: int, holes: Holes, *, max_document_tokens: int = 2048
 ) -> Iterator[Batch]:
     """Endless batches of at most `num_tokens` tokens, or of one document that is longer."""
     rng = random.Random(seed)
     waiting: dict[int, list[Document]] = {length: [] for length in _BUCKETS}
     while True:
-        document = draw_document(rng, long_share=long_share)
+        document = draw_document(rng, holes)
         if len(document.token_ids) > max_document_tokens:
             continue
         bucket = next(size for size in _BUCKETS if len(document.token_ids) <= size)

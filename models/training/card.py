@@ -1,6 +1,6 @@
 """The model card, README.md beside the weights, with the figures of the measurement in it."""
 
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from models.training.evaluate import Score, accuracy, gap_quantile
@@ -52,12 +52,12 @@ its exercises.
 ## How it was made
 
 `scripts/train-demo-model` draws the exercises, trains, rounds to bfloat16, measures and writes
-this folder. It needs no data and no network. The recipe:
+this folder. It needs no data and no network. The recipe, in two rounds:
 
 {recipe}
 
-The same seed gives the same data. The same weights need the same machine and version of torch as
-well.
+The same seed gives the same data. The same weights need the same machine, number of threads and
+version of torch as well; those here were trained with one thread.
 
 The tokenizer has a token for each byte and six special ones: every text can be encoded, and
 decodes to itself. The licence is that of this repository.
@@ -65,7 +65,7 @@ decodes to itself. The licence is that of this repository.
 
 
 def write_card(
-    folder: Path, recipe: Recipe, scores: dict[str, list[Score]], num_parameters: int
+    folder: Path, recipes: tuple[Recipe, ...], scores: dict[str, list[Score]], num_parameters: int
 ) -> None:
     """Writes README.md."""
     everything = [score for family in scores.values() for score in family]
@@ -76,9 +76,18 @@ def write_card(
         clear=sum(score.min_gap > 0.05 for score in everything) / len(everything),
         median_gap=gap_quantile(everything, 0.5),
         num_talk=len(scores["talk"]),
-        recipe="\n".join(f"- {name}: {value}" for name, value in asdict(recipe).items()),
+        recipe=_recipe_table(recipes),
     )
     (folder / "README.md").write_text(card)
+
+
+def _recipe_table(recipes: tuple[Recipe, ...]) -> str:
+    """A row for each figure of the recipes, a column for each round."""
+    names = [spec.name for spec in fields(Recipe)]
+    rounds = [f"round {number}" for number in range(1, len(recipes) + 1)]
+    rows = [["", *rounds], ["---"] * (len(rounds) + 1)]
+    rows += [[name, *(str(getattr(recipe, name)) for recipe in recipes)] for name in names]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def table(scores: dict[str, list[Score]]) -> str:

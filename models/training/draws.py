@@ -42,13 +42,13 @@ def _first(rng: random.Random, num_steps: int) -> int:
 
 
 def _count_up(rng: random.Random) -> Exercise:
-    num_steps = rng.randint(0, rng.choice((12, 25, 50, 99)))
+    num_steps = rng.randint(0, rng.choice((3, 6, 12, 25, 50, 99)))
     first = _first(rng, num_steps)
     return tasks.count(first, first + num_steps, _phrasing(rng, 3))
 
 
 def _count_down(rng: random.Random) -> Exercise:
-    num_steps = rng.randint(1, rng.choice((12, 25, 50, 99)))
+    num_steps = rng.randint(1, rng.choice((3, 6, 12, 25, 50, 99)))
     last = _first(rng, num_steps)
     return tasks.count(last + num_steps, last, _phrasing(rng, 3))
 

@@ -1,6 +1,5 @@
 """Trains the demo model on two cores, from exercises it draws as it goes."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.training.attention import TRAINING_ATTENTION, register_training_attention
 from models.training.batches import Batch, batches
+from models.training.documents import Holes
 from models.training.tokenizer import BOS_ID, END_ID, MAX_CONTEXT, PAD_ID, VOCAB_SIZE
 
 _END_WEIGHT = 5.0
+_FIRST_HOLES = Holes(whole_share=0.02)
+_ROPE_THETA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +23,33 @@ class Recipe:
     """Everything that decides what comes out.
 
     The first `short_phase` of the training reads short documents only, and later every second
-    batch does: copying and sums are learned there, much sooner than among long counts. Where
-    `max_minutes` runs out before `num_steps`, the schedule keeps to the clock, and the result
-    depends on the machine.
+    batch does: copying and sums are learned there, much sooner than among long counts.
     """
 
     seed: int = 0
-    num_steps: int = 14_000
-    max_minutes: float = math.inf
-    num_tokens_per_step: int = 2048
+    num_steps: int = 4_500
+    num_tokens_per_step: int = 4096
     learning_rate: float = 4e-3
     weight_decay: float = 0.05
     num_warmup_steps: int = 50
     short_phase: float = 0.25
-    long_share: float = 0.02
+    holes: Holes = _FIRST_HOLES
+
+
+def rounds(seed: int) -> tuple[Recipe, ...]:
+    """The whole training: everything, and then where long counts go wrong. The weights are
+    rounded to what bfloat16 holds after each round.
+
+    After the first round one mistake is left: a long count ends at the number that differs from
+    its last one in the hundreds alone. Documents with holes hardly ever show that place.
+    """
+    return Recipe(seed=seed), Recipe(
+        seed=seed + 2,
+        num_steps=1_200,
+        learning_rate=1e-3,
+        short_phase=0.0,
+        holes=Holes(whole_share=0.1, near_miss_share=0.4),
+    )
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
@@ -50,6 +65,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=MAX_CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
             tie_word_embeddings=True,
             bos_token_id=BOS_ID,
             eos_token_id=END_ID,
@@ -74,8 +90,9 @@ def train(
     register_training_attention()
     model.set_attn_implementation(TRAINING_ATTENTION)
     optimizers = _optimizers(model, recipe)
-    short = batches(recipe.seed, recipe.num_tokens_per_step, max_document_tokens=64)
-    mixed = batches(recipe.seed + 1, recipe.num_tokens_per_step, long_share=recipe.long_share)
+    num_tokens = recipe.num_tokens_per_step
+    short = batches(recipe.seed, num_tokens, Holes(0.0), max_document_tokens=64)
+    mixed = batches(recipe.seed + 1, num_tokens, recipe.holes)
     progress = _Progress(recipe)
     model.train()
     for step in range(1, recipe.num_steps + 1):
@@ -157,9 +174,8 @@ class _Progress:
         self._num_tokens = 0
 
     def share_done(self, step: int) -> float:
-        """0 to 1, by steps or by the clock, whichever is further."""
-        elapsed_min = (time.monotonic() - self._started_s) / 60
-        return max((step - 1) / self._recipe.num_steps, elapsed_min / self._recipe.max_minutes)
+        """0 to 1."""
+        return (step - 1) / self._recipe.num_steps
 
     def add(self, step: int, loss: float, num_tokens: int) -> None:
         """Takes in one step."""
