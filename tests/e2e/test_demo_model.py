@@ -95,7 +95,7 @@ def test_raw_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
         extra_body={"return_token_ids": True},
     )
     token_ids = by_text.choices[0].model_extra["token_ids"]  # type: ignore[index]
-    prompt_ids = by_text.choices[0].model_extra["prompt_token_ids"]  # type: ignore[index]
+    prompt_ids = by_text.model_extra["prompt_token_ids"]  # type: ignore[index]
     by_ids = client.completions.create(model=MODEL, prompt=prompt_ids, max_tokens=12, temperature=0)
     assert by_ids.choices[0].text == by_text.choices[0].text
     assert len(token_ids) == 12
