@@ -109,12 +109,14 @@ class Functions:
         max_jobs: int,
         max_tokens: int,
         is_idle: bool = False,
+        config_version: str = "",
     ) -> list[Claimed]:
         """Takes waiting jobs, at most so many and of at most so many tokens in all.
 
-        An idle worker may be handed one job under suspicion, which must run alone.
+        An idle worker may be handed one job under suspicion, which must run alone. The version
+        of the worker's configuration is kept with the job.
         """
-        room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle))
+        room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
         return _claimed(await self._call("claim", incarnation, model, *room, *lanes))
 
     async def mine(

@@ -145,6 +145,7 @@ class Reference:
         max_jobs: int,
         max_tokens: int,
         is_idle: bool = False,
+        config_version: str = "",
     ) -> list[Claimed]:
         lease_ms = int(lease_s * 1000)
         if self._has_turn(model, incarnation, lease_ms):

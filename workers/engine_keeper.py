@@ -100,6 +100,8 @@ class EngineKeeper:
             match message:
                 case TokenOut() | ChoiceEnded():
                     stops += self._take_output(message)
+                case JobFailed(_, _, ErrorCode.DEADLINE, _):
+                    pass  # the clock of Redis decides when it expires, and sweep tells us
                 case JobFailed(job_id, epoch, code, text):
                     if (job := self._holding.get(job_id, epoch)) is not None:
                         self._publisher.fail(job, code, text)

@@ -20,6 +20,7 @@ from enum import IntEnum
 
 import msgspec
 
+from workers import logs
 from workers.channel import Channel, PeerGone
 from workers.engine.engine import Engine
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
@@ -123,7 +124,8 @@ class EngineLoop:
         limits = limits_of(options, self._engine.limits.vocab_size)
         self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
         self._max_output_tokens = options.max_output_tokens
-        log.info("reconfigured batching=%s", options.batching_version)
+        logs.stamp(options.batching_version)
+        log.info("reconfigured")
 
     def _start(self, message: StartJob) -> list[FromEngine]:
         fields = msgspec.structs.asdict(message)
@@ -196,6 +198,7 @@ def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     options = msgspec.json.decode(arguments.options, type=EngineOptions)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.stamp(options.batching_version)
     # A Ctrl-C in a terminal reaches the whole group; the supervisor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as sock:

@@ -47,7 +47,9 @@ class Lane:
         """Tells gateways all they need to take jobs for this model."""
         await Catalogue(self._client, self._keys).publish(card, tokenizer)
 
-    async def claim(self, *, max_jobs: int, max_tokens: int, is_idle: bool) -> list[Claimed]:
+    async def claim(
+        self, *, max_jobs: int, max_tokens: int, is_idle: bool, config_version: str
+    ) -> list[Claimed]:
         return await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,
@@ -56,6 +58,7 @@ class Lane:
             max_jobs=max_jobs,
             max_tokens=max_tokens,
             is_idle=is_idle,
+            config_version=config_version,
         )
 
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
@@ -125,9 +128,9 @@ class Lane:
                 swept.num_unattended,
             )
 
-    async def listen(self, wake: asyncio.Event, ended: "asyncio.Queue[str]") -> None:
-        """Follows the hints for ever: sets `wake` when a job waits, queues the ids of jobs ended
-        from outside. Hints may be lost; whoever acts on them also polls."""
+    async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
+        """Follows the hints for ever: sets `wake` when a job waits, queues what is said to this
+        worker. Hints may be lost; whoever acts on them also polls."""
         channels = [
             self._keys.wake_channel(self._settings.served_model_name),
             self._keys.control_channel(self.incarnation),
@@ -136,7 +139,7 @@ class Lane:
         async with contextlib.aclosing(client):
             while True:
                 try:
-                    await self._follow(client, channels, wake, ended)
+                    await self._follow(client, channels, wake, control)
                 except BrokerUnavailable:
                     await asyncio.sleep(_POLL_S)
 
@@ -145,7 +148,7 @@ class Lane:
         client: redis.asyncio.Redis,
         channels: list[str],
         wake: asyncio.Event,
-        ended: "asyncio.Queue[str]",
+        control: "asyncio.Queue[str]",
     ) -> None:
         with broker_errors():
             async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
@@ -155,7 +158,7 @@ class Lane:
                     if message["channel"].decode() == channels[0]:
                         wake.set()
                     else:
-                        ended.put_nowait(message["data"].decode())
+                        control.put_nowait(message["data"].decode())
 
 
 def make_card(name: str, ready: Ready) -> ModelCard:

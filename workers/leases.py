@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from contract.errors import BrokerUnavailable
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
-from workers.messages import Ready
+from workers.messages import Ready, Reprioritise
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 
@@ -36,7 +36,7 @@ class LeaseKeeper:
         self._holding = holding
         self._publisher = publisher
         self._is_published = False
-        self._ended_outside: asyncio.Queue[str] = asyncio.Queue()
+        self._control: asyncio.Queue[str] = asyncio.Queue()
 
     def duties(self) -> list[Coroutine[None, None, None]]:
         """What must run side by side for as long as the worker lives."""
@@ -44,8 +44,8 @@ class LeaseKeeper:
             self._beat(),
             self._watch_fence(),
             self._sweep(),
-            self._lane.listen(self._holding.wake, self._ended_outside),
-            self._hear_of_ended(),
+            self._lane.listen(self._holding.wake, self._control),
+            self._hear(),
         ]
 
     async def _beat(self) -> None:
@@ -101,12 +101,16 @@ class LeaseKeeper:
                 await self._lane.sweep()
             await asyncio.sleep(_SWEEP_S)
 
-    async def _hear_of_ended(self) -> None:
-        """Stops jobs that were cancelled or expired, before their next append is refused."""
+    async def _hear(self) -> None:
+        """Acts on what was done to our jobs from outside, before their next append says so."""
         while True:
-            job = self._holding.jobs.get(await self._ended_outside.get())
-            if job is not None:
-                self._holding.drop(job)
+            match (await self._control.get()).split():
+                case ["ended", job_id] if job_id in self._holding.jobs:
+                    self._holding.drop(self._holding.jobs[job_id])
+                case ["moved", job_id, lane, deadline_ms] if job_id in self._holding.jobs:
+                    epoch = self._holding.jobs[job_id].epoch
+                    deadline_s = int(deadline_ms) / 1000
+                    self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
 
     def _info(self) -> str:
         load, ready = self._engine.load, self._engine.ready

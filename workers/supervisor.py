@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from contract import tasks
 from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable
+from workers import logs
 from workers.configuration import ConfigurationError
 from workers.engine_keeper import EngineKeeper, EngineRefused
 from workers.held_job import HeldJob
@@ -54,6 +55,7 @@ class Supervisor:
         self._settings = settings
         self._lane = Lane(settings, new_incarnation())
         self._engine = EngineLink(settings.engine_options())
+        logs.stamp(self._engine.options.batching_version)
         self._holding = Holding(self._engine)
         self._publisher = Publisher(self._lane, self._holding.drop)
         parts = (settings, self._lane, self._engine, self._holding, self._publisher)
@@ -77,8 +79,9 @@ class Supervisor:
         except ConfigurationError as exc:
             log.error("not reloaded: %s", exc)
             return
-        log.info("reloaded batching=%s", options.batching_version or "none")
         self._engine.options = options
+        logs.stamp(options.batching_version)
+        log.info("reloaded")
         self._engine.send([Reconfigure(options)])
 
     async def run(self) -> int:
@@ -126,6 +129,7 @@ class Supervisor:
                 max_jobs=room.max_jobs,
                 max_tokens=room.max_tokens,
                 is_idle=not self._holding.jobs,
+                config_version=self._engine.options.batching_version,
             )
             await self._start_all(claimed)
             if not claimed:

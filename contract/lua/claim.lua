@@ -5,7 +5,7 @@
 -- nothing else while it empties itself, and then that job alone.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
---       6 '1' where the worker holds nothing  7… lanes
+--       6 '1' where the worker holds nothing  7 version of its configuration  8… lanes
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, job (msgpack)}
 
@@ -24,7 +24,7 @@ local function peek(key)
 end
 
 -- Takes the peeked entry; nil where its job has expired meanwhile.
-local function take(tag, key, waiting, incarnation, lease_ms, now)
+local function take(tag, key, waiting, incarnation, lease_ms, now, config)
   redis.call('XREADGROUP', 'GROUP', GROUP, CONSUMER, 'COUNT', 1, 'STREAMS', key, '>')
   local job = load_job(tag, waiting.id)
   if not job or job.state ~= 'queued' or job.entry ~= waiting.entry then
@@ -40,7 +40,7 @@ local function take(tag, key, waiting, incarnation, lease_ms, now)
   count(tag, job, 'running', 1)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
-    'attempt', job.attempt)
+    'attempt', job.attempt, 'config', config)
   redis.call('HSETNX', job.key, 'claimed', now)
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
   redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
@@ -63,11 +63,11 @@ local function has_turn(tag, model, incarnation, lease_ms, now)
 end
 
 -- The suspect that a worker with the turn and nothing else to do runs next; none where all expired.
-local function claim_suspect(tag, model, incarnation, lease_ms, now)
+local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   local queue = tag .. ':q:' .. model .. ':suspect'
   local waiting = peek(queue)
   while waiting do
-    local job = take(tag, queue, waiting, incarnation, lease_ms, now)
+    local job = take(tag, queue, waiting, incarnation, lease_ms, now, config)
     if job then
       redis.call('SADD', tag .. ':alone:' .. model, waiting.id)
       redis.call('DEL', tag .. ':turn:' .. model)
@@ -84,7 +84,8 @@ local function claim(keys, argv)
   local now = now_ms(tag)
   local claimed, tokens = {}, 0
   if has_turn(tag, model, incarnation, lease_ms, now) then
-    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now) or {}
+    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
+      or {}
   end
 
   -- True while the worker has room left.
@@ -93,7 +94,7 @@ local function claim(keys, argv)
       local waiting = peek(key)
       if not waiting then return true end
       if tokens + waiting.cost > max_tokens then return false end
-      local job = take(tag, key, waiting, incarnation, lease_ms, now)
+      local job = take(tag, key, waiting, incarnation, lease_ms, now, argv[7])
       if job then
         tokens = tokens + waiting.cost
         table.insert(claimed, job)
@@ -106,7 +107,7 @@ local function claim(keys, argv)
     return false
   end
 
-  for i = 7, #argv do
+  for i = 8, #argv do
     local lane = argv[i]
     if not drain(tag .. ':back:' .. model .. ':' .. lane) then return claimed end
     local active = tag .. ':active:' .. model .. ':' .. lane

@@ -12,6 +12,11 @@ local function reprioritise(keys, argv)
     redis.call('HSET', job.key, 'deadline', job.deadline)
     redis.call('ZADD', tag .. ':deadlines', job.deadline, job.id)
   end
+  if job.owner ~= '' then
+    local lane = argv[3] ~= '' and argv[3] or job.lane
+    redis.call('PUBLISH', tag .. ':ctl:' .. job.owner,
+      'moved ' .. job.id .. ' ' .. lane .. ' ' .. job.deadline - now)
+  end
   if argv[3] == '' or argv[3] == job.lane then return {'OK'} end
   if job.state == 'queued' then
     local suspect = string.find(job.stream, ':suspect$')
@@ -29,7 +34,6 @@ local function reprioritise(keys, argv)
     job.lane = argv[3]
     count(tag, job, 'running', 1)
     redis.call('HSET', job.key, 'lane', job.lane)
-    redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, job.id)
   end
   return {'OK'}
 end

@@ -265,6 +265,28 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
     assert [c.job.id for c in await claim(functions, max_jobs=1)] == [jobs[2].id]
 
 
+async def test_a_move_reaches_the_job_s_worker_and_its_record(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The worker hears of lane and deadline, and its fencing token stays good."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    await claim(functions)
+    async with redis_client.pubsub(ignore_subscribe_messages=True) as heard:
+        await heard.subscribe(keys.control_channel("w1"))
+        moved = await functions.reprioritise(job.id, "t", lane="interactive", deadline_s=5)
+        message = None
+        while message is None:
+            message = await heard.get_message(timeout=5)
+    assert moved is Verdict.OK
+    word, job_id, lane, deadline_ms = message["data"].decode().split()
+    assert (word, job_id, lane, int(deadline_ms)) == ("moved", job.id, "interactive", 5000)
+    assert await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7), 1)) == [(Verdict.OK, 2)]
+    found = await functions.read(job.id, "t")
+    assert found is not None
+    assert found[0].lane == "interactive"
+
+
 async def test_a_full_lane_refuses(functions: Functions) -> None:
     """The bound counts the tokens that wait."""
     await functions.submit(make_job(), make_submission(lane_bound_tokens=20))
