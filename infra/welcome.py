@@ -11,11 +11,11 @@ def welcome(host: str, port: int, model: str, *, has_key: bool) -> str:
     """The text; names the variable of an API key, never the key."""
     url = f"http://{in_url(reachable_host(host))}:{port}"
     messages = [{"role": "user", "content": _QUESTION}]
-    body = json.dumps({"model": model, "messages": messages})
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages})
     header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
     key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
     imports = "import openai, os" if has_key else "import openai"
-    call = f'print(client.chat.completions.create(model="{model}", messages={json.dumps(messages)})'
+    call = f'print(client.chat.completions.create(model="{model}", messages={json.dumps(messages)}, temperature=0)'
     return f"""
 batchway is ready: {url} serves the model {model!r}
 

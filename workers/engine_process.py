@@ -197,7 +197,11 @@ def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")
     arguments = parser.parse_args(argv)
     options = msgspec.json.decode(arguments.options, type=EngineOptions)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     logs.stamp(options.batching_version)
     # A Ctrl-C in a terminal reaches the whole group; the supervisor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
