@@ -15,7 +15,7 @@ def welcome(host: str, port: int, model: str, *, has_key: bool) -> str:
     header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
     key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
     imports = "import openai, os" if has_key else "import openai"
-    call = f'print(client.chat.completions.create(model="{model}", messages={json.dumps(messages)}, temperature=0)'
+    asked = f'model="{model}", temperature=0, messages={json.dumps(messages)}'
     return f"""
 batchway is ready: {url} serves the model {model!r}
 
@@ -24,7 +24,7 @@ batchway is ready: {url} serves the model {model!r}
 or in Python:
 
   {imports}; client = openai.OpenAI(base_url="{url}/v1", api_key={key})
-  {call}.choices[0].message.content)
+  print(client.chat.completions.create({asked}).choices[0].message.content)
 
 Ctrl-C ends it.
 """
