@@ -9,7 +9,7 @@ from contract.jobs import FinishReason, JobStatus
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log probability of one output token, and of the most likely ones where asked."""
+    """Log probability of one token, and of the most likely ones where asked."""
 
     token_id: int
     logprob: float
@@ -30,6 +30,15 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
+    """Log probabilities of the prompt's tokens from position `start` on: the first event at 1, each
+    where the one before ended. All come before the first Tokens, in jobs whose parameters ask.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     """New output of one or more choices."""
 
@@ -46,7 +55,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     output_tokens: int
 
 
-LogEvent = Tokens | End
+LogEvent = Prompt | Tokens | End
 
 
 class LogEntry(msgspec.Struct, frozen=True):

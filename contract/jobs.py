@@ -80,6 +80,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params: SamplingParams
     created_s: int  # Unix time at the gateway, for the `created` field of answers only
     return_token_ids: bool = False
+    echo: bool = False  # the answer's text begins with the prompt's
+    shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
+    prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,9 @@ async def prepare(
         params=params,
         created_s=int(time.time()),
         return_token_ids=bool(body.return_token_ids),
+        echo=_echoes(body),
+        shows_output=body.max_tokens != 0,
+        prompt_logprobs=body.prompt_logprobs,
     )
     num_output = params.n * params.max_tokens
     return job, Submission(
@@ -122,6 +125,8 @@ def _max_tokens(settings: GatewaySettings, card: ModelCard, body: CallBody, num_
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise bad_request("context_length_exceeded", message, param)
     name, given = _given_max_tokens(body)
+    if given == 0:
+        return 1  # the least that an engine computes; it is not shown
     if given is None:
         default = settings.default_output_tokens
         return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
@@ -144,8 +149,9 @@ def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
 
 def _sampling(card: ModelCard, body: CallBody, max_tokens: int, job_id: str) -> SamplingParams:
     min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {max_tokens}")
+    most = 0 if body.max_tokens == 0 else max_tokens
+    if min_tokens > most:
+        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
     stop_token_ids = tuple(body.stop_token_ids or ())
     _check_ids("stop_token_ids", stop_token_ids, card)
     return SamplingParams(
@@ -166,7 +172,18 @@ def _sampling(card: ModelCard, body: CallBody, max_tokens: int, job_id: str) -> 
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
     )
+
+
+def _echoes(body: CallBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
+
+
+def _prompt_logprobs(body: CallBody) -> int | None:
+    """The most that any part of the answer says: their own list, or the logprobs of an echo."""
+    echoed = body.num_logprobs if _echoes(body) else None
+    return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,20 +1,24 @@
 """Log events to OpenAI's answers: whole ones, and chunks of streams. One code for both endpoints.
 
-A chunk is a function of its event (text offsets of completions' logprobs apart), so that a
-stream resumed at any event goes on with the same bytes.
+A chunk is a function of its event (text offsets of completions' logprobs and what is said of the
+prompt apart), so that a stream resumed at any event goes on with the same bytes.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.events import ChoiceDelta, LogEntry, TokenLogprob, Tokens
-from contract.jobs import Endpoint, Job
+from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
+from contract.jobs import Endpoint, FinishReason, Job
 from gateway.logprobs import chat_logprobs, completion_logprobs
+from gateway.prompts import PromptPart
+from gateway.text_stream import TextStream
 from gateway.tokens import ModelTokenizer
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage(job: Job, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    if not job.shows_output:
+        num_output_tokens = 0
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -36,8 +40,17 @@ def _head(job: Job, *, is_chunk: bool) -> dict[str, Any]:
     }
 
 
+def _shown(job: Job, delta: ChoiceDelta) -> ChoiceDelta:
+    """The delta, without its output where the caller wanted the echo alone."""
+    if job.shows_output:
+        return delta
+    finish_reason = FinishReason.LENGTH if delta.finish_reason else None
+    logprobs = None if delta.logprobs is None else ()
+    return ChoiceDelta(delta.choice, delta.start, (), "", finish_reason, logprobs)
+
+
 class Chunks:
-    """The chunks of one stream. `tokenizer` is needed where the job asks for logprobs."""
+    """The chunks of one stream. `tokenizer` is needed where `needs_tokenizer` says so."""
 
     def __init__(
         self, job: Job, tokenizer: ModelTokenizer | None, *, includes_usage: bool = False
@@ -45,27 +58,50 @@ class Chunks:
         self._job = job
         self._tokenizer = tokenizer
         self._includes_usage = includes_usage
-        self._offsets: dict[int, int] = {}
+        self._prompt = PromptPart(job, tokenizer)
+        self._streams: dict[int, TextStream] = {}
 
     def reset(self) -> None:
-        self._offsets.clear()
+        self._prompt.reset()
+        self._streams.clear()
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
-        """The chunks of one event: one, after the roles where choices begin in it."""
+        """The chunks of one event: one, after a head where choices begin in it. What is said of
+        the prompt waits for these heads.
+        """
+        if isinstance(entry.event, Prompt):
+            self._prompt.add(entry.event)
+            return []
         assert isinstance(entry.event, Tokens)
-        deltas = entry.event.deltas
+        deltas = [_shown(self._job, delta) for delta in entry.event.deltas]
         begun = [delta.choice for delta in deltas if delta.start == 0]
         chunks = []
-        if begun and self._job.endpoint is Endpoint.CHAT:
-            chunks.append(self._chunk([_role(choice) for choice in begun]))
+        if begun and (heads := self._heads(begun)):
+            chunks.append(self._chunk(heads))
         chunks.append(self._chunk([self._choice(delta) for delta in deltas]))
-        if 0 in begun and self._job.return_token_ids:
-            chunks[0]["prompt_token_ids"] = list(self._job.prompt_ids)
+        if 0 in begun:
+            chunks[0] |= _of_prompt(self._job, self._prompt)
         return chunks
 
     def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         """The last chunk where the caller asked for usage."""
-        return self._chunk([]) | {"usage": usage(num_prompt_tokens, num_output_tokens)}
+        return self._chunk([]) | {"usage": usage(self._job, num_prompt_tokens, num_output_tokens)}
+
+    def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
+        """What comes before a choice's own output: roles of chats, prompts of completions."""
+        if self._job.endpoint is Endpoint.CHAT:
+            return [_role(choice) for choice in begun]
+        if not self._job.echo and self._job.prompt_logprobs is None:
+            return []
+        head = {
+            "text": self._prompt.text,
+            "logprobs": self._prompt.echoed_logprobs(),
+            "finish_reason": None,
+            **self._prompt.listed_logprobs(),
+        }
+        if self._job.return_token_ids:
+            head["token_ids"] = []
+        return [{"index": choice, **head} for choice in begun]
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         chunk = _head(self._job, is_chunk=True) | {"choices": list(choices)}
@@ -88,11 +124,23 @@ class Chunks:
             return None
         if self._job.endpoint is Endpoint.CHAT:
             return chat_logprobs(self._tokenizer, delta.logprobs)
-        offset = self._offsets.get(delta.choice, 0)
-        shape, self._offsets[delta.choice] = completion_logprobs(
-            self._tokenizer, delta.logprobs, offset
-        )
-        return shape
+        if delta.choice not in self._streams:
+            self._streams[delta.choice] = self._prompt.output_stream(self._tokenizer)
+        stream = self._streams[delta.choice]
+        return completion_logprobs(self._tokenizer, delta.logprobs, stream)
+
+
+def needs_tokenizer(job: Job) -> bool:
+    """Whether its answers show texts of tokens that the log has as ids alone."""
+    return job.echo or job.params.logprobs is not None or job.prompt_logprobs is not None
+
+
+def _of_prompt(job: Job, prompt: PromptPart) -> dict[str, Any]:
+    """What stands beside the choices, in the answer or its first chunk."""
+    fields = prompt.listed_logprobs() if job.endpoint is Endpoint.CHAT else {}
+    if job.return_token_ids:
+        fields["prompt_token_ids"] = list(job.prompt_ids)
+    return fields
 
 
 def _role(choice: int) -> dict[str, Any]:
@@ -120,9 +168,11 @@ class Answer:
     def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
         self._job = job
         self._tokenizer = tokenizer
+        self._prompt = PromptPart(job, tokenizer)
         self._choices = [_Choice() for _ in range(job.params.n)]
 
     def reset(self) -> None:
+        self._prompt.reset()
         self._choices = [_Choice() for _ in range(self._job.params.n)]
 
     def add_all(self, entries: Iterable[LogEntry]) -> None:
@@ -130,9 +180,11 @@ class Answer:
             self.add(entry)
 
     def add(self, entry: LogEntry) -> None:
+        if isinstance(entry.event, Prompt):
+            self._prompt.add(entry.event)
         if not isinstance(entry.event, Tokens):
             return
-        for delta in entry.event.deltas:
+        for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
             choice = self._choices[delta.choice]
             choice.texts.append(delta.text)
             choice.token_ids += delta.token_ids
@@ -143,10 +195,8 @@ class Answer:
         """The answer; choices that were cut off have no finish_reason."""
         answer = _head(self._job, is_chunk=False)
         answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
-        answer["usage"] = usage(num_prompt_tokens, num_output_tokens)
-        if self._job.return_token_ids:
-            answer["prompt_token_ids"] = list(self._job.prompt_ids)
-        return answer
+        answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens)
+        return answer | _of_prompt(self._job, self._prompt)
 
     def _built(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
@@ -154,7 +204,8 @@ class Answer:
         if self._job.endpoint is Endpoint.CHAT:
             built["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            built["text"] = text
+            built["text"] = self._prompt.text + text
+            built |= self._prompt.listed_logprobs()
         built["logprobs"] = self._logprobs(choice)
         built["finish_reason"] = choice.finish_reason
         if self._job.return_token_ids:
@@ -166,4 +217,7 @@ class Answer:
             return None
         if self._job.endpoint is Endpoint.CHAT:
             return chat_logprobs(self._tokenizer, choice.logprobs)
-        return completion_logprobs(self._tokenizer, choice.logprobs, 0)[0]
+        stream = self._prompt.output_stream(self._tokenizer)
+        own = completion_logprobs(self._tokenizer, choice.logprobs, stream)
+        echoed = self._prompt.echoed_logprobs() or {}
+        return {name: echoed.get(name, []) + values for name, values in own.items()}

@@ -44,7 +44,7 @@ def job_object(view: JobView) -> dict[str, Any]:
         "model": view.job.model,
         "lane": view.lane,
         "attempt": view.attempt,
-        "usage": usage(view.num_prompt_tokens, view.num_output_tokens),
+        "usage": usage(view.job, view.num_prompt_tokens, view.num_output_tokens),
         "timings": {
             "queued_at": _seconds(view.created_ms),
             "started_at": _seconds(view.claimed_ms),

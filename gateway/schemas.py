@@ -108,6 +108,7 @@ class _SamplingBody(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     # Accepted and of no effect, so far.
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -139,6 +140,8 @@ class CompletionBody(_SamplingBody):
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: with echo only, to score a prompt
 
     @property
     def num_logprobs(self) -> int | None:
@@ -168,8 +171,7 @@ def parse_call(endpoint: Endpoint, raw: Mapping[str, Any]) -> CallBody:
         body: CallBody = chat
     else:
         completion = _validate(CompletionBody, fields)
-        if completion.best_of not in (None, completion.n or 1):
-            raise bad_request("unsupported_parameter", "best_of must equal n", "best_of")
+        _check_completion(completion)
         body = completion
     if body.stream_options is not None and not body.stream:
         raise invalid_value("stream_options", "stream_options is for calls with stream: true")
@@ -189,6 +191,13 @@ def _check_chat(body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise invalid_value("max_tokens", "max_tokens and max_completion_tokens differ: give one")
+
+
+def _check_completion(body: CompletionBody) -> None:
+    if body.best_of not in (None, body.n or 1):
+        raise bad_request("unsupported_parameter", "best_of must equal n", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid_value("max_tokens", "max_tokens may be 0 with echo: true only")
 
 
 def _validate(model: type[_M], fields: Mapping[str, Any]) -> _M:

@@ -8,7 +8,7 @@ from contract.errors import BatchwayError
 from contract.events import End, LogEntry
 from contract.jobs import Job, JobStatus
 from gateway import sse
-from gateway.answers import Answer, Chunks
+from gateway.answers import Answer, Chunks, needs_tokenizer
 from gateway.broker import Broker, Idle, Reset
 from gateway.drain import Drain
 from gateway.errors import ApiError, draining, failure_of, to_api_error
@@ -26,8 +26,8 @@ class Gateway:
     drain: Drain
 
     async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
-        """The tokenizer where the job's answer needs one: token texts of logprobs."""
-        if job.params.logprobs is None:
+        """The tokenizer where the job's answer needs one: token texts, an echo."""
+        if not needs_tokenizer(job):
             return None
         card = (await self.broker.models()).get(job.model)
         return None if card is None else await self.broker.tokenizer(card)
@@ -75,9 +75,10 @@ async def call_stream(
                         yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
                     break
                 case LogEntry():
-                    yield _chunk_messages(chunks, item)
-                    has_sent = True
-                    heartbeat.touch()
+                    if messages := _chunk_messages(chunks, item):
+                        yield messages
+                        has_sent = True
+                        heartbeat.touch()
                 case Reset() if has_sent:
                     raise _reset_error()
                 case Idle() if heartbeat.is_due():
@@ -109,9 +110,10 @@ async def job_stream(
                 yield sse.message(job_object(ended), event=end.status, id_=item.sse_id)
                 break
             case LogEntry():
-                yield _chunk_messages(chunks, item)
-                last_id = item.sse_id
-                heartbeat.touch()
+                if messages := _chunk_messages(chunks, item):
+                    yield messages
+                    last_id = item.sse_id
+                    heartbeat.touch()
             case Reset():
                 chunks.reset()
                 yield sse.message({"from": 0}, event="stream_reset")
@@ -125,8 +127,8 @@ async def job_stream(
 
 
 async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
-    """Text offsets of logprobs count from the first token."""
-    if job.params.logprobs is None:
+    """Text offsets of logprobs count from the first token; the prompt is said before it."""
+    if job.params.logprobs is None and job.params.prompt_logprobs is None:
         return
     async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
         if not isinstance(entry.event, End):
@@ -134,8 +136,10 @@ async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None
 
 
 def _chunk_messages(chunks: Chunks, entry: LogEntry) -> bytes:
-    """The id stands on the last: who resumes there has them all."""
-    *heads, last = chunks.of(entry)
+    """The id stands on the last: who resumes there has them all. Empty where nothing shows."""
+    if not (messages := chunks.of(entry)):
+        return b""
+    *heads, last = messages
     return b"".join(map(sse.message, heads)) + sse.message(last, id_=entry.sse_id)
 
 

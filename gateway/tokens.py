@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from contract.jobs import TokenizerFiles
+from gateway.text_stream import TextStream
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 _REFUSAL_CHARS = 200
@@ -60,6 +61,10 @@ class ModelTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
+
+    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
+        """Ids to text, a token at a time."""
+        return TextStream(self._tokenizer, context_ids, offset)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, also where they are part of a character."""

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
-from workers.engine.model import Chunk, Padding, RowFailed, Sample
+from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
 
 # Ids below 256 are the bytes.
@@ -71,9 +71,7 @@ class HashModel:
         self._prefixes = np.full(num_slots, _POISON, dtype=np.int64)
         self._hashes: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
 
-    def run(
-        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
-    ) -> list[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
         assert all(0 <= pad.start < pad.start + pad.num_tokens for pad in padding)
         assert all(pad.start + pad.num_tokens <= self.max_model_len for pad in padding)
@@ -142,15 +140,16 @@ class HashModel:
             hashes.append(hash((hashes[-1] if hashes else 0, token_id)))
         return hashes
 
-    def _row(self, chunk: Chunk) -> Sample | RowFailed | None:
+    def _row(self, chunk: Chunk) -> Row:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         token_ids = self._slots[self._slot_ids(sequence, 0, end)].tolist()
         if self.options.crash_id in token_ids:
             raise RuntimeError("the device is lost")
         if self.options.bad_row_id in token_ids:
             return RowFailed("the logits hold NaN")
+        prompt = _score_prompt(chunk) if sequence.scores_prompt else None
         if not chunk.samples:
-            return None
+            return prompt
         params = sequence.params
         token_id = next_token(
             token_ids,
@@ -160,7 +159,22 @@ class HashModel:
             eos_rate=self.options.eos_rate,
         )
         top = tuple((i, -float(rank + 1)) for rank, i in enumerate(range(params.logprobs or 0)))
-        return Sample(token_id, logprob=-0.5, top_logprobs=top)
+        return Sample(token_id, -0.5, top, prompt)
+
+
+def _score_prompt(chunk: Chunk) -> PromptLogprobs | None:
+    sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+    num_top = sequence.params.prompt_logprobs or 0
+    expected = expected_prompt_logprobs(sequence.token_ids[: sequence.num_prompt], num_top)
+    found = expected[chunk.start : end]
+    return PromptLogprobs(chunk.start + 1, tuple(found)) if found else None
+
+
+def expected_prompt_logprobs(prompt_ids: Seq[int], num_top: int) -> list[Sample]:
+    """What any engine must say of a prompt, from its second token on."""
+    top = tuple((i, -float(i + 1)) for i in range(num_top))
+    logprobs = [-(sum(prompt_ids[:position]) % 97) / 8 for position in range(1, len(prompt_ids))]
+    return [Sample(i, p, top) for i, p in zip(prompt_ids[1:], logprobs, strict=True)]
 
 
 def next_token(

@@ -15,7 +15,7 @@ import msgspec
 import redis.asyncio
 
 from contract.calls import JobView, Submission
-from contract.events import End, LogEntry, Tokens
+from contract.events import End, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
@@ -83,12 +83,18 @@ class Answer:
     text: dict[int, str] = field(default_factory=dict)
     finish_reason: dict[int, str | None] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    prompt: list[TokenLogprob] = field(default_factory=list)  # from its second token on
     ends: list[End] = field(default_factory=list)
 
     def add(self, entry: LogEntry) -> None:
         assert not self.ends, "nothing follows the end"
         if isinstance(entry.event, End):
             self.ends.append(entry.event)
+            return
+        if isinstance(entry.event, Prompt):
+            assert not self.token_ids, "the prompt is said before all output"
+            assert entry.event.start == 1 + len(self.prompt), "no position is lost or repeated"
+            self.prompt += entry.event.logprobs
             return
         assert isinstance(entry.event, Tokens)
         for delta in entry.event.deltas:

@@ -16,7 +16,7 @@ import msgspec
 from contract.jobs import TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
 from workers import engine_process
-from workers.engine.model import Chunk, ModelRefused, Padding, RowFailed, Sample
+from workers.engine.model import Chunk, ModelRefused, Padding, Row
 from workers.messages import EngineOptions
 
 HASH_MODEL_VARIABLE = "HASH_MODEL"
@@ -25,9 +25,7 @@ HASH_MODEL_VARIABLE = "HASH_MODEL"
 class SlowHashModel(HashModel):
     """A step takes at least `step_s` of wall-clock time, so that faults can meet it midway."""
 
-    def run(
-        self, chunks: Seq[Chunk], padding: Seq[Padding] = ()
-    ) -> list[Sample | RowFailed | None]:
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
         time.sleep(self.options.step_s)
         return super().run(chunks, padding)
 

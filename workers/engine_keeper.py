@@ -26,6 +26,7 @@ from workers.messages import (
     JobFailed,
     LoadFailed,
     Loading,
+    PromptLogprobs,
     Ready,
     Running,
     StopChoice,
@@ -102,6 +103,10 @@ class EngineKeeper:
                     stops += self._take_output(message)
                 case JobFailed(_, _, ErrorCode.DEADLINE, _):
                     pass  # the clock of Redis decides when it expires, and sweep tells us
+                case PromptLogprobs(job_id, epoch):
+                    if (job := self._holding.get(job_id, epoch)) is not None:
+                        job.take_prompt(message)
+                        self._publisher.note(job)
                 case JobFailed(job_id, epoch, code, text):
                     if (job := self._holding.get(job_id, epoch)) is not None:
                         self._publisher.fail(job, code, text)

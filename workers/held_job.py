@@ -3,14 +3,15 @@
 Knows nothing of Redis or of the engine: tokens go in, log events come out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
 from contract.calls import Claimed
-from contract.events import ChoiceDelta, LogEntry, TokenLogprob, Tokens
+from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.jobs import FinishReason
-from workers.messages import ChoiceEnded, StartJob, TokenOut
+from workers.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut
 from workers.text import ChoiceText
 
 
@@ -43,6 +44,31 @@ class _Choice:
         return self.text.flush()
 
 
+@dataclass(slots=True)
+class _Scores:
+    """Log probabilities of the prompt: how far they are logged, and those behind that."""
+
+    num_asked: int
+    num_logged: int = 0
+    new: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_logged + len(self.new) >= self.num_asked
+
+    def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """What an engine says again, after a preemption or a resume, is known already."""
+        next_position = 1 + self.num_logged + len(self.new)
+        assert start <= next_position, "the engine skipped a position"
+        self.new += logprobs[next_position - start :]
+
+    def take_event(self) -> Prompt:
+        event = Prompt(1 + self.num_logged, tuple(self.new))
+        self.num_logged += len(self.new)
+        self.new.clear()
+        return event
+
+
 class HeldJob:
     """A claimed job, from its claim to its end or its loss."""
 
@@ -53,6 +79,8 @@ class HeldJob:
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone
         self._deadline_s = claimed.deadline_s
+        asks = params.prompt_logprobs is not None
+        self._scores = _Scores(len(self.job.prompt_ids) - 1 if asks else 0)
         self._choices = [
             _Choice(ChoiceText(tokenizer, self.job.prompt_ids, params.stop, params.min_tokens), [])
             for _ in range(params.n)
@@ -71,9 +99,23 @@ class HeldJob:
         """Every choice has ended; what is left is to log it."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is an event to take. Output waits until all of the prompt is said, so that
+        no log has a choice that was faster than the one that says the prompt.
+        """
+        if self._scores.new:
+            return True
+        may_speak = self._scores.is_complete or self.is_complete
+        return may_speak and any(choice.has_news for choice in self._choices)
+
     def replay(self, entries: list[LogEntry]) -> None:
         """Rebuilds the state that the log holds, so that the next token goes on from there."""
         for entry in entries:
+            if isinstance(entry.event, Prompt):
+                assert entry.event.start == 1 + self._scores.num_logged, "the log has no gaps"
+                self._scores.num_logged += len(entry.event.logprobs)
+                continue
             assert isinstance(entry.event, Tokens), "a job with an end is not claimed"
             for delta in entry.event.deltas:
                 choice = self._choices[delta.choice]
@@ -115,13 +157,21 @@ class HeldJob:
             choice.new_logprobs.append(out.logprob)
         return choice.text.is_stopped
 
-    def take_event(self) -> tuple[Tokens | None, int]:
-        """All news since the last event as one event, and how many tokens it holds."""
+    def take_prompt(self, said: PromptLogprobs) -> None:
+        """Takes log probabilities of the prompt."""
+        self._scores.take(said.start, said.logprobs)
+
+    def take_event(self) -> tuple[Prompt | Tokens | None, int]:
+        """The news since the last event as one event, and how many output tokens it holds. News of
+        the prompt come first and alone; then `has_news` says whether another event follows.
+        """
+        if not self.has_news:
+            return None, 0
+        if self._scores.new:
+            return self._scores.take_event(), 0
         deltas = [
             self._take_delta(index) for index, choice in enumerate(self._choices) if choice.has_news
         ]
-        if not deltas:
-            return None, 0
         return Tokens(tuple(deltas)), sum(len(delta.token_ids) for delta in deltas)
 
     def _take_delta(self, index: int) -> ChoiceDelta:

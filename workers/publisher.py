@@ -57,13 +57,18 @@ class Publisher:
                 await self._publish(jobs, items, self._generation)
 
     def _gather(self) -> tuple[list[HeldJob], list[Append]]:
+        """One event of each job at most: what a job has beside it waits for the next call."""
         jobs, items = [], []
-        for job_id, job in self._news.items():
+        news, self._news = self._news, {}
+        for job_id, job in news.items():
             event, num_tokens = job.take_event()
-            code, message = self._failures.get(job_id, ("", ""))
+            code, message = "", ""
             fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
-            if code:
+            if job.has_news:
+                self.note(job)
+            elif job_id in self._failures:
                 fin = JobStatus.FAILED
+                code, message = self._failures.pop(job_id)
             elif job.is_complete:
                 fin = JobStatus.SUCCEEDED
             if event is not None or fin:
@@ -72,8 +77,6 @@ class Publisher:
                 items.append(
                     Append(job_id, job.epoch, number, event, num_tokens, fin, code, message)
                 )
-        self._news.clear()
-        self._failures.clear()
         return jobs, items
 
     async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:

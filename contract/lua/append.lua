@@ -27,7 +27,7 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
   if event ~= '' then
     job.tokens = job.tokens + num_tokens
     redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
-    redis.call('HSETNX', job.key, 'first_token', now)
+    if num_tokens > 0 then redis.call('HSETNX', job.key, 'first_token', now) end
     log_event(tag, job, event)
   end
   if fin ~= '' then terminal(tag, job, fin, code, message, now) end

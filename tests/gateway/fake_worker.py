@@ -9,7 +9,7 @@ import redis.asyncio
 from contract.calls import Append, Claimed, Verdict
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
-from contract.events import ChoiceDelta, TokenLogprob, Tokens
+from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.functions import Functions
 from contract.jobs import FinishReason, Job, JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
@@ -20,14 +20,16 @@ LANES = ("interactive", "standard", "batch")
 LEASE_S = 10.0
 CONTEXT_LENGTH = 512
 
-Script = Callable[[Job], Sequence[Tokens]]
+Script = Callable[[Job], Sequence[Prompt | Tokens]]
 
 
 def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
-    """Every choice says the texts, an event for each; the last one ends the choice."""
+    """Every choice says the texts, an event for each; the last one ends the choice. Log
+    probabilities of the prompt come before, where asked, one token and then the rest.
+    """
 
-    def script(job: Job) -> list[Tokens]:
-        events, start = [], 0
+    def script(job: Job) -> list[Prompt | Tokens]:
+        events, start = _prompt(job), 0
         for i, text in enumerate(texts):
             token_ids = encode_text(text)
             is_last = i == len(texts) - 1
@@ -47,6 +49,16 @@ def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
         return events
 
     return script
+
+
+def _prompt(job: Job) -> list[Prompt | Tokens]:
+    num_top = job.params.prompt_logprobs
+    if num_top is None:
+        return []
+    top = tuple((token_id, -0.5 * rank) for rank, token_id in enumerate(range(97, 97 + num_top), 1))
+    scores = [TokenLogprob(i, -float(p), top) for p, i in enumerate(job.prompt_ids)]
+    parts = [Prompt(1, tuple(scores[1:2])), Prompt(2, tuple(scores[2:]))]
+    return [part for part in parts if part.logprobs]
 
 
 def _logprobs(job: Job, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
@@ -111,9 +123,10 @@ class FakeWorker:
             await asyncio.sleep(0.002)
 
     async def say(
-        self, claimed: Claimed, number: int, event: Tokens
+        self, claimed: Claimed, number: int, event: Prompt | Tokens
     ) -> tuple[Verdict | JobStatus, int]:
-        num_tokens = sum(len(delta.token_ids) for delta in event.deltas)
+        deltas = event.deltas if isinstance(event, Tokens) else ()
+        num_tokens = sum(len(delta.token_ids) for delta in deltas)
         item = Append(claimed.job.id, claimed.epoch, number, event, num_tokens)
         [verdict] = await self.functions.append(self.incarnation, [item], lease_s=LEASE_S)
         return verdict

@@ -1,0 +1,138 @@
+"""Log probabilities of prompts on their way into the log: whole, in order, each position once."""
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+from tokenizers import Tokenizer
+
+from contract.calls import Claimed
+from contract.events import LogEntry, Prompt, TokenLogprob, Tokens
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import (
+    HashModelOptions,
+    expected_output,
+    expected_prompt_logprobs,
+    hash_tokenizer,
+)
+from tests.fleet import Answer, Caller, fleet, until
+from workers.held_job import HeldJob
+from workers.messages import PromptLogprobs, TokenOut
+
+pytestmark = pytest.mark.anyio
+
+# A prompt of 300 tokens takes 19 steps, about a second.
+SLOW = HashModelOptions(step_s=0.05, eos_rate=0.0)
+CHUNKS = {"max_num_batched_tokens": 16}
+PROMPT = "a prompt in chunks " * 16
+SCORES = tuple(TokenLogprob(i, -float(i)) for i in range(1, 6))  # of positions 1 to 5
+
+
+def hold(*logged: Prompt | Tokens, n: int = 1) -> HeldJob:
+    """A job that asks for its prompt of six tokens to be scored, held behind a log."""
+    job = Job(
+        id="job",
+        tenant="t",
+        model="m",
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=tuple(range(6)),
+        params=SamplingParams(max_tokens=4, seed=1, n=n, prompt_logprobs=0),
+        created_s=0,
+    )
+    claimed = Claimed(job, 1, 1, len(logged) + 1, "", 0, 100.0, is_alone=False)
+    held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
+    held.replay([LogEntry(k, "", event) for k, event in enumerate(logged, 1)])
+    return held
+
+
+def says(start: int, end: int) -> PromptLogprobs:
+    return PromptLogprobs("job", 1, start, SCORES[start - 1 : end - 1])
+
+
+def test_a_prompt_is_an_event_of_its_own_before_the_output() -> None:
+    """What came in several steps is one event; the output follows in the next."""
+    held = hold()
+    held.take_prompt(says(1, 3))
+    held.take_prompt(says(3, 6))
+    held.take(TokenOut("job", 1, 0, 0, 65))
+    assert held.take_event() == (Prompt(1, SCORES), 0)
+    assert held.has_news
+    event, num_tokens = held.take_event()
+    assert isinstance(event, Tokens)
+    assert num_tokens == 1
+    assert not held.has_news
+
+
+def test_what_is_said_again_is_logged_once() -> None:
+    """After a preemption, and behind what an earlier worker logged."""
+    held = hold(Prompt(1, SCORES[:2]))
+    held.take_prompt(says(1, 3))
+    assert not held.has_news
+    held.take_prompt(says(1, 5))
+    held.take_prompt(says(2, 6))
+    assert held.take_event() == (Prompt(3, SCORES[2:]), 0)
+
+
+def test_output_waits_for_the_prompt() -> None:
+    """A choice that is faster than the one that says the prompt speaks after it."""
+    held = hold(n=2)
+    held.take(TokenOut("job", 1, 1, 0, 65))
+    assert held.take_event() == (None, 0)
+    held.take_prompt(says(1, 6))
+    assert held.take_event() == (Prompt(1, SCORES), 0)
+    assert held.take_event()[1] == 1
+
+
+@pytest.fixture
+def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
+    return Caller(functions, redis_client, keys)
+
+
+async def submit(caller: Caller, **params: Any) -> Job:
+    return await caller.submit(PROMPT, prompt_logprobs=2, n=2, max_tokens=20, **params)
+
+
+def assert_exact(job: Job, answer: Answer) -> None:
+    """Prompt and output as the hash model has them when nothing disturbs it."""
+    expected = expected_prompt_logprobs(job.prompt_ids, 2)
+    assert answer.prompt == [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
+    for choice in range(job.params.n):
+        ids, _ = expected_output(job.prompt_ids, job.params, choice=choice, eos_rate=0.0)
+        assert answer.token_ids[choice] == ids
+
+
+async def test_a_worker_killed_amid_a_prompt_leaves_no_gap_and_no_repeat(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """kill -9 with a part of the prompt logged: the next worker logs the rest alone."""
+    async with fleet(redis_server.url, 1, SLOW, engine=CHUNKS) as [first]:
+        job = await submit(caller)
+
+        async def has_part() -> bool:
+            return len(await caller.entries(job)) >= 3
+
+        await until(has_part)
+        first.kill()
+        logged = await caller.entries(job)
+        assert all(isinstance(entry.event, Prompt) for entry in logged), "killed amid the prompt"
+        assert (await caller.view(job)).first_token_ms is None
+        async with fleet(redis_server.url, 1, SLOW):
+            assert_exact(job, await caller.answer(job))
+            assert (await caller.entries(job))[: len(logged)] == logged
+
+
+async def test_a_worker_killed_after_a_prompt_does_not_say_it_again(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """kill -9 with output logged: the prompt stands in the log once."""
+    async with fleet(redis_server.url, 1, SLOW) as [first]:
+        job = await submit(caller)
+        await caller.has_output(job, 4)
+        first.kill()
+        assert (await caller.view(job)).num_output_tokens < 40, "the test must kill midway"
+        async with fleet(redis_server.url, 1, SLOW):
+            assert_exact(job, await caller.answer(job))
