@@ -62,7 +62,7 @@ async def test_a_killed_gateway_s_call_is_cancelled_once_nobody_attends_to_it(
 
         process.send_signal(signal.SIGKILL)
         async with asyncio.timeout(10):
-            while not (await functions.sweep()).num_unattended:
+            while not (await functions.sweep()).num_unattended:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         await end(call)
     found = await functions.read(job_id, TENANT)
