@@ -25,7 +25,9 @@ class _Asked:
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            # nohup ignores SIGHUP, and that is kept. A shell that starts us in the background
+            # ignores SIGINT, but whoever sends it to us means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._hear)
 
     def _hear(self) -> None:
