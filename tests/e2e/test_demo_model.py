@@ -2,50 +2,26 @@
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import redis
 
-from contract.keys import Keys
-from infra.embedded_redis import EmbeddedRedis
-from tests.infra.stack import Stack, running_demo_stack
+from tests.e2e.questions import LONG_COUNT, MODEL, count
+from tests.infra.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
-MODEL = "demo"
 JSON = {"content-type": "application/json"}
-KEYS = Keys("e2e")
-
-
-@pytest.fixture(scope="module")
-def stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
-    """On a Redis that the tests may look into."""
-    arguments = (f"--redis-url={redis_server.url}", f"--namespace={KEYS.namespace}")
-    with running_demo_stack(*arguments) as stack:
-        yield stack
-
-
-@pytest.fixture
-def redis_view(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(redis_server.url) as client:
-        yield client
 
 
 @pytest.fixture
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def count(first: int, last: int) -> str:
-    return ", ".join(map(str, range(first, last + 1)))
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> str:
@@ -179,114 +155,6 @@ async def test_64_streams_at_once_are_each_as_if_alone(stack: Stack, client: ope
             assert stream.finish_reasons == ["stop"]
             alone = await asyncio.to_thread(ask, client, question)
             assert stream.text == alone
-
-
-async def job_object(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
-    job: dict[str, Any] = (await http.get(f"/v1/jobs/{job_id}")).json()
-    return job
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - another process sets no event here
-            await asyncio.sleep(0.01)
-
-
-LONG_COUNT = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Count from 1 to 200."}],
-    "temperature": 0,
-}
-# The whole count has some 890 tokens.
-FAR_FROM_THE_END = 600
-
-
-def running_jobs(view: redis.Redis) -> set[str]:
-    """Ids of the jobs that some worker holds."""
-    ids: Any = view.zrange(KEYS.leases, 0, -1)
-    return {job_id.decode() for job_id in ids}
-
-
-def job_record(view: redis.Redis, job_id: str, field: str) -> str:
-    value: Any = view.hget(KEYS.job(job_id), field)
-    return str(value.decode())
-
-
-def is_pool_free(view: redis.Redis) -> bool:
-    """Whether the worker last said that it holds nothing, and all its blocks are free."""
-    incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
-    raw: Any = [view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
-    infos = [json.loads(info) for info in raw]
-    return all(i["jobs_held"] == 0 and i["num_free_blocks"] == i["num_blocks"] for i in infos)
-
-
-async def test_a_cancel_stops_a_count_and_its_events_end_so(
-    stack: Stack, redis_view: redis.Redis
-) -> None:
-    """Cancelled in the middle: the events end in `cancelled`, what was said stays readable, no
-    token follows, and the blocks return to the pool."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
-        submitted = await http.post("/v1/jobs", json=submission)
-        assert submitted.status_code == 202
-        job_id = submitted.json()["id"]
-        names: list[str] = []
-        num_data = 0
-        async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
-            async for line in events.aiter_lines():
-                if line.startswith("event: "):
-                    names.append(line[7:])
-                num_data += line.startswith("data: ")
-                if line.startswith("data: ") and num_data == 20:
-                    assert (await http.post(f"/v1/jobs/{job_id}/cancel")).status_code == 200
-        assert names[-1] == "cancelled"
-        job = await job_object(http, job_id)
-        assert job["status"] == "cancelled"
-        assert 0 < job["usage"]["completion_tokens"] < FAR_FROM_THE_END
-        await until(lambda: is_pool_free(redis_view))
-        assert await job_object(http, job_id) == job
-
-
-@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
-async def test_a_caller_that_goes_away_cancels_its_job(
-    stack: Stack, redis_view: redis.Redis, is_stream: bool
-) -> None:
-    """The count stops long before its end, and the blocks return to the pool."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        body = {**LONG_COUNT, "stream": is_stream}
-        request = http.build_request("POST", "/v1/chat/completions", json=body)
-        call = asyncio.create_task(http.send(request, stream=is_stream))
-        await until(lambda: bool(running_jobs(redis_view)))
-        [job_id] = running_jobs(redis_view)
-        await until(lambda: int(job_record(redis_view, job_id, "tokens")) > 5)
-        if is_stream:
-            await (await call).aclose()
-        else:
-            call.cancel()
-        await until(lambda: job_record(redis_view, job_id, "state") == "cancelled")
-    num_tokens = int(job_record(redis_view, job_id, "tokens"))
-    assert num_tokens < FAR_FROM_THE_END
-    await until(lambda: is_pool_free(redis_view))
-    assert int(job_record(redis_view, job_id, "tokens")) == num_tokens
-
-
-async def test_a_cancelled_queued_job_never_runs(stack: Stack, redis_view: redis.Redis) -> None:
-    """Submitted while no worker can take it, cancelled, and still without a token later."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        worker_pid = stack.pid_of("infra worker")
-        os.kill(worker_pid, signal.SIGSTOP)
-        try:
-            submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
-            job_id = (await http.post("/v1/jobs", json=submission)).json()["id"]
-            assert (await job_object(http, job_id))["status"] == "queued"
-            assert (await http.post(f"/v1/jobs/{job_id}/cancel")).status_code == 200
-        finally:
-            os.kill(worker_pid, signal.SIGCONT)
-        answer = await http.post("/v1/chat/completions", json={**LONG_COUNT, "max_tokens": 3})
-        assert answer.status_code == 200
-        job = await job_object(http, job_id)
-    assert (job["status"], job["usage"]["completion_tokens"]) == ("cancelled", 0)
-    assert job_record(redis_view, job_id, "epoch") == "0"
 
 
 async def test_bad_requests_cost_only_themselves(stack: Stack) -> None:
