@@ -208,7 +208,8 @@ class Scheduler:
         Without room for one token, worse ones lose their blocks to it; where there is none
         worse, it waits with its blocks and with what it has computed.
         """
-        is_common = plan.has_time and copy_from is None and sequence not in plan.chunks
+        is_common = plan.has_time or self._is_due(sequence)
+        is_common = is_common and copy_from is None and sequence not in plan.chunks
         if is_common and self.blocks.has_next_slot(sequence):
             plan.put_stream(sequence)
             return
@@ -233,8 +234,12 @@ class Scheduler:
         return plan.num_allowed(
             sequence.num_pending - num_planned,
             sequence.num_computed + num_planned,
-            is_due=sequence.num_pending == 1 and self._lanes.of(sequence).itl_target_s is not None,
+            is_due=self._is_due(sequence),
         )
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether it is a stream with a target, which waits for no time."""
+        return sequence.num_pending == 1 and self._lanes.of(sequence).itl_target_s is not None
 
     def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
         """Who must give its blocks to the sequence: of the worst level, the least to lose."""

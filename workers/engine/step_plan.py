@@ -74,8 +74,11 @@ class StepPlan:
 
     def put_stream(self, sequence: Sequence) -> None:
         """`put` of the one token of a stream, which most chunks are."""
-        self.chunks[sequence] = Chunk(sequence, sequence.num_computed, 1, True)
+        start = sequence.num_computed
+        self.chunks[sequence] = Chunk(sequence, start, 1, True)
         self.num_tokens_left -= 1
+        if self.seconds_left < math.inf:
+            self.seconds_left -= self.cost.predict_stream(start)
 
     def take_back(self, sequence: Sequence) -> None:
         """The sequence is preempted: its tokens are for others, and it comes back in no case."""
