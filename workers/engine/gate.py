@@ -55,6 +55,10 @@ class Gate:
         self._forecast: KVForecast | None = None
         self._plan: StepPlan | None = None
 
+    def _yields(self, sequence: Sequence) -> bool:
+        """Whether it makes room for a higher lane: not in the step in which it was its turn."""
+        return not self.is_pinned(sequence) and not self._lanes.is_overdue(sequence)
+
     def is_pinned(self, sequence: Sequence) -> bool:
         """Whether it has been preempted often enough."""
         return sequence.num_preemptions >= self.limits.max_preemptions
@@ -66,7 +70,7 @@ class Gate:
         leader = None
         if not candidate.scores_prompt:
             found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
-            leader = self._leading_choice(candidate)
+            leader = self._leading_choice(plan, candidate)
             if self._is_being_computed(plan, candidate, leader, len(found_ids)):
                 return Verdict.BEING_COMPUTED, None
         entry = self._entry(candidate, leader, found_ids, forecast)
@@ -89,7 +93,7 @@ class Gate:
         return copy_from
 
     def forget(self, victim: Sequence) -> None:
-        """The sequence has lost its blocks in this step."""
+        """The sequence is about to lose its blocks in this step."""
         if self._forecast is not None:
             self._forecast.drop(victim)
 
@@ -100,12 +104,19 @@ class Gate:
             self._forecast = KVForecast(self._blocks, self._lengths, self._running)
         return self._forecast
 
-    def _leading_choice(self, candidate: Sequence) -> Sequence | None:
-        """The running choice of the candidate's job that has computed most."""
+    def _leading_choice(self, plan: StepPlan, candidate: Sequence) -> Sequence | None:
+        """The running choice of the candidate's job that has computed most.
+
+        Not one whose last block is copied in this very step: its content is not there yet.
+        """
         if candidate.params.n == 1 or not self._blocks.can_share:
             return None
         job = candidate.job_id, candidate.epoch
-        choices = [s for s in self._running if (s.job_id, s.epoch) == job and s.block_ids]
+        choices = [
+            s
+            for s in self._running
+            if (s.job_id, s.epoch) == job and s.block_ids and not plan.is_copy(s)
+        ]
         return max(choices, key=lambda s: s.num_computed, default=None)
 
     def _is_being_computed(
@@ -161,9 +172,7 @@ class Gate:
         """
         priority = self._lanes.of(candidate).priority
         yielding = [
-            s
-            for s in self._running
-            if self._lanes.of(s).priority > priority and not self.is_pinned(s)
+            s for s in self._running if self._lanes.of(s).priority > priority and self._yields(s)
         ]
         yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
         without: set[Sequence] = set()

@@ -43,7 +43,9 @@ class KVForecast:
         self._needs[sequence] = need
 
     def drop(self, sequence: Sequence) -> None:
-        self._needs.pop(sequence, None)
+        """The sequence is about to lose its blocks."""
+        if self._needs.pop(sequence, None) is not None:
+            self._num_shared -= len(sequence.block_ids) - self._blocks.num_private(sequence)
 
     def num_known(self, new: Need, without: Collection[Sequence] = ()) -> int:
         """Blocks for all tokens known now, with one sequence more and without some."""

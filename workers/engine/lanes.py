@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from workers.engine.sequence import Sequence
 
+Account = tuple[str, str]  # lane and tenant
+
 
 @dataclass(frozen=True, slots=True)
 class Lane:
@@ -19,7 +21,7 @@ class Lane:
     priority: int  # the smallest goes first, and takes places and blocks from the others
     itl_target_s: float | None = None  # seconds between two tokens of a stream
     min_share: float = 0.0  # of the computed tokens, while the lane has work
-    ageing_tokens: int = 32_768  # computed for others, they lift a sequence by one priority
+    ageing_tokens: int = 32_768  # computed for others, they lift a tenant by one priority
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0:
@@ -44,14 +46,19 @@ class Lanes:
     Two promises, both in tokens that the engine computes:
     - While a lane has work that can be computed, it gets at least `min_share` of them, at most
       two steps' budget behind.
-    - A sequence in reach of memory that is passed by (priority + 1) * ageing_tokens of them goes
-      before all that came or were served since.
+    - A tenant that has had none in a lane while so many went to others as lift it above the first
+      priority is overdue there, and goes before all that came or were served since its last.
+
+    Age is the tenant's, not the sequence's: the long queue of one that is served all the time
+    would else go before all who come, whatever the policy says.
     """
 
     def __init__(self, table: Seq[Lane], max_credit: int) -> None:
         """`max_credit`: tokens that a lane can be behind at most; say, a step's."""
         self._num_computed = 0
         self._num_live: Counter[str] = Counter()
+        self._num_live_of: Counter[Account] = Counter()
+        self._served_at: dict[Account, int] = {}  # tokens computed before it was served, or came
         self._credits: dict[str, float] = {}
         self.replace(table, max_credit)
 
@@ -60,6 +67,7 @@ class Lanes:
         if sum(lane.min_share for lane in table) > 1.0:
             raise ValueError("the minimum shares of all lanes exceed the whole")
         self._table = {lane.name: lane for lane in table}
+        self._first_priority = min(lane.priority for lane in (*table, STANDARD))
         self._max_credit = max_credit
         shared = [lane.name for lane in table if lane.min_share > 0]
         self._credits = {name: self._credits.get(name, 0.0) for name in shared}
@@ -68,15 +76,26 @@ class Lanes:
         return self._table.get(sequence.lane, STANDARD)
 
     def level(self, sequence: Sequence) -> int:
-        """Its priority, lifted by age; the smallest goes first."""
+        """Its priority, lifted by age; the smallest goes first, and of the overdue the oldest."""
         lane = self.of(sequence)
-        return lane.priority - (self._num_computed - sequence.served_at) // lane.ageing_tokens
+        num_passed = self._num_computed - self._served_at[sequence.lane, sequence.tenant]
+        level = lane.priority - num_passed // lane.ageing_tokens
+        return level if level >= self._first_priority else self._first_priority - num_passed
+
+    def is_overdue(self, sequence: Sequence) -> bool:
+        return self.level(sequence) < self._first_priority
 
     def arrive(self, sequence: Sequence) -> None:
-        sequence.served_at = self._num_computed
+        account = sequence.lane, sequence.tenant
+        self._served_at.setdefault(account, self._num_computed)
+        self._num_live_of[account] += 1
         self._num_live[sequence.lane] += 1
 
     def leave(self, sequence: Sequence) -> None:
+        account = sequence.lane, sequence.tenant
+        self._num_live_of[account] -= 1
+        if self._num_live_of[account] == 0:
+            del self._num_live_of[account], self._served_at[account]
         self._num_live[sequence.lane] -= 1
         if self._num_live[sequence.lane] == 0:
             del self._num_live[sequence.lane]
@@ -89,7 +108,7 @@ class Lanes:
         num_total = by_lane.total()
         self._num_computed += num_total
         for sequence in num_tokens:
-            sequence.served_at = self._num_computed
+            self._served_at[sequence.lane, sequence.tenant] = self._num_computed
         for name, credit in self._credits.items():
             due = self._table[name].min_share * num_total
             earned = credit + due - by_lane[name] if self._num_live[name] else 0.0

@@ -122,26 +122,36 @@ class ShortestPredictedFirst(Policy):
     """By the output tokens that are predicted to remain, in powers of two.
 
     Within one power the next policy decides. A wrong guess demotes itself: who outlives a
-    prediction gets a longer one.
+    prediction gets a longer one. Every `num_passing` sequences that come count as one power
+    more, so that short ones pass a long one for a while only.
     """
 
-    def __init__(self, lengths: LengthPredictor) -> None:
+    def __init__(self, lengths: LengthPredictor, num_passing: int = 64) -> None:
         self._lengths = lengths
+        self._num_passing = num_passing
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
-        return (max(0, self._lengths.predict(sequence) - sequence.num_output).bit_length(),)
+        num_left = max(0, self._lengths.predict(sequence) - sequence.num_output)
+        return (num_left.bit_length() + sequence.arrival // self._num_passing,)
 
 
 class LeastLaxity(Policy):
-    """By the time that could be lost without missing the deadline; who has none comes last."""
+    """By the time that could be lost without missing the deadline.
 
-    def __init__(self, lengths: LengthPredictor, token_s: float) -> None:
+    Who has none, or a later one, is due `patience_s` after it came.
+    """
+
+    def __init__(
+        self, lengths: LengthPredictor, token_s: float, patience_s: float = 3600.0
+    ) -> None:
         """`token_s`: seconds that a stream takes for a token."""
         self._lengths = lengths
         self._token_s = token_s
+        self._patience_s = patience_s
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
-        if sequence.deadline_s is None:
-            return (float("inf"),)
+        due_s = sequence.added_s + self._patience_s
+        if sequence.deadline_s is not None:
+            due_s = min(due_s, sequence.deadline_s)
         num_left = self._lengths.predict(sequence) - sequence.num_output
-        return (sequence.deadline_s - now_s - num_left * self._token_s,)
+        return (due_s - now_s - num_left * self._token_s,)

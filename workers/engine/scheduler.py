@@ -6,6 +6,7 @@ the door who may ask for it.
 """
 
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
@@ -101,13 +102,15 @@ class Scheduler:
         return (self._lanes.level(sequence), *key, sequence.arrival)
 
     def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
-        """The next step: lane by lane, in each the running, then the waiting, with what fits.
+        """The next step: level by level, in each the running, then the waiting, with what fits.
 
-        Lanes behind their minimum share come first, with what they are owed. `num_reserved`
-        tokens of the budget are spoken for.
+        Lanes behind their minimum share come first, with what they are owed; and before them who
+        is overdue. `num_reserved` tokens of the budget are spoken for.
         """
         plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
         ordered = self._ordered(now_s)
+        overdue = list(takewhile(self._lanes.is_overdue, ordered))
+        plan.is_full = not self._serve(plan, overdue, UNLIMITED, now_s)
         for lane, num_owed in self._lanes.owed().items():
             self._serve(plan, [s for s in ordered if s.lane == lane], num_owed, now_s)
         self._serve(plan, ordered, UNLIMITED, now_s)
@@ -170,13 +173,14 @@ class Scheduler:
         ordered.sort(key=lambda entry: entry[:5])
         return [entry[5] for entry in ordered]
 
-    def _serve(self, plan: StepPlan, ordered: list[Sequence], most: int, now_s: float) -> None:
+    def _serve(self, plan: StepPlan, ordered: list[Sequence], most: int, now_s: float) -> bool:
         """Hands out up to `most` tokens, and admits up to the first that must wait.
 
         No one passes a sequence that does not fit: otherwise a large one could wait for ever.
+        Returns whether all were admitted that asked.
         """
         plan.num_kept_back = max(0, plan.num_tokens_left - most)
-        is_full = False
+        is_full = plan.is_full
         for sequence in ordered:
             if sequence in self._running:
                 if plan.num_on_offer > 0:
@@ -184,14 +188,18 @@ class Scheduler:
             elif not is_full:
                 is_full = sequence in plan.preempted or plan.num_for_prompts == 0
                 is_full = is_full or not self._admit(plan, sequence, now_s)
+        return not is_full
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Lets the candidate in, or not; returns whether others may be asked after it."""
         verdict, entry = self._gate.ask(plan, candidate)
+        while entry is not None and entry.victims:
+            for victim in entry.victims:
+                self._take_blocks(plan, victim)
+            # What victims shared, with each other or with the candidate, is known only now.
+            verdict, entry = self._gate.ask(plan, candidate)
         if entry is None:
-            return verdict is not Verdict.NO_ROOM
-        for victim in entry.victims:
-            self._take_blocks(plan, victim)
+            return verdict is Verdict.BEING_COMPUTED and not self._lanes.is_overdue(candidate)
         del self._waiting[candidate]
         self._running[candidate] = None
         if candidate.started_s is None:

@@ -34,7 +34,6 @@ class Sequence:
     num_keyed: int = 0  # leading blocks that the prefix cache has been told of
     num_once_computed: int = 0  # the most that was ever computed; below it is recomputation
     num_preemptions: int = 0
-    served_at: int = 0  # tokens the engine had computed when it was last served, or came
     max_output: int = 0  # output tokens that parameters and context allow
     predicted_output: int = 0  # output tokens it is thought to reach; renewed once it has
     added_s: float = 0.0

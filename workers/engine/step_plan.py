@@ -24,6 +24,7 @@ class StepPlan:
     seconds_left: float = math.inf
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
+    is_full: bool = False  # an overdue sequence waits for room: no one else is let in
     num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
     num_prefix_hits: int = 0
 
@@ -38,6 +39,11 @@ class StepPlan:
     def num_planned(self, sequence: Sequence) -> int:
         chunk = self.chunks.get(sequence)
         return 0 if chunk is None else chunk.num_tokens
+
+    def is_copy(self, sequence: Sequence) -> bool:
+        """Whether it begins in this step with a copy of another's block."""
+        chunk = self.chunks.get(sequence)
+        return chunk is not None and chunk.copy_from is not None
 
     def num_allowed(self, num_pending: int, start: int, *, is_due: bool) -> int:
         """Tokens that the step still has for a sequence; what `is_due` waits for no time."""

@@ -1,5 +1,6 @@
 """An engine around the hash model, and what came out of it, for the tests of this folder."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -11,10 +12,11 @@ from workers.engine.engine import Engine
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
+from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.request import Request
-from workers.engine.strategy import Strategy
+from workers.engine.strategy import Strategies, Strategy
 from workers.strategies.continuous import ContinuousBatching
 
 MAX_MODEL_LEN = 40
@@ -39,6 +41,18 @@ class Sizes:
     def num_kv_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            vocab_size=VOCAB_SIZE,
+            kv_high_water=self.kv_high_water,
+            prefill_share=self.prefill_share,
+            max_preemptions=self.max_preemptions,
+            prefix_caching=self.prefix_caching,
+        )
+
 
 @dataclass
 class Harness:
@@ -53,6 +67,8 @@ class Harness:
     output_ids: dict[Choice, list[int]] = field(default_factory=dict)
     reasons: dict[Choice, FinishReason] = field(default_factory=dict)
     num_preemptions: int = 0
+    token_s: float = 0.0  # what the model takes for a token, on the engine's clock
+    watch: Callable[[Seq[Chunk]], None] | None = None  # sees each step before it is computed
 
     def __post_init__(self) -> None:
         self.model = HashModel(
@@ -65,22 +81,13 @@ class Harness:
                 crash_id=self.model_options.crash_id,
             )
         )
-        limits = EngineLimits(
-            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
-            max_num_seqs=self.sizes.max_num_seqs,
-            vocab_size=VOCAB_SIZE,
-            kv_high_water=self.sizes.kv_high_water,
-            prefill_share=self.sizes.prefill_share,
-            max_preemptions=self.sizes.max_preemptions,
-            prefix_caching=self.sizes.prefix_caching,
-        )
         self.now_s = 0.0
         self.engine = Engine(
             self.model,
-            limits,
+            self.sizes.limits,
             self.strategy,
             self.policy,
-            clock_s=lambda: self.now_s,
+            clock_s=self.clock_s,
             lanes=self.lanes,
             lengths=self.lengths,
         )
@@ -92,8 +99,15 @@ class Harness:
             self.output_ids[request.job_id, choice] = list(known_ids)
             self.reasons.pop((request.job_id, choice), None)
 
+    def clock_s(self) -> float:
+        return self.now_s + self.model.num_tokens * self.token_s
+
+    def reconfigure(self, sizes: Sizes, strategies: Strategies, lanes: Seq[Lane]) -> None:
+        self.sizes, self.lanes = sizes, lanes
+        self.engine.reconfigure(sizes.limits, strategies, lanes)
+
     def step(self) -> StepReport:
-        report = self.engine.step()
+        report = self.engine.step(self.watch)
         self.engine.audit()
         self.model.poison(self.engine.blank_block_ids)
         num_tokens = report.num_step_tokens + report.num_padding_tokens
@@ -116,7 +130,7 @@ class Harness:
         """Moves the clock to where the next step has something to do."""
         wake_s = self.engine.next_wake_s()
         assert wake_s is not None, "work that nothing will ever wake"
-        self.now_s = max(self.now_s, wake_s)
+        self.now_s += max(0.0, wake_s - self.clock_s())
 
     def run(self, max_num_steps: int = 4_000) -> None:
         """Steps until nothing is left; asserts that this happens, and that no block is lost."""

@@ -1,24 +1,13 @@
 """What holds for every workload: the same tokens, no block lost, no limit passed, an end.
 
-The state machine mixes all that a supervisor may do; the other tests name one promise each.
+`test_state_machine` mixes all that a supervisor may do; these tests name one promise each.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
 
 from contract.jobs import SamplingParams
 from tests.workers.engine.harness import (
@@ -30,31 +19,7 @@ from tests.workers.engine.harness import (
     all_sizes,
     oracle,
 )
-from workers.engine.lanes import DEFAULT_LANES
-from workers.engine.lengths import RecentLengths
-from workers.engine.policies import (
-    Composed,
-    FirstComeFirstServed,
-    LeastLaxity,
-    Policy,
-    ShortestPredictedFirst,
-    VirtualTokenCounters,
-)
 from workers.engine.request import Request, RequestRefused
-
-
-def all_policies() -> st.SearchStrategy[Policy]:
-    """Fresh ones: some keep account."""
-    lengths = RecentLengths(num_needed=2)
-    parts: list[Callable[[], Policy]] = [
-        VirtualTokenCounters,
-        lambda: ShortestPredictedFirst(lengths),
-        lambda: LeastLaxity(lengths, token_s=0.01),
-        FirstComeFirstServed,
-    ]
-    chosen = st.lists(st.sampled_from(parts), max_size=3)
-    return chosen.map(lambda makers: Composed(*(make() for make in makers)))
-
 
 Workload = list[tuple[tuple[int, ...], SamplingParams]]
 
@@ -188,103 +153,3 @@ def test_a_complete_choice_ends_without_a_step_of_the_model(
 
     assert harness.reasons == {key: reason for key, (_, reason) in oracle(request).items()}
     assert harness.model.num_steps == 0
-
-
-class SupervisorAndEngine(RuleBasedStateMachine):
-    """Everything a supervisor may say, in any order; tokens are held against the oracle."""
-
-    jobs: Bundle[Request] = Bundle("jobs")
-
-    @initialize(sizes=all_sizes(), policy=all_policies())
-    def build(self, sizes: Sizes, policy: Policy) -> None:
-        lanes = [dataclasses.replace(lane, ageing_tokens=50) for lane in DEFAULT_LANES]
-        self.harness = Harness(sizes, policy=policy, lanes=lanes)
-        self.num_jobs = 0
-        self.due: dict[str, Request] = {}
-        self.stopped: set[tuple[str, int]] = set()
-
-    @rule(target=jobs, prompt_ids=all_prompts(), params=all_params())
-    def add(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams
-    ) -> Request | MultipleResults[Request]:
-        self.num_jobs += 1
-        request = request_of(f"job-{self.num_jobs}", prompt_ids, params)
-        if not is_possible(request, self.harness.sizes):
-            with pytest.raises(RequestRefused):
-                self.harness.add(request)
-            return multiple()
-        self.harness.add(request)
-        self.due[request.job_id] = request
-        return request
-
-    @rule(target=jobs, old=consumes(jobs), num_kept=st.integers(0, 25))
-    def rerun(self, old: Request, num_kept: int) -> Request:
-        """The job's lease lapsed and it came back here, under a newer epoch."""
-        request = cut(dataclasses.replace(old, epoch=old.epoch + 1), num_kept)
-        self.harness.add(request)
-        self.due[request.job_id] = request
-        self.stopped -= {(request.job_id, choice) for choice in range(request.params.n)}
-        return request
-
-    @rule(request=jobs)
-    def add_a_fenced_epoch(self, request: Request) -> None:
-        """A late command of an older attempt changes nothing while a newer one runs."""
-        if request.job_id in self.due and not self.has_ended(request):
-            self.harness.engine.add(dataclasses.replace(request, epoch=request.epoch - 1))
-        self.harness.engine.stop_job(request.job_id, request.epoch - 1)
-        self.harness.engine.stop_choice(request.job_id, request.epoch - 1, 0)
-
-    @rule(request=consumes(jobs))
-    def stop_job(self, request: Request) -> None:
-        self.harness.engine.stop_job(request.job_id, request.epoch)
-        self.due.pop(request.job_id, None)
-
-    @rule(request=jobs, choice=st.integers(0, 3))
-    def stop_choice(self, request: Request, choice: int) -> None:
-        self.harness.engine.stop_choice(request.job_id, request.epoch, choice)
-        self.stopped.add((request.job_id, choice))
-
-    @rule(request=jobs)
-    def preempt(self, request: Request) -> None:
-        """As memory pressure does, at any moment."""
-        self.harness.engine.preempt(request.job_id)
-
-    @rule()
-    def evict(self) -> None:
-        self.harness.engine.evict_cache()
-
-    @rule(request=jobs, lane=st.sampled_from(("interactive", "standard", "batch")))
-    def reprioritise(self, request: Request, lane: str) -> None:
-        self.harness.engine.reprioritise(request.job_id, request.epoch, lane)
-
-    @rule(num_steps=st.integers(1, 8))
-    def step(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.harness.step()
-
-    @invariant()
-    def blocks_are_owned_once(self) -> None:
-        if hasattr(self, "harness"):
-            self.harness.engine.audit()
-
-    def has_ended(self, request: Request) -> bool:
-        keys = {(request.job_id, choice) for choice in range(request.params.n)}
-        return keys <= self.harness.reasons.keys() | self.stopped
-
-    def teardown(self) -> None:
-        if not hasattr(self, "harness"):
-            return
-        self.harness.run()
-        for request in self.due.values():
-            for key, (token_ids, reason) in oracle(request).items():
-                output_ids = self.harness.output_ids[key]
-                assert output_ids == token_ids[: len(output_ids)]
-                if key not in self.stopped:
-                    assert output_ids == token_ids
-                    assert self.harness.reasons[key] == reason
-
-
-TestSupervisorAndEngine = SupervisorAndEngine.TestCase
-TestSupervisorAndEngine.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, derandomize=True
-)

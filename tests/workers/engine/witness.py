@@ -1,0 +1,123 @@
+"""Holds every step against the bounds of docs/engine.md, with books of its own.
+
+Knows what the supervisor sees (jobs, lanes, tokens), blocks, and who has been let in; nothing of
+the scheduler's levels and credits.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from tests.workers.engine.harness import MAX_MODEL_LEN, Harness
+from workers.engine.lanes import STANDARD, Lane
+from workers.engine.model import Chunk
+from workers.engine.sequence import Sequence
+
+Account = tuple[str, str]  # lane and tenant
+
+
+@dataclass
+class Overdue:
+    """A tenant whose turn it is: tokens that others had since, and may have at most."""
+
+    num_passed: int = 0
+    num_allowed: int = 0
+
+
+class Witness:
+    """Sees each step before the model runs it: `harness.watch`."""
+
+    def __init__(self, harness: Harness, *, is_in_order: bool) -> None:
+        """`is_in_order`: the policy keeps the order of arrival within a tenant."""
+        self._harness = harness
+        self._is_in_order = is_in_order
+        self._num_computed = 0
+        self._served_at: dict[Account, int] = {}
+        self._overdue: dict[Account, Overdue] = {}
+        self._held: set[Sequence] = set()
+        self.max_passed = 0  # tokens that others had between two of an account
+
+    def look(self) -> None:
+        """Between two things that are done to the engine: who is there, and who holds blocks."""
+        sequences = self._harness.engine.sequences
+        accounts = {account_of(s) for s in sequences}
+        self._held = {s for s in sequences if s.block_ids}
+        self._served_at = {
+            account: self._served_at.get(account, self._num_computed) for account in accounts
+        }
+
+    def forget_turns(self) -> None:
+        """The lanes have changed: the bound starts anew."""
+        self._overdue.clear()
+
+    def watch(self, chunks: Seq[Chunk]) -> None:
+        served = {account_of(chunk.sequence) for chunk in chunks}
+        holders = [s for s in self._harness.engine.sequences if s.block_ids]
+        admitted = [s for s in holders if s not in self._held]
+        self._hold_high_water(holders, admitted)
+        self._hold_order(admitted)
+        self._hold_turns(chunks, admitted, served)
+        self._num_computed += sum(chunk.num_tokens for chunk in chunks)
+        self._served_at |= dict.fromkeys(served, self._num_computed)
+
+    def _hold_high_water(self, holders: list[Sequence], admitted: list[Sequence]) -> None:
+        """Admissions end below the mark, except one alone in an empty engine."""
+        sizes = self._harness.sizes
+        num_used = len({block_id for s in holders for block_id in s.block_ids})
+        if admitted and len(holders) > 1:
+            assert num_used <= int(sizes.kv_high_water * sizes.num_blocks)
+
+    def _hold_order(self, admitted: list[Sequence]) -> None:
+        """Within a tenant, no one passes a waiting sequence that came before it.
+
+        Only where blocks are not shared: who waits for a block that another computes is passed.
+        """
+        if not self._is_in_order or self._harness.sizes.prefix_caching:
+            return
+        for sequence in self._waiting():
+            if sequence.params.n > 1 or sequence in self._held:
+                continue
+            peers = [s for s in admitted if account_of(s) == account_of(sequence)]
+            assert all(peer.arrival < sequence.arrival for peer in peers), "passed by a later one"
+
+    def _hold_turns(
+        self, chunks: Seq[Chunk], admitted: list[Sequence], served: set[Account]
+    ) -> None:
+        """Before an overdue tenant only those come who run, and tenants unserved for longer."""
+        ready = {account_of(s) for s in self._waiting()}
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        for account, since in self._served_at.items():
+            self.max_passed = max(self.max_passed, self._num_computed - since)
+            is_overdue = self._num_computed - since >= self._num_until_overdue(account)
+            if not is_overdue or account in served or account not in ready:
+                self._overdue.pop(account, None)
+                continue
+            turn = self._overdue.get(account)
+            if turn is None:
+                held = sum(map(num_tokens_of, self._held))
+                turn = self._overdue[account] = Overdue(num_allowed=held)
+            for sequence in admitted:
+                assert self._served_at[account_of(sequence)] <= since, "passed by a later tenant"
+            turn.num_allowed += sum(map(num_tokens_of, admitted))
+            turn.num_passed += num_tokens
+            assert turn.num_passed <= turn.num_allowed, "starved"
+
+    def _waiting(self) -> list[Sequence]:
+        """Those let in by their strategy that hold no blocks."""
+        engine = self._harness.engine
+        is_open = engine._batches.is_open
+        return [s for s in engine.sequences if not s.block_ids and is_open(s)]
+
+    def _num_until_overdue(self, account: Account) -> int:
+        lanes: dict[str, Lane] = {lane.name: lane for lane in self._harness.lanes}
+        first = min(lane.priority for lane in (*lanes.values(), STANDARD))
+        lane = lanes[account[0]]
+        return (lane.priority - first + 1) * lane.ageing_tokens
+
+
+def account_of(sequence: Sequence) -> Account:
+    return sequence.lane, sequence.tenant
+
+
+def num_tokens_of(sequence: Sequence) -> int:
+    """The most that one run of a sequence computes."""
+    return min(sequence.num_prompt + sequence.max_output, MAX_MODEL_LEN)
