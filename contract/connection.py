@@ -20,7 +20,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
 
 CONNECT_TIMEOUT_S = 0.25
 COMMAND_TIMEOUT_S = 1.0
@@ -49,18 +49,24 @@ def connect(
 
 @contextmanager
 def broker_errors() -> Iterator[None]:
-    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable."""
+    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable, or
+    BrokerFull."""
     try:
         yield
     except AuthenticationError as exc:
         raise BrokerUnavailable("Redis refused the credentials") from exc
     except (ConnectionError, TimeoutError, OSError) as exc:
         raise BrokerUnavailable(f"Redis does not answer ({type(exc).__name__})") from exc
-    except (OutOfMemoryError, ReadOnlyError) as exc:
-        raise BrokerUnavailable(f"Redis takes no writes ({type(exc).__name__})") from exc
+    except ReadOnlyError as exc:
+        raise BrokerUnavailable("Redis takes no writes: it is a read-only replica") from exc
+    except OutOfMemoryError as exc:
+        raise BrokerFull(ErrorCode.MEMORY_FULL, "the memory of Redis is full") from exc
     except ResponseError as exc:
         if "OOM" in str(exc):
-            raise BrokerUnavailable("Redis takes no writes (out of memory)") from exc
+            raise BrokerFull(ErrorCode.MEMORY_FULL, "the memory of Redis is full") from exc
+        if "MISCONF" in str(exc):
+            message = "Redis cannot write its file: its disk is full or fails"
+            raise BrokerFull(ErrorCode.DISK_FULL, message) from exc
         if "Function not found" in str(exc):
             raise BrokerUnavailable("Redis does not hold batchway's function library") from exc
         raise

@@ -2,6 +2,7 @@
 
 BatchwayError
 ├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
+│   └── BrokerFull      it answers; its memory or its disk is full; carries an ErrorCode
 ├── WireError           bytes in Redis that this version cannot read
 └── JobRefused          a job that is not accepted; carries an ErrorCode
 """
@@ -16,6 +17,8 @@ class ErrorCode(StrEnum):
     LANE_FULL = "lane_full"
     NO_WORKERS = "no_workers"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    MEMORY_FULL = "memory_full"
+    DISK_FULL = "disk_full"
     # failed after it was accepted
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_PARAMETER = "bad_parameter"
@@ -31,6 +34,14 @@ class BatchwayError(Exception):
 
 class BrokerUnavailable(BatchwayError):
     """Redis does not answer, is loading, is full or is read-only: try again later."""
+
+
+class BrokerFull(BrokerUnavailable):
+    """Redis answers and can be read, but takes no more jobs: try again later."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class WireError(BatchwayError):

@@ -22,7 +22,7 @@ from contract.calls import (
 )
 from contract.codec import WIRE_VERSION, decode_entry, decode_job, encode_event, encode_job
 from contract.connection import broker_errors
-from contract.errors import ErrorCode, JobRefused
+from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import LogEntry
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 from contract.keys import Keys
@@ -72,7 +72,7 @@ class Functions:
             return await call(f"{LIBRARY}_{name}", 1, self._keys.tag, *args)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Accepts a job. Raises JobRefused (lane_full, idempotency_mismatch)."""
+        """Accepts a job. Raises JobRefused (lane_full, idempotency_mismatch), BrokerFull."""
         s = submission
         reply = await self._call(
             "submit",
@@ -97,6 +97,8 @@ class Functions:
                     ErrorCode.LANE_FULL,
                     f"lane {job.lane!r} is full: {jobs} jobs with {tokens} tokens wait in it",
                 )
+            case [b"MEMORY_FULL"]:
+                raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def claim(

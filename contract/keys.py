@@ -90,6 +90,11 @@ class Keys:
         return f"{self.tag}:quarantine"
 
     @property
+    def memory(self) -> str:
+        """`full` or `free`, for a moment: whether there is memory for more jobs."""
+        return f"{self.tag}:memory"
+
+    @property
     def run_id(self) -> str:
         return f"{self.tag}:runid"
 

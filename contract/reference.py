@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept, Verdict
 from contract.codec import decode_entry, encode_event
-from contract.errors import ErrorCode, JobRefused
+from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
 from contract.functions import BOOT_GRACE_S, FIRST_HASH
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
@@ -70,11 +70,12 @@ class Reference:
         self._workers: dict[str, dict[str, int]] = {}
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
+        self.memory_is_full = False
 
     # --- callers ------------------------------------------------------------------------------
 
     def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Raises JobRefused."""
+        """Raises JobRefused, BrokerFull."""
         s = submission
         known = self._keys.get((job.tenant, s.idempotency_key)) if s.idempotency_key else None
         if known is not None:
@@ -83,6 +84,8 @@ class Reference:
             return Submitted(known[0], False)
         if job.id in self.records:
             return Submitted(job.id, False)
+        if self.memory_is_full:
+            raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         num_jobs, num_tokens = self._backlog(job.model, job.lane)
         if 0 < s.lane_bound_tokens < num_tokens + s.cost_tokens:
             raise JobRefused(ErrorCode.LANE_FULL, "")

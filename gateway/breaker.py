@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable
 
 OPEN_S = 1.0
 
@@ -31,6 +31,9 @@ class Breaker:
             self._is_probing = True
         try:
             yield
+        except BrokerFull:
+            self._open_until_s = None  # it answers, and can be read
+            raise
         except BrokerUnavailable:
             self._open_until_s = self._clock_s() + self._open_s
             raise

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode, JobRefused
+from contract.errors import BatchwayError, BrokerFull, BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
 from contract.jobs import JobStatus
 
@@ -24,6 +24,8 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.LANE_FULL: 429,
     ErrorCode.NO_WORKERS: 503,
     ErrorCode.IDEMPOTENCY_MISMATCH: 422,
+    ErrorCode.MEMORY_FULL: 503,
+    ErrorCode.DISK_FULL: 503,
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.BAD_PARAMETER: 400,
     ErrorCode.ENGINE_ERROR: 500,
@@ -94,15 +96,24 @@ def not_found(what: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(404, code, f"{what} does not exist, or is not yours", param=param)
 
 
-def _dropped(status: int, reason: str, message: str, retry_after_s: int | None) -> ApiError:
+def _dropped(
+    status: int, reason: str, message: str, retry_after_s: int | None, *, code: str | None = None
+) -> ApiError:
+    """Refused load; the code is the reason, unless it says more."""
     headers = {"x-dropped-reason": reason}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
-    return ApiError(status, reason, message, headers=headers)
+    return ApiError(status, code or reason, message, headers=headers)
 
 
 def broker_unavailable() -> ApiError:
     return _dropped(503, "broker_unavailable", "the queue does not answer", random.randint(1, 2))
+
+
+def broker_full(full: BrokerFull) -> ApiError:
+    """What runs goes on and can be read; only new jobs are refused."""
+    message = f"the queue takes no more jobs just now: {full}"
+    return _dropped(503, "broker_unavailable", message, random.randint(5, 10), code=full.code)
 
 
 def no_workers(model: str) -> ApiError:
@@ -124,6 +135,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(429, exc.code, exc.message, None)
         case JobRefused():
             return ApiError(STATUS_BY_CODE[exc.code], exc.code, exc.message)
+        case BrokerFull():
+            return broker_full(exc)
         case BrokerUnavailable():
             return broker_unavailable()
         case UnknownJob():

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
 from workers.messages import Ready, Reprioritise
@@ -66,15 +66,19 @@ class LeaseKeeper:
         was_published, self._is_published = self._is_published, True
         name = self._settings.served_model_name
         if not was_published:
-            await self._lane.ensure_library()
-            await self._lane.publish_model(make_card(name, ready), ready.tokenizer)
+            try:
+                await self._lane.ensure_library()
+                await self._lane.publish_model(make_card(name, ready), ready.tokenizer)
+            except BrokerFull as exc:  # its functions run all the same, and free memory
+                log.warning("model not published: %s", exc)
+                self._is_published = False
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
         for job_id in await self._lane.heartbeat(held, self._info()):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
-        if not was_published:
+        if not was_published and self._is_published:
             kv_tokens = ready.num_blocks * ready.block_size
             log.info(
                 "ready model=%s incarnation=%s kv_tokens=%d",

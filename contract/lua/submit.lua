@@ -10,6 +10,25 @@
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
 --       {'LANE_FULL', queued jobs, queued tokens}
+--       {'MEMORY_FULL'}          the rest of the memory is for the jobs that run
+local MEMORY_SHARE = 0.8    -- of maxmemory, up to which jobs are taken on
+local MEMORY_KNOWN_MS = 100  -- what was found out is good for so long: INFO costs as much as submit
+
+-- Whether so much memory is in use that running jobs may need what is left. Where no maxmemory is
+-- set, never.
+local function is_memory_full(tag)
+  local known = redis.call('GET', tag .. ':memory')
+  if not known then
+    local info = redis.call('INFO', 'memory')
+    local function figure(name) return tonumber(string.match(info, name .. ':(%d+)') or 0) end
+    local used = figure('\nused_memory') - figure('mem_not_counted_for_evict')
+    local most = figure('\nmaxmemory')
+    known = most > 0 and used > MEMORY_SHARE * most and 'full' or 'free'
+    redis.call('SET', tag .. ':memory', known, 'PX', MEMORY_KNOWN_MS)
+  end
+  return known == 'full'
+end
+
 local function submit(keys, argv)
   local tag = keys[1]
   local idem = argv[12] ~= '' and (tag .. ':idem:' .. argv[2] .. ':' .. argv[12])
@@ -23,6 +42,7 @@ local function submit(keys, argv)
     lane = argv[4], cost = tonumber(argv[5]),
   }
   if redis.call('EXISTS', job.key) == 1 then return {'EXISTS', job.id} end
+  if is_memory_full(tag) then return {'MEMORY_FULL'} end
   local counters = redis.call('HMGET', tag .. ':counters:' .. job.model .. ':' .. job.lane,
     'queued_jobs', 'queued_tokens')
   local queued_jobs, queued_tokens = tonumber(counters[1] or 0), tonumber(counters[2] or 0)

@@ -20,7 +20,7 @@ lanes = st.sampled_from(LANES)
 
 # What each function can say, and the fewest times that the walk must have heard it.
 REPLIES = {
-    "submit": ("new", "known", "lane_full", "idempotency_mismatch"),
+    "submit": ("new", "known", "lane_full", "idempotency_mismatch", "memory_full"),
     "claim": ("job", "alone", "nothing"),
     "mine": ("job", "nothing"),  # and "alone", seldom
     "append": (
@@ -125,6 +125,10 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.world.restart()
+
+    @rule(is_full=st.booleans())
+    def fill_memory(self, is_full: bool) -> None:
+        self.world.fill_memory(is_full=is_full)
 
     @rule(seconds=st.sampled_from([1, 6, 11]))
     def pass_time(self, seconds: float) -> None:

@@ -25,6 +25,7 @@ class Walk:
             (9, self._blame),
             (8, lambda: self._world.sweep()),
             (1, lambda: self._world.restart()),
+            (2, lambda: self._world.fill_memory(is_full=self._flip(0.3))),
             (8, lambda: self._world.pass_time(self._rng.choice([1, 3, 6, 11]))),
         ]
 

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept
 from contract.connection import connect
-from contract.errors import BatchwayError, JobRefused
+from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
 from contract.functions import Functions, library_source
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
@@ -190,6 +190,11 @@ class World:
             self.client.set(self.keys.run_id, "another")
             self.reference.restart()
 
+    def fill_memory(self, *, is_full: bool) -> None:
+        """As if memory had been found full, or not; in a world of its own it never is."""
+        self.client.set(self.keys.memory, "full" if is_full else "free")
+        self.reference.memory_is_full = is_full
+
     # --- the comparison -----------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -220,7 +225,7 @@ class World:
         async def run() -> T | str:
             try:
                 return await call(*args, **options)
-            except JobRefused as refused:
+            except (JobRefused, BrokerFull) as refused:
                 return refused.code
 
         return self.loop.run_until_complete(run())
@@ -253,7 +258,7 @@ class World:
 def _outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except JobRefused as refused:
+    except (JobRefused, BrokerFull) as refused:
         return refused.code
     except BatchwayError as error:
         return type(error).__name__

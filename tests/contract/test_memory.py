@@ -1,0 +1,148 @@
+"""A Redis whose memory or disk is full: no new jobs, and those that run end all the same."""
+
+import resource
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from contract.calls import Append
+from contract.connection import connect
+from contract.errors import BrokerFull
+from contract.functions import Functions, ensure_library
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis, find_server
+from tests.contract.test_functions import claim, make_job, make_submission, tokens
+from tests.fleet import until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def small_redis() -> AsyncIterator[redis.asyncio.Redis]:
+    """A server that may be given a maxmemory."""
+    with EmbeddedRedis() as server:
+        client = connect(server.url)
+        await ensure_library(client)
+        yield client
+        await client.aclose()
+
+
+async def fill(client: redis.asyncio.Redis, share: float) -> None:
+    """Leaves so much of its memory in use: maxmemory is set by what is used just now."""
+    used = (await client.info("memory"))["used_memory"]
+    await client.config_set("maxmemory", int(used / share))
+
+
+async def test_jobs_are_refused_before_memory_is_full(
+    small_redis: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Over 80 %: a new job is refused, a known one is still told. Below: taken again."""
+    functions = Functions(small_redis, keys)
+    known = make_job()
+    await functions.submit(known, make_submission())
+    await small_redis.delete(keys.memory)  # what was known is a moment old
+
+    await fill(small_redis, 0.85)
+    with pytest.raises(BrokerFull) as refused:
+        await functions.submit(make_job(), make_submission())
+    assert refused.value.code == "memory_full"
+    assert not (await functions.submit(known, make_submission())).is_new
+
+    await fill(small_redis, 0.7)
+
+    async def is_taken() -> bool:
+        try:
+            return (await functions.submit(make_job(), make_submission())).is_new
+        except BrokerFull:
+            return False
+
+    await until(is_taken)
+
+
+async def test_running_jobs_end_where_no_memory_is_left(
+    small_redis: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Over maxmemory itself: submits are refused whole, everything else goes on."""
+    functions = Functions(small_redis, keys)
+    jobs = [make_job() for _ in range(4)]
+    for job in jobs:
+        await functions.submit(job, make_submission())
+    first, second, *_ = await claim(functions, max_jobs=2)
+    await fill(small_redis, 1.2)
+
+    late = make_job()
+    with pytest.raises(BrokerFull):
+        await functions.submit(late, make_submission())
+    assert await functions.read(late.id, "t") is None
+    event = tokens(0, 1, 2)
+    item = Append(first.job.id, first.epoch, 1, event, 2, JobStatus.SUCCEEDED)
+    assert await functions.append("w1", [item], lease_s=10.0) == [("OK", 3)]
+    assert await functions.heartbeat("w1", "m", [], lease_s=10.0, info="{}") == []
+    assert await functions.cancel(second.job.id, "t") is JobStatus.CANCELLED
+    assert len(await claim(functions, "w2")) == 2
+    assert (await functions.sweep()).num_lapsed == 0
+    found = await functions.read(first.job.id, "t", max_events=9)
+    assert found is not None
+    assert [entry.number for entry in found[1]] == [1, 2]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """A server that keeps a file and outlives a failing write to it: its URL and process id."""
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("a disk is made full by a limit on another process, which is Linux's")
+    url = tmp_path / "r.sock"
+    settings = {"port": "0", "unixsocket": url, "dir": tmp_path, "save": "", "appendonly": "yes"}
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    server = subprocess.Popen(
+        [find_server(), *arguments],
+        stdout=subprocess.DEVNULL,
+        restore_signals=False,  # SIGXFSZ stays ignored: the write fails, the process lives
+    )
+    try:
+        yield f"unix://{url}", server.pid
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+
+
+async def test_a_full_disk_refuses_jobs_and_can_be_read(
+    full_disk: tuple[str, int], keys: Keys
+) -> None:
+    """The append-only file cannot grow: submits say so, reads answer; with room all goes on."""
+    url, pid = full_disk
+    client = connect(url, retries=20)
+    await ensure_library(client)
+    functions = Functions(client, keys)
+    job = make_job()
+    await functions.submit(job, make_submission())
+
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+    async def is_refused() -> bool:  # the write that fails first was answered before it
+        try:
+            await functions.submit(make_job(), make_submission())
+        except BrokerFull as full:
+            return full.code == "disk_full"
+        return False
+
+    await until(is_refused)
+    found = await functions.read(job.id, "t")
+    assert found is not None
+    assert found[0].status is JobStatus.QUEUED
+
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+    async def is_taken() -> bool:
+        try:
+            return (await functions.submit(make_job(), make_submission())).is_new
+        except BrokerFull:
+            return False
+
+    await until(is_taken)
+    await client.aclose()
