@@ -13,6 +13,7 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
+from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
 from models import demo_model_path
 from workers.batching import StrategyName, StrategyOptions
@@ -111,7 +112,7 @@ def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -
     parser.add_argument(
         "--redis-url",
         type=redis_url,
-        default=os.environ.get("REDIS_URL") or None,
+        default=redis_url_of(os.environ),
         metavar="URL",
         help=f"Redis 7.0 or later (default: the variable REDIS_URL, else {redis_default})",
     )

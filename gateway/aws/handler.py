@@ -1,0 +1,61 @@
+"""What Lambda calls: requests of API Gateway (v1 and v2), a job's body, messages of a queue.
+
+All of them become requests to the one app, on one event loop that an execution environment keeps.
+Nothing exists before the first invocation but imported code: a snapshot (SnapStart) holds no
+connection and no secret, so there is nothing to reopen or to reread after a restore.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from mangum import Mangum
+
+from gateway.app import create_app
+from gateway.aws.environment import load_settings
+from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger("batchway.gateway")
+log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
+
+_function: "Function | None" = None
+
+
+def handler(event: dict[str, Any], context: Any) -> dict[str, Any]:
+    """The entry point of ApiFunction."""
+    global _function
+    if _function is None:
+        _function = Function(load_settings())
+    return _function(event, context)
+
+
+class Function:
+    """One execution environment: the app, its loop, and what they keep between invocations."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # where Mangum looks for it
+        self._app = create_app(settings)
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        self._loop.run_until_complete(self._lifespan.__aenter__())
+        self._http = Mangum(self._app, lifespan="off")  # ours goes on between invocations
+        self._api_key = settings.api_key
+
+    def __call__(self, event: dict[str, Any], context: Any) -> dict[str, Any]:
+        """Answers one event, in the shape that its sender expects."""
+        if "requestContext" in event:
+            return self._http(event, context)
+        if "Records" in event:
+            return self._run(answer_messages(self._app, event["Records"], self._api_key))
+        return self._run(answer_job(self._app, JobRequest.of_event(event), self._api_key))
+
+    def close(self) -> None:
+        """Ends what runs between invocations; Lambda itself never asks for it."""
+        self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
+        asyncio.set_event_loop(None)
+        self._loop.close()
+
+    def _run(self, work: Any) -> dict[str, Any]:
+        answered: dict[str, Any] = self._loop.run_until_complete(work)
+        return answered

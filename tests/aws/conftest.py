@@ -1,0 +1,58 @@
+"""The gateway as Lambda runs it, against a real Redis; and an AWS of our own on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from gateway.aws.handler import Function
+from infra.embedded_redis import EmbeddedRedis
+from tests.aws.lambda_events import KEY
+from tests.gateway import conftest as gateway_conftest
+
+idle_worker = gateway_conftest.idle_worker
+worker = gateway_conftest.worker
+
+Invoke = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture
+async def invoke(redis_server: EmbeddedRedis) -> AsyncIterator[Invoke]:
+    """Invokes ApiFunction. Its loop stands still between invocations, as on Lambda."""
+    settings = gateway_conftest.make_settings(redis_server.url, api_key=KEY)
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        function = await loop.run_in_executor(thread, Function, settings)
+        yield lambda event: loop.run_in_executor(thread, function, event, None)
+        await loop.run_in_executor(thread, function.close)
+
+
+@pytest.fixture(scope="session")
+def aws_url() -> Iterator[str]:
+    """moto's server: the APIs of AWS, as far as they are emulated."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def aws_environ(aws_url: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Variables that point every client to that server, set for this process too."""
+    environ = {
+        "AWS_REGION": "eu-central-1",
+        "AWS_DEFAULT_REGION": "eu-central-1",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_SESSION_TOKEN": "testing",
+        "AWS_ENDPOINT_URL": aws_url,
+        "AWS_ENDPOINT_URL_SECRETS_MANAGER": aws_url,
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    return environ

@@ -1,0 +1,187 @@
+"""ApiFunction: each kind of event reaches the one app, and is answered in its sender's shape."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from gateway.aws import handler
+from tests.aws.conftest import Invoke
+from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+
+pytestmark = pytest.mark.anyio
+
+COMPLETION = {"model": MODEL, "prompt": "ab"}
+JOB = {"endpoint": "/v1/completions", "body": COMPLETION}
+BOTH = pytest.mark.parametrize("event", [rest_event, http_event], ids=["rest", "http"])
+Event = Callable[..., dict[str, Any]]
+
+
+@BOTH
+async def test_a_completion_is_answered_whole(
+    event: Event, invoke: Invoke, worker: FakeWorker
+) -> None:
+    """As text, with its headers, in the shape of the API it came through."""
+    answer = await invoke(event("POST", "/v1/completions", COMPLETION))
+
+    assert answer["statusCode"] == 200
+    assert answer["headers"]["content-type"] == "application/json"
+    assert answer["headers"]["x-job-id"] == worker.seen[0].id
+    assert not answer["isBase64Encoded"]
+    assert json.loads(answer["body"])["choices"][0]["text"] == "Hello wörld!"
+
+
+@BOTH
+async def test_a_job_is_submitted_read_and_cancelled(
+    event: Event, invoke: Invoke, idle_worker: FakeWorker
+) -> None:
+    """Three invocations of one environment, which keeps its connections from one to the next."""
+    submitted = await invoke(event("POST", "/v1/jobs", JOB))
+    job_id = json.loads(submitted["body"])["id"]
+    read = await invoke(event("GET", f"/v1/jobs/{job_id}"))
+    cancelled = await invoke(event("POST", f"/v1/jobs/{job_id}/cancel"))
+
+    assert submitted["statusCode"] == 202
+    assert submitted["headers"]["location"] == f"/v1/jobs/{job_id}"
+    assert json.loads(read["body"])["status"] == "queued"
+    assert json.loads(cancelled["body"])["status"] == "cancelled"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "/v1/completions", {"model": MODEL}, 400, "missing_required_parameter"),
+        ("POST", "/v1/completions", {"model": "none", "prompt": "a"}, 404, "model_not_found"),
+        ("GET", "/v1/jobs/job-0-" + "0" * 32, None, 404, "job_not_found"),
+        ("GET", "/v1/nothing", None, 404, "not_found"),
+    ],
+)
+async def test_an_error_keeps_its_status_and_shape(
+    event: Event,
+    method: str,
+    path: str,
+    body: object,
+    status: int,
+    code: str,
+    invoke: Invoke,
+    idle_worker: FakeWorker,
+) -> None:
+    """What uvicorn would send, API Gateway sends too."""
+    answer = await invoke(event(method, path, body))
+    assert (answer["statusCode"], json.loads(answer["body"])["error"]["code"]) == (status, code)
+
+
+async def test_a_request_without_the_key_is_refused(
+    invoke: Invoke, idle_worker: FakeWorker
+) -> None:
+    """API Gateway lets everybody in; the app does not."""
+    answer = await invoke(rest_event("GET", "/v1/models", headers={"Authorization": "Bearer x"}))
+    assert answer["statusCode"] == 401
+
+
+async def test_a_job_body_is_submitted_without_http(
+    invoke: Invoke, worker: FakeWorker, functions: Functions
+) -> None:
+    """`lambda.invoke` with what POST /v1/jobs takes; headers may stand beside it."""
+    event = JOB | {"headers": {"Idempotency-Key": "once"}}
+    first, second = await invoke(event), await invoke(event)
+    wrong = await invoke(
+        {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "a", "n": 9}}
+    )
+
+    assert first["statusCode"] == second["statusCode"] == 202
+    assert first["body"]["id"] == second["body"]["id"] == first["headers"]["x-job-id"]
+    assert wrong["statusCode"] == 400
+    assert wrong["body"]["error"]["param"] == "body.n"
+
+
+async def test_messages_that_are_refused_stay_in_the_queue(
+    invoke: Invoke, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Only those: a batch is no unit. Delivered again, an accepted one is no second job."""
+    event = sqs_event(("m1", json.dumps(JOB)), ("m2", "no JSON"), ("m3", json.dumps(JOB)))
+    first, second = await invoke(event), await invoke(event)
+
+    assert first == second == {"batchItemFailures": [{"itemIdentifier": "m2"}]}
+    counters = await redis_client.hgetall(keys.counters(MODEL, "standard"))
+    assert counters[b"queued_jobs"] == b"2"
+
+
+async def test_a_message_brings_headers_as_attributes(
+    invoke: Invoke, idle_worker: FakeWorker
+) -> None:
+    """A key of its own is checked as any other; the sender's idempotency key wins."""
+    body = json.dumps(JOB)
+    stranger = await invoke(sqs_event(("m1", body), Authorization="Bearer " + "x" * 32))
+    named = await invoke(sqs_event(("m2", body), **{"Idempotency-Key": "a", "Authorization": KEY}))
+    taken = await invoke(sqs_event(("m3", body), **{"Idempotency-Key": "a"}))
+
+    assert stranger["batchItemFailures"] == [{"itemIdentifier": "m1"}]
+    assert named["batchItemFailures"] == [{"itemIdentifier": "m2"}]  # no bearer
+    assert taken["batchItemFailures"] == []
+
+
+async def test_the_same_job_has_the_same_body_here_and_behind_uvicorn(
+    invoke: Invoke, worker: FakeWorker, redis_server: Any
+) -> None:
+    """Byte by byte, apart from ids and times."""
+    from tests.gateway.conftest import make_settings, running_gateway
+
+    worker.script = says("Ünï", "code", "\u2028", "{}")
+    bodies = {
+        "/v1/completions": COMPLETION | {"seed": 1, "logprobs": 2},
+        "/v1/chat/completions": {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "n": 2,
+        },
+    }
+    with running_gateway(make_settings(redis_server.url, api_key=KEY)) as url:
+        async with httpx.AsyncClient(
+            base_url=url, headers={"authorization": f"Bearer {KEY}"}
+        ) as http:
+            for path, body in bodies.items():
+                local = (await http.post(path, json=body)).content
+                on_lambda = (await invoke(rest_event("POST", path, body)))["body"].encode()
+                assert without_ids(local) == without_ids(on_lambda)
+
+
+def without_ids(body: bytes) -> bytes:
+    """The answer with its id and time blanked, as the bytes that were sent."""
+    found = json.loads(body)
+    return body.replace(found["id"].encode(), b"ID").replace(str(found["created"]).encode(), b"T")
+
+
+async def test_the_entry_point_reads_its_settings_once(
+    worker: FakeWorker, redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first invocation, so that a snapshot taken before it holds none."""
+    import asyncio
+    import threading
+
+    monkeypatch.setenv("REDIS_URL", redis_server.url)
+    monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
+    monkeypatch.setenv("BATCHWAY_API_KEY", KEY)
+    assert handler._function is None
+
+    answers: list[dict[str, Any]] = []
+
+    def run() -> None:
+        answers.append(handler.handler(rest_event("GET", "/livez"), None))
+        monkeypatch.delenv("REDIS_URL")
+        answers.append(handler.handler(rest_event("GET", "/readyz"), None))
+        assert handler._function is not None
+        handler._function.close()
+        handler._function = None
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert [answer["statusCode"] for answer in answers] == [200, 200]
