@@ -1,0 +1,35 @@
+"""Interrupts a job at every place of its log."""
+
+from dataclasses import dataclass
+
+from contract.jobs import Job
+from tests.resume.local_worker import LocalWorker
+from tests.resume.logged_job import LoggedJob
+from workers.engine.model import LoadedModel
+from workers.held_job import HeldJob
+from workers.messages import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How the workers of a test are built. Each has an engine of its own, around one model."""
+
+    loaded: LoadedModel
+    options: EngineOptions
+    held_type: type[HeldJob] = HeldJob
+
+    def run(self, *jobs: LoggedJob, max_events: int | None = None) -> None:
+        LocalWorker(self.loaded, self.options, self.held_type, max_events).run(jobs)
+
+    def undisturbed(self, job: Job) -> LoggedJob:
+        """The job alone, from its first token to its end; an event for each of its steps."""
+        logged = LoggedJob(job)
+        self.run(logged)
+        return logged
+
+    def passed_on_at_every_event(self, job: Job) -> LoggedJob:
+        """The job run by workers each of which dies after a single event."""
+        logged = LoggedJob(job)
+        while not logged.has_ended:
+            self.run(logged, max_events=1)
+        return logged

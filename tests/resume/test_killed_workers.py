@@ -1,0 +1,94 @@
+"""Cuts where they hurt: kill -9 of one worker after another, over a real Redis."""
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.jobs import Job, JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions, expected_output, output_text
+from tests.fleet import Answer, Caller, WorkerProcess, fleet
+
+pytestmark = pytest.mark.anyio
+
+NUM_TOKENS = 80
+MODEL = HashModelOptions(step_s=0.015, eos_rate=0.0, num_blocks=256)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sampled": {"temperature": 1.0},
+    "choices": {"temperature": 1.0, "n": 3},
+    "logprobs": {"logprobs": 2},
+    "prompt_logprobs": {"prompt_logprobs": 1, "n": 3, "temperature": 1.0},
+    "stop": {},  # a stop string out of the middle of what it says
+    "never": {},  # one that begins again and again and never completes
+}
+STOP_AT = 35  # characters
+
+
+def stops_of(kind: str, text: str) -> tuple[str, ...]:
+    if kind == "stop":
+        return (text[STOP_AT : STOP_AT + 4],)
+    return tuple({character + "\0" for character in text[:40]})[:4] if kind == "never" else ()
+
+
+def unstopped(job: Job, choice: int) -> list[int]:
+    return expected_output(job.prompt_ids, job.params, choice=choice, eos_rate=0.0)[0]
+
+
+async def submit(caller: Caller, kind: str, number: int) -> Job:
+    prompt = f"{kind} {number}"
+    params = {"max_tokens": NUM_TOKENS, "seed": number, **KINDS[kind]}
+    plain = await caller.submit(prompt, **params)
+    stops = stops_of(kind, output_text(unstopped(plain, 0)))
+    return await caller.submit(prompt, **params, stop=stops) if stops else plain
+
+
+def assert_exact(job: Job, answer: Answer) -> None:
+    """Every choice as if its worker had lived, and the usage that callers pay for."""
+    assert answer.ends[0].status is JobStatus.SUCCEEDED
+    for choice in range(job.params.n):
+        token_ids, whole = answer.token_ids[choice], unstopped(job, choice)
+        assert token_ids == whole[: len(token_ids)]
+        text = output_text(whole)
+        stop = min((place for s in job.params.stop if (place := text.find(s)) >= 0), default=None)
+        assert answer.text[choice] == text[:stop]
+        assert answer.finish_reason[choice] == ("length" if stop is None else "stop")
+        assert len(token_ids) == NUM_TOKENS or stop is not None
+        if job.params.logprobs is not None:
+            assert [one.token_id for one in answer.logprobs[choice]] == token_ids
+    if job.params.prompt_logprobs is not None:
+        assert [one.token_id for one in answer.prompt] == list(job.prompt_ids[1:])
+    assert answer.ends[0].output_tokens == sum(map(len, answer.token_ids.values()))
+
+
+async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess:
+    """The worker that holds most jobs, by the process id in its incarnation."""
+    held: dict[int, int] = {}
+    prefix = caller.keys.owned("")
+    for key in await caller.client.keys(f"{prefix}*"):
+        pid = int(key.decode()[len(prefix) :].split("-")[-2])
+        held[pid] = await caller.client.scard(key)
+    return max(workers, key=lambda worker: held.get(worker.pid, 0))
+
+
+async def test_jobs_outlive_two_workers_token_for_token(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
+) -> None:
+    """All kinds of jobs at once; twice the worker that runs most of them is killed."""
+    caller = Caller(Functions(redis_client, keys), redis_client, keys)
+    settings = {"lease_s": 1.0, "engine": {"max_num_batched_tokens": 48}}
+    async with fleet(redis_server.url, 3, MODEL, **settings) as workers:
+        jobs = [await submit(caller, kind, number) for number in range(2) for kind in KINDS]
+        for num_tokens in (8, 24):
+            for job in jobs:
+                await caller.has_output(job, num_tokens)
+            worker = await busiest(caller, workers)
+            worker.kill()
+            workers.remove(worker)
+        for job in jobs:
+            assert_exact(job, await caller.answer(job))
+        attempts = [(await caller.view(job)).attempt for job in jobs]
+    assert max(attempts) == 3, "both kills must meet a running job"
