@@ -68,7 +68,8 @@ async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess
     """The worker that holds most jobs, by the process id in its incarnation."""
     held: dict[int, int] = {}
     prefix = caller.keys.owned("")
-    for key in await caller.client.keys(f"{prefix}*"):
+    keys: Any = await caller.client.keys(f"{prefix}*")
+    for key in keys:
         pid = int(key.decode()[len(prefix) :].split("-")[-2])
         held[pid] = await caller.client.scard(key)
     return max(workers, key=lambda worker: held.get(worker.pid, 0))
