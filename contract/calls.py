@@ -1,11 +1,12 @@
 """What the functions are told and what they answer, as types. The calls are in functions.py."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
 from contract.events import LogEvent
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 
 
 class Verdict(StrEnum):
@@ -31,6 +32,7 @@ class Submission:
     idempotency_key: str = ""
     body_hash: str = ""
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the caller's, to find it by
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Append:
     fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
     code: str = ""
     message: str = ""
+    result: ObjectRef | None = None  # with an end: where the log before it is kept from now on
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,33 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found: leases lapsed, deadlines passed, callers gone."""
+    """What a sweep found: leases lapsed, deadlines passed, callers gone, retentions over."""
 
     num_lapsed: int
     num_expired: int
     num_unattended: int
+    num_forgotten: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which of a tenant's jobs a list shows; what is empty admits all."""
+
+    statuses: frozenset[JobStatus] = frozenset()
+    lane: str = ""
+    model: str = ""
+    created_after_ms: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Jobs of a list, the youngest first. `position` is the id after which the search
+    goes on, empty at the end; a page may be short, or empty, before that.
+    """
+
+    views: tuple["JobView", ...]
+    position: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,8 @@ class JobView:
     deadline_ms: int
     code: str
     message: str
+    metadata: Mapping[str, str]
+    result: ObjectRef | None  # where the log before its end is kept; None: here
 
     @property
     def is_terminal(self) -> bool:

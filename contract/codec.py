@@ -2,18 +2,21 @@
 
 import hashlib
 import zlib
+from collections.abc import Mapping
 
 import msgspec
 
 from contract.errors import WireError
 from contract.events import LogEntry, LogEvent
-from contract.jobs import Job, ModelCard, TokenizerFiles
+from contract.jobs import Job, ModelCard, ObjectRef, TokenizerFiles
 
 WIRE_VERSION = 1
 
 _encoder = msgspec.msgpack.Encoder()
 _job_decoder = msgspec.msgpack.Decoder(Job)
 _event_decoder: msgspec.msgpack.Decoder[LogEvent] = msgspec.msgpack.Decoder(LogEvent)
+_ref_decoder = msgspec.msgpack.Decoder(ObjectRef)
+_metadata_decoder = msgspec.msgpack.Decoder(dict[str, str])
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
 _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
 
@@ -28,6 +31,31 @@ def decode_job(raw: bytes) -> Job:
         return _job_decoder.decode(raw)
     except msgspec.MsgspecError as exc:
         raise WireError(f"unreadable job record: {type(exc).__name__}") from exc
+
+
+def encode_ref(ref: ObjectRef) -> bytes:
+    return _encoder.encode(ref)
+
+
+def decode_ref(raw: bytes) -> ObjectRef:
+    """Raises WireError."""
+    try:
+        return _ref_decoder.decode(raw)
+    except msgspec.MsgspecError as exc:
+        raise WireError(f"unreadable object reference: {type(exc).__name__}") from exc
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> bytes:
+    """Nothing where there is none."""
+    return _encoder.encode(metadata) if metadata else b""
+
+
+def decode_metadata(raw: bytes) -> dict[str, str]:
+    """Raises WireError."""
+    try:
+        return _metadata_decoder.decode(raw) if raw else {}
+    except msgspec.MsgspecError as exc:
+        raise WireError(f"unreadable metadata: {type(exc).__name__}") from exc
 
 
 def encode_event(event: LogEvent) -> bytes:

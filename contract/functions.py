@@ -14,13 +14,25 @@ from contract.calls import (
     Blame,
     Claimed,
     JobView,
+    Page,
     Release,
     Submission,
     Submitted,
     Swept,
     Verdict,
+    Wanted,
 )
-from contract.codec import WIRE_VERSION, decode_entry, decode_job, encode_event, encode_job
+from contract.codec import (
+    WIRE_VERSION,
+    decode_entry,
+    decode_job,
+    decode_metadata,
+    decode_ref,
+    encode_event,
+    encode_job,
+    encode_metadata,
+    encode_ref,
+)
 from contract.connection import broker_errors
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import LogEntry
@@ -31,6 +43,7 @@ LIBRARY = "batchway_v1"
 _LUA = Path(__file__).parent / "lua"
 FIRST_HASH = "00000000"
 
+MAX_LOOKS = 500  # jobs of a list that one call looks at
 IDEMPOTENCY_TTL_S = 24 * 3600
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
@@ -77,10 +90,11 @@ class Functions:
         reply = await self._call(
             "submit",
             *(job.id, job.tenant, job.model, job.lane),
-            *(s.cost_tokens, len(job.prompt_ids), s.max_output_tokens),
+            *(s.cost_tokens, job.num_prompt_tokens, s.max_output_tokens),
             *(int(s.deadline_s * 1000), int(s.retention_s * 1000), s.max_attempts),
             *(s.lane_bound_tokens, s.idempotency_key, s.body_hash, IDEMPOTENCY_TTL_S * 1000),
             *(WIRE_VERSION, int(s.attendance_s * 1000), encode_job(job)),
+            *(encode_metadata(s.metadata), "" if job.stored_prompt is None else "1"),
         )
         match reply:
             case [b"OK", job_id, jobs, tokens]:
@@ -136,6 +150,7 @@ class Functions:
             event = encode_event(item.event) if item.event is not None else b""
             args += [item.job_id, item.epoch, item.number, event, item.num_tokens]
             args += [item.fin, item.code, item.message]
+            args += [b"" if item.result is None else encode_ref(item.result)]
         reply = await self._call("append", incarnation, int(lease_s * 1000), *args)
         return [_verdict(part) for part in reply]
 
@@ -212,8 +227,46 @@ class Functions:
         if reply[0] == b"NOT_FOUND":
             return None
         _, flat, entries = reply
-        record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-        return _view(record), [decode_entry(number, h, raw) for number, h, raw in entries]
+        return _view(_record(flat)), [decode_entry(number, h, raw) for number, h, raw in entries]
+
+    async def list_jobs(
+        self,
+        tenant: str,
+        wanted: Wanted,
+        *,
+        after: str = "",
+        max_jobs: int = 20,
+        max_looks: int = MAX_LOOKS,
+    ) -> Page | None:
+        """A tenant's jobs after the one with the id `after`, the youngest first; None where that
+        job is not in the list. Looks at `max_looks` jobs at most. Raises WireError.
+        """
+        states = "".join(f"{status} " for status in sorted(wanted.statuses))
+        metadata = [part for pair in wanted.metadata.items() for part in pair]
+        reply = await self._call(
+            "list",
+            *(tenant, after, wanted.created_after_ms, max_jobs, max_looks),
+            *(states, wanted.lane, wanted.model, *metadata),
+            reads=True,
+        )
+        if reply == [b"NOT_FOUND"]:
+            return None
+        _, position, records = reply
+        return Page(tuple(_view(_record(flat)) for flat in records), position.decode())
+
+    async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
+        """Forgets a job that has ended: True. False where the tenant has no such job; the status
+        of one that has not ended.
+        """
+        match await self._call("delete", job_id, tenant):
+            case [b"DELETED"]:
+                return True
+            case [b"NOT_FOUND"]:
+                return False
+            case [status]:
+                return JobStatus(status.decode())
+            case reply:
+                raise AssertionError(f"delete: unknown reply {reply!r}")
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done; after a restart of Redis it first grants a grace."""
@@ -242,6 +295,10 @@ def _verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
     return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
 
 
+def _record(flat: list[bytes]) -> dict[str, bytes]:
+    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
 def _view(record: dict[str, bytes]) -> JobView:
     def ms(name: str) -> int | None:
         return int(record[name]) if record[name] else None
@@ -261,4 +318,6 @@ def _view(record: dict[str, bytes]) -> JobView:
         deadline_ms=int(record["deadline"]),
         code=record["code"].decode(),
         message=record["message"].decode(),
+        metadata=decode_metadata(record["metadata"]),
+        result=decode_ref(record["result"]) if record["result"] else None,
     )

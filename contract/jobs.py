@@ -68,6 +68,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
 
 
+class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where something too large for Redis lies: a key of an object store, and what it must hold.
+
+    `store` names the store, so that a reader of another one says so instead of missing the object.
+    """
+
+    store: str
+    key: str
+    sha256: str  # hex
+    num_bytes: int
+
+
+class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that lies in the object store."""
+
+    ref: ObjectRef
+    num_tokens: int
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is immutable of a job; what changes lies beside it in the job's record."""
 
@@ -83,6 +102,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     echo: bool = False  # the answer's text begins with the prompt's
     shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
     prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
+    stored_prompt: StoredPrompt | None = None  # then `prompt_ids` is empty until it is fetched
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids) or (self.stored_prompt.num_tokens if self.stored_prompt else 0)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,9 @@ class Keys:
     def job(self, job_id: str) -> str:
         return f"{self.tag}:job:{job_id}"
 
+    def jobs(self, tenant: str) -> str:
+        return f"{self.tag}:jobs:{tenant}"
+
     def log(self, job_id: str) -> str:
         return f"{self.tag}:log:{job_id}"
 
@@ -84,6 +87,14 @@ class Keys:
     @property
     def attended(self) -> str:
         return f"{self.tag}:attended"
+
+    @property
+    def kept(self) -> str:
+        return f"{self.tag}:kept"
+
+    @property
+    def litter(self) -> str:
+        return f"{self.tag}:litter"
 
     @property
     def quarantine(self) -> str:

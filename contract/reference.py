@@ -10,12 +10,24 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept, Verdict
+from contract.calls import (
+    Append,
+    Blame,
+    Claimed,
+    JobView,
+    Page,
+    Release,
+    Submission,
+    Submitted,
+    Swept,
+    Verdict,
+    Wanted,
+)
 from contract.codec import decode_entry, encode_event
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
-from contract.functions import BOOT_GRACE_S, FIRST_HASH
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 
 MAX_RELEASES = 32
 SUSPECT = "suspect"
@@ -31,6 +43,7 @@ class Record:
     job: Job
     submission: Submission
     lane: str
+    created_ms: int
     deadline_ms: int
     state: JobStatus = JobStatus.QUEUED
     queue: str = ""  # a tenant's, BACK or SUSPECT, while queued and while running
@@ -43,6 +56,12 @@ class Record:
     lease_ms: int | None = None
     attended_until_ms: int | None = None
     num_tokens: int = 0
+    claimed_ms: int | None = None
+    first_token_ms: int | None = None
+    finished_ms: int | None = None
+    code: str = ""
+    message: str = ""
+    result: ObjectRef | None = None
     log: list[LogEntry] = field(default_factory=list)
 
     @property
@@ -64,6 +83,7 @@ class Reference:
     def __init__(self) -> None:
         self.now_ms = 0
         self.records: dict[str, Record] = {}
+        self.litter: set[str] = set()  # forgotten jobs that keep something in the object store
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
         self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
@@ -89,7 +109,8 @@ class Reference:
         num_jobs, num_tokens = self._backlog(job.model, job.lane)
         if 0 < s.lane_bound_tokens < num_tokens + s.cost_tokens:
             raise JobRefused(ErrorCode.LANE_FULL, "")
-        record = Record(job, s, job.lane, self.now_ms + int(s.deadline_s * 1000))
+        deadline_ms = self.now_ms + int(s.deadline_s * 1000)
+        record = Record(job, s, job.lane, self.now_ms, deadline_ms)
         if s.attendance_s > 0:
             record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
         self.records[job.id] = record
@@ -135,6 +156,39 @@ class Reference:
                 attendance_ms = int(record.submission.attendance_s * 1000)
                 record.attended_until_ms = self.now_ms + attendance_ms
         return len(attended)
+
+    def list_jobs(
+        self,
+        tenant: str,
+        wanted: Wanted,
+        *,
+        after: str = "",
+        max_jobs: int = 20,
+        max_looks: int = MAX_LOOKS,
+    ) -> Page | None:
+        records = [r for r in self.records.values() if r.job.tenant == tenant]
+        records.sort(key=lambda r: (r.created_ms, r.job.id), reverse=True)
+        ids = [r.job.id for r in records]
+        if after and after not in ids:
+            return None
+        first = ids.index(after) + 1 if after else 0
+        looked = records[first : first + max_looks]
+        views: list[JobView] = []
+        for index, record in enumerate(looked):
+            if record.created_ms <= wanted.created_after_ms:
+                return Page(tuple(views), "")
+            if _matches(record, wanted):
+                if len(views) == max_jobs:
+                    return Page(tuple(views), looked[index - 1].job.id)
+                views.append(_view(record))
+        return Page(tuple(views), looked[-1].job.id if len(looked) == max_looks else "")
+
+    def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
+        record = self._owned(job_id, tenant)
+        if record is not None and record.is_terminal:
+            self._forget(record)
+            return True
+        return False if record is None else record.state
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -228,7 +282,7 @@ class Reference:
         if self._restarted:
             self._restarted = False
             self._grant_grace()
-            return Swept(0, 0, 0)
+            return Swept(0, 0, 0, 0)
         open_records = [r for r in self.records.values() if not r.is_terminal]
         expired = [r for r in open_records if r.deadline_ms <= self.now_ms]
         for record in expired:
@@ -246,7 +300,10 @@ class Reference:
         for record in sorted(lapsed, key=lambda r: (r.lease_ms, r.job.id)):
             record.lapses += 1
             self._give_back(record, BACK if record.lapses == 1 else SUSPECT)
-        return Swept(len(lapsed), len(expired), len(unattended))
+        forgotten = [r for r in self.records.values() if self._is_over(r)]
+        for record in forgotten:
+            self._forget(record)
+        return Swept(len(lapsed), len(expired), len(unattended), len(forgotten))
 
     def restart(self) -> None:
         """Redis has been restarted: the next sweep grants a grace."""
@@ -271,10 +328,13 @@ class Reference:
         record.lease_ms = self.now_ms + lease_ms
         if item.event is not None:
             record.num_tokens += item.num_tokens
+            if item.num_tokens and record.first_token_ms is None:
+                record.first_token_ms = self.now_ms
             record.state = JobStatus.STREAMING
             _log(record, item.event)
         if item.fin:
             self._end(record, item.fin, item.code, item.message)
+            record.result = item.result
         return Verdict.OK, record.next_number
 
     def _release(self, incarnation: str, item: Release) -> Verdict | JobStatus:
@@ -321,6 +381,7 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
+        record.claimed_ms = self.now_ms if record.claimed_ms is None else record.claimed_ms
         record.lease_ms = self.now_ms + lease_ms
         return self._handed_out(record)
 
@@ -338,12 +399,24 @@ class Reference:
     def _end(self, record: Record, status: JobStatus, code: str = "", message: str = "") -> None:
         _log(
             record,
-            End(status, code, message, len(record.job.prompt_ids), record.num_tokens),
+            End(status, code, message, record.job.num_prompt_tokens, record.num_tokens),
         )
         if record.state is JobStatus.QUEUED:
             self._leave_queue(record)
         record.state, record.owner = status, ""
+        record.code, record.message, record.finished_ms = code, message, self.now_ms
         record.lease_ms = record.attended_until_ms = None
+
+    def _is_over(self, record: Record) -> bool:
+        """Whether a job has ended so long ago that it is kept no more."""
+        if record.finished_ms is None:
+            return False
+        return record.finished_ms + int(record.submission.retention_s * 1000) <= self.now_ms
+
+    def _forget(self, record: Record) -> None:
+        del self.records[record.job.id]
+        if record.job.stored_prompt is not None or record.result is not None:
+            self.litter.add(record.job.id)
 
     # --- queues -------------------------------------------------------------------------------
 
@@ -441,6 +514,36 @@ def _fence(record: Record | None, incarnation: str, epoch: int) -> Verdict | Job
     if (record.owner, record.epoch) != (incarnation, epoch) or record.state not in _RUNNING:
         return Verdict.FENCED
     return None
+
+
+def _matches(record: Record, wanted: Wanted) -> bool:
+    return (
+        (not wanted.statuses or record.state in wanted.statuses)
+        and wanted.lane in ("", record.lane)
+        and wanted.model in ("", record.job.model)
+        and wanted.metadata.items() <= record.submission.metadata.items()
+    )
+
+
+def _view(record: Record) -> JobView:
+    return JobView(
+        job=record.job,
+        status=record.state,
+        lane=record.lane,
+        attempt=record.attempt,
+        next_number=record.next_number,
+        num_output_tokens=record.num_tokens,
+        num_prompt_tokens=record.job.num_prompt_tokens,
+        created_ms=record.created_ms,
+        claimed_ms=record.claimed_ms,
+        first_token_ms=record.first_token_ms,
+        finished_ms=record.finished_ms,
+        deadline_ms=record.deadline_ms,
+        code=record.code,
+        message=record.message,
+        metadata=dict(record.submission.metadata),
+        result=record.result,
+    )
 
 
 def _log(record: Record, event: LogEvent) -> None:

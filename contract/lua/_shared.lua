@@ -11,7 +11,13 @@ local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = t
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'epoch', 'attempt', 'releases',
   'lapses', 'crashes', 'next', 'hash', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
-  'max_attempts', 'deadline', 'ttl_ms',
+  'max_attempts', 'deadline', 'ttl_ms', 'has_objects',
+}
+
+-- What a job's owner is told of it.
+local VIEW_FIELDS = {
+  'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
+  'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
 }
 
 local NUMBERS = {
@@ -35,7 +41,19 @@ local function load_job(tag, id)
   local job = {id = id, key = key}
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
   for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) end
+  job.has_objects = job.has_objects == '1'
   return job
+end
+
+-- A job's record for its owner: {field, value, …}.
+local function view(key)
+  local values = redis.call('HMGET', key, unpack(VIEW_FIELDS))
+  local record = {}
+  for i, name in ipairs(VIEW_FIELDS) do
+    table.insert(record, name)
+    table.insert(record, values[i] or '')
+  end
+  return record
 end
 
 local function count(tag, job, what, sign)
@@ -121,11 +139,31 @@ local function compact(tag, job)
   end
 end
 
--- The only way into a terminal state: terminal event, record, queue, counters, expiry.
-local function terminal(tag, job, status, code, message, now)
+-- A job's entry in `kept`: what is left to forget of it once its record has expired.
+local function kept_entry(job)
+  return job.id .. ' ' .. (job.has_objects and '1' or '0') .. ' ' .. job.tenant
+end
+
+-- Forgets a job that has ended; what it keeps in the object store becomes litter.
+local function forget(tag, id, tenant, has_objects, entry)
+  redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
+  redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
+  redis.call('ZREM', tag .. ':kept', entry)
+  if has_objects then redis.call('SADD', tag .. ':litter', id) end
+end
+
+-- The only way into a terminal state: terminal event, record, queue, counters, expiry. A result
+-- (msgpack ObjectRef, '': none) says where the log up to the end is kept instead of here.
+local function terminal(tag, job, status, code, message, now, result)
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
-  compact(tag, job)
+  if result and result ~= '' then
+    redis.call('XTRIM', tag .. ':log:' .. job.id, 'MINID', (job.next - 1) .. '-0')
+    redis.call('HSET', job.key, 'result', result, 'has_objects', '1')
+    job.has_objects = true
+  else
+    compact(tag, job)
+  end
   leave(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)
@@ -133,6 +171,7 @@ local function terminal(tag, job, status, code, message, now)
     'finished', now, 'owner', '')
   redis.call('PEXPIRE', job.key, job.ttl_ms)
   redis.call('PEXPIRE', tag .. ':log:' .. job.id, job.ttl_ms)
+  redis.call('ZADD', tag .. ':kept', now + job.ttl_ms, kept_entry(job))
   job.state = status
 end
 

@@ -1,8 +1,9 @@
 -- append: one step's output of all of a worker's jobs; ends those that are done. Renews leases.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 lease (ms)  then 8 for each job:
+-- ARGV  1 incarnation  2 lease (ms)  then 9 for each job:
 --       id, epoch, event number, event (msgpack, '': none), output tokens in it,
---       '' | 'succeeded' | 'failed', error code, error message
+--       '' | 'succeeded' | 'failed', error code, error message, where its log is kept from its end
+--       on (msgpack ObjectRef, '': here)
 -- reply one verdict for each job, in order:
 --       {'OK', next event number}  appended, or appended before
 --       {'GAP', next event number} events are missing before this one
@@ -11,7 +12,7 @@
 --       {'GONE'}                   no such job
 --       {status}                   the job has ended: succeeded, failed, cancelled, expired
 local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, event, num_tokens,
-                          fin, code, message)
+                          fin, code, message, result)
   local job = load_job(tag, id)
   local refusal = fence(job, incarnation, epoch)
   if refusal then return {refusal} end
@@ -30,7 +31,7 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
     if num_tokens > 0 then redis.call('HSETNX', job.key, 'first_token', now) end
     log_event(tag, job, event)
   end
-  if fin ~= '' then terminal(tag, job, fin, code, message, now) end
+  if fin ~= '' then terminal(tag, job, fin, code, message, now, result) end
   return {'OK', job.next}
 end
 
@@ -38,10 +39,10 @@ local function append(keys, argv)
   local tag, now = keys[1], now_ms(keys[1])
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
   local verdicts = {}
-  for i = 3, #argv, 8 do
+  for i = 3, #argv, 9 do
     table.insert(verdicts, append_one(tag, now, incarnation, lease_ms, argv[i], argv[i + 1],
       tonumber(argv[i + 2]), argv[i + 3], tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
-      argv[i + 7]))
+      argv[i + 7], argv[i + 8]))
   end
   return verdicts
 end

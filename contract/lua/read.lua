@@ -3,21 +3,10 @@
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
 -- reply {'NOT_FOUND'} or not theirs
 --       {'OK', {field, value, …}, {{event number, hash, event}, …}}
-local RECORD_FIELDS = {
-  'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
-  'first_token', 'finished', 'deadline', 'code', 'message', 'job',
-}
-
 local function read(keys, argv)
   local tag, id = keys[1], argv[1]
   local key = tag .. ':job:' .. id
   if redis.call('HGET', key, 'tenant') ~= argv[2] then return {'NOT_FOUND'} end
-  local values = redis.call('HMGET', key, unpack(RECORD_FIELDS))
-  local record = {}
-  for i, name in ipairs(RECORD_FIELDS) do
-    table.insert(record, name)
-    table.insert(record, values[i] or '')
-  end
   local entries = {}
   if tonumber(argv[4]) > 0 then
     local after, max_events = tonumber(argv[3]), tonumber(argv[4])
@@ -34,7 +23,7 @@ local function read(keys, argv)
       end
     end
   end
-  return {'OK', record, entries}
+  return {'OK', view(key), entries}
 end
 redis.register_function{
   function_name = 'batchway_v1_read', callback = read, flags = {'no-writes'},

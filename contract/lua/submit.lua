@@ -5,7 +5,8 @@
 --       10 attempts at most  11 lane bound (tokens, 0: none)  12 idempotency key ('': none)
 --       13 body hash  14 retention of the idempotency key (ms)  15 wire version
 --       16 attendance (ms, 0: none): without a caller for so long, the job is cancelled
---       17 job (msgpack)
+--       17 job (msgpack)  18 metadata (msgpack map, '': none)
+--       19 '1' where its prompt lies in the object store
 -- reply {'OK', id, queued jobs before it, queued tokens before it}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
@@ -57,7 +58,9 @@ local function submit(keys, argv)
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost, 'prompt_tokens', argv[6],
     'max_tokens', argv[7], 'max_attempts', argv[10], 'deadline', deadline, 'ttl_ms', argv[9],
-    'created', now, 'attendance', argv[16], 'job', argv[17])
+    'created', now, 'attendance', argv[16], 'job', argv[17],
+    'metadata', argv[18], 'has_objects', argv[19])
+  redis.call('ZADD', tag .. ':jobs:' .. job.tenant, now, job.id)
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
   if tonumber(argv[16]) > 0 then
     redis.call('ZADD', tag .. ':attended', now + tonumber(argv[16]), job.id)

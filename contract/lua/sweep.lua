@@ -1,10 +1,11 @@
 -- sweep: what time has done. Anyone may call it.
 -- A lapsed lease gives its job back (the second time to be run alone); a passed deadline ends its
--- job; a job whose callers have all gone is cancelled. The first sweep of a Redis that has been
+-- job; a job whose callers have all gone is cancelled; a job whose retention is over is forgotten.
+-- The first sweep of a Redis that has been
 -- restarted renews what lapsed meanwhile: nobody could beat while it was away.
 -- KEYS  1 tag
 -- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
--- reply {leases lapsed, jobs expired, jobs unattended}
+-- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}
 
 -- True where another server process was swept last: all whose time ran on meanwhile get a grace.
 local function booted(tag, now, grace_ms)
@@ -38,9 +39,19 @@ local function end_due(tag, set, status, now, limit)
   return #ids
 end
 
+-- Their records may have expired by themselves a moment ago.
+local function forget_due(tag, now, limit)
+  local entries = due(tag, ':kept', now, limit)
+  for _, entry in ipairs(entries) do
+    local id, has_objects, tenant = string.match(entry, '^(%S+) ([01]) (.*)$')
+    forget(tag, id, tenant, has_objects == '1', entry)
+  end
+  return #entries
+end
+
 local function sweep(keys, argv)
   local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
-  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0} end
+  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
   local lapsed = due(tag, ':leases', now, limit)
@@ -53,7 +64,7 @@ local function sweep(keys, argv)
       redis.call('ZREM', tag .. ':leases', id)
     end
   end
-  return {#lapsed, expired, unattended}
+  return {#lapsed, expired, unattended, forget_due(tag, now, limit)}
 end
 redis.register_function{
   function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},

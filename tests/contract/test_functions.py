@@ -161,7 +161,7 @@ async def test_a_heartbeat_renews_leases_and_names_what_was_lost(
 
     assert answer == [lost.id]
     await pass_time(redis_client, keys, LEASE_S - 1)
-    assert await functions.sweep() == Swept(0, 0, 0)
+    assert await functions.sweep() == Swept(0, 0, 0, 0)
 
 
 async def test_a_cancelled_queued_job_never_runs(
@@ -205,7 +205,7 @@ async def test_a_passed_deadline_ends_a_job_in_every_state(
     late = Append(by_append.id, 1, 1, tokens(0, 7), 1)
     assert await append(functions, "w1", late) == [(JobStatus.EXPIRED, 0)]
     await pass_time(redis_client, keys, 2)
-    assert await functions.sweep() == Swept(0, 1, 0)
+    assert await functions.sweep() == Swept(0, 1, 0, 0)
     for job in (by_claim, by_append, by_sweep):
         found = await functions.read(job.id, "t")
         assert found is not None

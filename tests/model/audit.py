@@ -53,19 +53,25 @@ class Audit:
                 owners[job["owner"]].add(job_id)
                 if job["stream"].endswith(":suspect"):
                     alone[job["model"]].add(job_id)
+        self._check_lists(jobs)
         known = waiting.keys() | pending.keys() | leases | deadlines
         assert known <= jobs.keys(), "nothing waits or runs without a record"
         self._check_counters(counters)
         self._check_sets("own:", owners)
         self._check_sets("alone:", alone)
 
-    def check_at_rest(self) -> None:
-        """After faults have stopped and time has passed: I14, I15."""
+    def check_all_ended(self) -> None:
+        """After faults have stopped and every deadline has passed: I14."""
         self.check()
         assert all(job["state"] in TERMINAL for job in self._jobs().values()), "I14: every job ends"
+
+    def check_at_rest(self) -> None:
+        """After every retention is over: I15."""
+        self.check()
+        passing = ("job:*", "log:*", "jobs:*", "kept", "leases", "deadlines", "attended")
         left = [
             key.decode()
-            for pattern in ("leases", "deadlines", "attended", "own:*", "q:*", "back:*", "alone:*")
+            for pattern in (*passing, "own:*", "q:*", "back:*", "alone:*")
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
@@ -86,7 +92,8 @@ class Audit:
         jobs = {}
         for index, job_id in enumerate(job_ids):
             raw, rows, job_ttl, log_ttl = replies[4 * index : 4 * index + 4]
-            del raw[b"job"]
+            for binary in (b"job", b"metadata", b"result"):
+                raw[binary] = raw[binary].hex().encode() if binary in raw else b""
             jobs[job_id] = {name.decode(): value.decode() for name, value in raw.items()}
             self._rows[job_id] = rows
             self._ttls[job_id] = (job_ttl, log_ttl)
@@ -149,6 +156,12 @@ class Audit:
             assert self.logs[job_id][-1].number == int(job["next"]) - 1, "I3"
             return
         log = self._log(job_id, job["tenant"])
+        if job["result"]:
+            assert [(e.number, e.event.status) for e in log] == [  # type: ignore[union-attr]
+                (int(job["next"]) - 1, job["state"])
+            ], "I5: of a log that is kept elsewhere, the end is here"
+            self.logs[job_id], self._sound_rows[job_id] = log, self._rows[job_id]
+            return
         assert [e.number for e in log] == list(range(1, int(job["next"]))), "I3: no gap, no overlap"
         positions: dict[int, int] = defaultdict(int)
         chain = FIRST_HASH
@@ -169,6 +182,28 @@ class Audit:
         assert log[: len(before)] == before, "I4: logged events never change"
         self.logs[job_id] = log
         self._sound_rows[job_id] = self._rows[job_id]
+
+    def _check_lists(self, jobs: dict[str, dict[str, str]]) -> None:
+        """I15: every record is in its tenant's list and in no other; an ended one waits to be
+        forgotten."""
+        lists: dict[str, dict[str, int]] = defaultdict(dict)
+        kept = {}
+        for job_id, job in jobs.items():
+            lists[job["tenant"]][job_id] = int(job["created"])
+            if job["state"] in TERMINAL:
+                has_objects = job["has_objects"] or "0"
+                entry = f"{job_id} {has_objects} {job['tenant']}"
+                kept[entry] = int(job["finished"]) + int(job["ttl_ms"])
+        prefix = self.keys.jobs("")
+        found = {
+            key.decode()[len(prefix) :]: self._scores(key) for key in self.client.keys(f"{prefix}*")
+        }
+        assert found == lists, "I15: the lists of jobs"
+        assert self._scores(self.keys.kept) == kept, "I15: what will be forgotten"
+
+    def _scores(self, key: str | bytes) -> dict[str, int]:
+        rows: Any = self.client.zrange(key, 0, -1, withscores=True)
+        return {member.decode(): int(score) for member, score in rows}
 
     def _check_bounds(self, job_id: str, job: dict[str, str]) -> None:
         """I6, I8."""

@@ -71,6 +71,35 @@ MUTANTS = [
     ),
     Mutant("a job that ends keeps its entry", "  redis.call('XDEL', key, job.entry)\n", ""),
     Mutant("a job that ends never goes", "  redis.call('PEXPIRE', job.key, job.ttl_ms)\n", ""),
+    Mutant(
+        "a job that is forgotten stays in its list",
+        "  redis.call('ZREM', tag .. ':jobs:' .. tenant, id)\n",
+        "",
+    ),
+    Mutant(
+        "what lies in the object store is forgotten with its job",
+        "if has_objects then",
+        "if false then",
+    ),
+    Mutant(
+        "a running job can be deleted",
+        "  if not TERMINAL[job.state] then return {job.state} end\n  forget(",
+        "  forget(",
+    ),
+    Mutant(
+        "retentions never end",
+        "#entries\nend\n\nlocal function sweep",
+        "0\nend\n\nlocal function sweep",
+    ),
+    Mutant(
+        "a list skips the job after its page",
+        "return {'OK', rows[i - 2], found}",
+        "return {'OK', rows[i], found}",
+    ),
+    Mutant("a list ends where it stopped to look", "rows[#rows - 1] or ''", "''"),
+    Mutant(
+        "a log that is kept elsewhere loses its end", "'MINID', (job.next - 1)", "'MINID', job.next"
+    ),
     Mutant("a drain counts as an attempt", "'attempt', job.attempt - 1", "'attempt', job.attempt"),
     Mutant("errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000"),
     Mutant("the second lapse is as the first", "if job.lapses == 0 then", "if job.lapses < 9 then"),

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from contract.calls import Wanted
 from contract.functions import library_source
 from infra.embedded_redis import EmbeddedRedis
 from tests.model.mutants import MUTANTS, Mutant
@@ -40,7 +41,9 @@ REPLIES = {
     "cancel": ("None", "cancelled", "succeeded", "failed", "expired"),
     "reprioritise": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
     "attend": ("some", "none"),
-    "sweep": ("lapsed", "expired", "unattended", "nothing"),
+    "delete": ("True", "False", "queued", "claimed", "streaming"),
+    "list_jobs": ("some", "none", "some and more", "none and more", "None"),
+    "sweep": ("lapsed", "expired", "unattended", "forgotten", "nothing"),
 }
 TIMES = 50
 MAX_STEPS = 40_000
@@ -63,6 +66,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         attendance_s=st.sampled_from([0, 9]),
         key=st.sampled_from(["", "", "k"]),
         body=st.sampled_from("ab"),
+        is_stored=st.booleans(),
     )
     def submit(self, **fields: Any) -> None:
         self.world.submit(**fields)
@@ -76,6 +80,14 @@ class ProtocolMachine(RuleBasedStateMachine):
         self, data: st.DataObject, tenant: str, lane: str, deadline_s: float | None
     ) -> None:
         self.world.reprioritise(self._job(data), tenant, lane, deadline_s)
+
+    @rule(data=st.data(), tenant=tenants)
+    def delete(self, data: st.DataObject, tenant: str) -> None:
+        self.world.delete(self._job(data), tenant)
+
+    @rule(tenant=tenants, lane=st.sampled_from(["", *LANES]), max_looks=st.sampled_from([1, 500]))
+    def list_jobs(self, tenant: str, lane: str, max_looks: int) -> None:
+        self.world.list_jobs(tenant, Wanted(lane=lane), max_jobs=2, max_looks=max_looks)
 
     @rule(data=st.data())
     def attend(self, data: st.DataObject) -> None:
@@ -102,6 +114,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         fin=st.sampled_from(["", "", "succeeded", "failed"]),
         shift=st.sampled_from([0, 0, -1, 1]),
         loses_reply=st.booleans(),
+        is_kept_elsewhere=st.booleans(),
     )
     def append(self, data: st.DataObject, worker: str, **fields: Any) -> None:
         self.world.append(worker, self._job(data), **fields)

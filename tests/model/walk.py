@@ -3,7 +3,9 @@
 import random
 from collections.abc import Callable
 
-from tests.model.world import LANES, TENANTS, WORKERS, World
+from contract.calls import Wanted
+from contract.jobs import JobStatus
+from tests.model.world import COLOURS, LANES, TENANTS, WORKERS, World
 
 
 class Walk:
@@ -17,6 +19,8 @@ class Walk:
             (10, self._cancel),
             (10, self._reprioritise),
             (2, self._attend),
+            (5, self._delete),
+            (4, self._list),
             (16, self._claim),
             (5, self._mine),
             (34, self._append),
@@ -68,6 +72,9 @@ class Walk:
             body=rng.choice("ab") if key else "",
             bound=rng.choice([0, 0, 30]),
             repeats=repeats,
+            retention_s=rng.choice([30, 600]),
+            colour=rng.randrange(len(COLOURS)),
+            is_stored=self._flip(0.2),
         )
 
     def _ended_or_any(self) -> str:
@@ -88,6 +95,29 @@ class Walk:
         deadline_s = self._rng.choice([None, 5, 40])
         tenant = self._rng.choice(TENANTS)
         self._world.reprioritise(self._ended_or_any(), tenant, lane, deadline_s)
+
+    def _delete(self) -> None:
+        job_id = self._held()[1] if self._flip(0.6) else self._ended_or_any()
+        record = self._world.reference.records.get(job_id)
+        tenant = self._rng.choice(TENANTS)
+        if record is not None and self._flip(0.8):
+            tenant = record.job.tenant
+        self._world.delete(job_id, tenant)
+
+    def _list(self) -> None:
+        rng = self._rng
+        if self._flip(0.3):
+            self._world.list_after(self._job_id(), rng.choice(TENANTS))
+            return
+        wanted = Wanted(
+            rng.choice([frozenset(), frozenset(rng.sample(sorted(JobStatus), 3))]),
+            rng.choice(["", *LANES]),
+            rng.choice(["", "", "m", "other"]),
+            rng.choice([0, 0, self._world.reference.now_ms - 9000]),
+            rng.choice(COLOURS),
+        )
+        max_looks = rng.choice([2, 500])
+        self._world.list_jobs(rng.choice(TENANTS), wanted, max_looks=max_looks)
 
     def _attend(self) -> None:
         self._world.attend([self._job_id(), self._job_id()])
@@ -111,6 +141,7 @@ class Walk:
             self._rng.choice([""] * 7 + ["succeeded", "succeeded", "failed"]),
             shift=self._rng.choice([0, 0, 0, 0, 0, 0, -1, 1]),
             loses_reply=self._flip(0.1),
+            is_kept_elsewhere=self._flip(0.2),
         )
 
     def _heartbeat(self) -> None:

@@ -13,12 +13,22 @@ from typing import Any, TypeVar
 import redis
 import redis.asyncio
 
-from contract.calls import Append, Blame, Claimed, Release, Submission, Submitted, Swept
+from contract.calls import (
+    Append,
+    Blame,
+    Claimed,
+    Page,
+    Release,
+    Submission,
+    Submitted,
+    Swept,
+    Wanted,
+)
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
 from contract.functions import Functions, library_source
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, StoredPrompt
 from contract.keys import Keys
 from contract.reference import Reference
 from tests.model.audit import Audit
@@ -27,6 +37,8 @@ LANES = ("interactive", "standard")
 TENANTS = ("t", "u")
 WORKERS = ("w1", "w2", "w3")
 LEASE_S = 10.0
+COLOURS: tuple[dict[str, str], ...] = ({}, {"colour": "red"}, {"colour": "blue", "size": "1"})
+REF = ObjectRef("store", "key", "0" * 64, 1)
 MAX_CRASHES = 2  # few, so that short walks reach it
 
 T = TypeVar("T")
@@ -49,6 +61,7 @@ class World:
 
     def __post_init__(self) -> None:
         self._num_steps = 0
+        self._num_jobs = 0
         self.loop = asyncio.new_event_loop()
         self.client = redis.Redis.from_url(self.redis_url)
         self.client.flushall()
@@ -91,14 +104,19 @@ class World:
         body: str = "",
         bound: int = 0,
         repeats: str | None = None,
+        retention_s: float = 600,
+        colour: int = 0,
+        is_stored: bool = False,
     ) -> None:
+        self._num_jobs += 1
         job = Job(
-            id=repeats or f"job-0-{len(self.job_ids):032x}",
+            id=repeats or f"job-0-{self._num_jobs:032x}",
             tenant=tenant,
             model="m",
             lane=lane,
             endpoint=Endpoint.COMPLETIONS,
-            prompt_ids=(1, 2, 3),
+            prompt_ids=() if is_stored else (1, 2, 3),
+            stored_prompt=StoredPrompt(REF, 3) if is_stored else None,
             params=SamplingParams(max_tokens=cost - 3, seed=0),
             created_s=0,
         )
@@ -106,12 +124,13 @@ class World:
             cost_tokens=cost,
             max_output_tokens=cost - 3,
             deadline_s=deadline_s,
-            retention_s=600,
+            retention_s=retention_s,
             max_attempts=2,
             lane_bound_tokens=bound,
             idempotency_key=key,
             body_hash=body,
             attendance_s=attendance_s,
+            metadata=COLOURS[colour],
         )
         reply = self._both("submit", job, submission)
         if repeats is None and getattr(reply, "is_new", False):
@@ -124,6 +143,25 @@ class World:
         self, job_id: str, tenant: str, lane: str = "", deadline_s: float | None = None
     ) -> None:
         self._both("reprioritise", job_id, tenant, lane=lane, deadline_s=deadline_s)
+
+    def delete(self, job_id: str, tenant: str) -> None:
+        self._both("delete", job_id, tenant)
+
+    def list_jobs(
+        self, tenant: str, wanted: Wanted, *, max_jobs: int = 3, max_looks: int = 500
+    ) -> None:
+        """Reads the whole list, page by page."""
+        after = ""
+        while True:
+            page = self._both(
+                "list_jobs", tenant, wanted, after=after, max_jobs=max_jobs, max_looks=max_looks
+            )
+            after = page.position if page is not None else ""
+            if not after:
+                return
+
+    def list_after(self, job_id: str, tenant: str) -> None:
+        self._both("list_jobs", tenant, Wanted(), after=job_id)
 
     def attend(self, job_ids: list[str]) -> None:
         self._both("attend", job_ids)
@@ -143,7 +181,15 @@ class World:
         self._believe(worker, self._both("mine", worker, known, lease_s=LEASE_S, sort=True))
 
     def append(
-        self, worker: str, job_id: str, num_tokens: int, fin: str, *, shift: int, loses_reply: bool
+        self,
+        worker: str,
+        job_id: str,
+        num_tokens: int,
+        fin: str,
+        *,
+        shift: int,
+        loses_reply: bool,
+        is_kept_elsewhere: bool = False,
     ) -> None:
         """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap."""
         epoch, number = self.beliefs[worker].get(job_id, (1, 1))
@@ -159,6 +205,7 @@ class World:
             fin and JobStatus(fin),  # type: ignore[arg-type]
             "engine_error" if fin == "failed" else "",
             "it broke" if fin == "failed" else "",
+            REF if fin and is_kept_elsewhere else None,
         )
         [(verdict, next_number)] = self._both("append", worker, [item], lease_s=LEASE_S)
         if verdict == "OK" and shift == 0 and not loses_reply:
@@ -203,7 +250,9 @@ class World:
         self.sweep()  # perhaps the one after a restart
         self.pass_time(10_000)
         self.sweep()
-        self._hold_clock()
+        self.audit.check_all_ended()
+        self.pass_time(10_000)
+        self.sweep()
         self.audit.check_at_rest()
 
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
@@ -214,6 +263,7 @@ class World:
         if sort:
             there, here = _by_id(there), _by_id(here)
         assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
+        self.job_ids = [job_id for job_id in self.job_ids if job_id in self.reference.records]
         self.replies.update(f"{name} {kind}" for kind in _kinds(there))
         self._num_steps += 1
         if self._num_steps % self.audit_every == 0:
@@ -249,6 +299,9 @@ class World:
                 "crashes": str(record.crashes),
             }
             assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
+        litter: Any = self.client.smembers(self.keys.litter)
+        forgotten = {job_id.decode() for job_id in litter}
+        assert forgotten == self.reference.litter, forgotten ^ self.reference.litter
 
     def _believe(self, worker: str, claimed: list[Claimed]) -> None:
         for item in claimed:
@@ -281,10 +334,15 @@ def _kinds(reply: Any) -> list[str]:
             "lapsed": reply.num_lapsed,
             "expired": reply.num_expired,
             "unattended": reply.num_unattended,
+            "forgotten": reply.num_forgotten,
         }
         return [word for word, number in found.items() if number] or ["nothing"]
+    if isinstance(reply, Page):
+        return [("some" if reply.views else "none") + (" and more" if reply.position else "")]
     if isinstance(reply, tuple):
         return [str(reply[0])]
+    if isinstance(reply, bool):
+        return [str(reply)]
     if isinstance(reply, int):
         return ["some" if reply else "none"]
     return ["lost" if str(reply).startswith("job-") else str(reply)]

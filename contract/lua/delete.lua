@@ -1,0 +1,16 @@
+-- delete: forgets a job that has ended, for its owner: record, log, place in the tenant's list. What
+-- it keeps in the object store becomes litter, which somebody who knows the store takes away.
+-- KEYS  1 tag
+-- ARGV  1 job id  2 tenant
+-- reply {'DELETED'}   {status} it has not ended   {'NOT_FOUND'} or not theirs, or deleted before
+local function delete(keys, argv)
+  local tag = keys[1]
+  local job = load_job(tag, argv[1])
+  if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
+  if not TERMINAL[job.state] then return {job.state} end
+  forget(tag, job.id, job.tenant, job.has_objects, kept_entry(job))
+  return {'DELETED'}
+end
+redis.register_function{
+  function_name = 'batchway_v1_delete', callback = delete, flags = {'allow-oom'},
+}
