@@ -12,6 +12,7 @@ from contract.codec import decode_card, decode_tokenizer, encode_card, encode_to
 from contract.connection import broker_errors
 from contract.jobs import ModelCard, TokenizerFiles
 from contract.keys import Keys
+from contract.redis_clock import now_ms
 
 WORKER_TTL_S = 15.0  # a worker unheard of for so long does not count as live
 
@@ -55,8 +56,6 @@ class Catalogue:
 
     async def num_live_workers(self, model: str) -> int:
         """Workers of a model that were heard of lately."""
+        since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
         with broker_errors():
-            seconds, micros = await self.client.time()
-            offset = int(await self.client.get(self.keys.clock_offset) or 0)
-            since_ms = seconds * 1000 + micros // 1000 + offset - int(WORKER_TTL_S * 1000)
             return await self.client.zcount(self.keys.workers(model), since_ms, "+inf")

@@ -68,6 +68,17 @@ class Keys:
         return f"{self.tag}:models"
 
     @property
+    def api_keys(self) -> str:
+        return f"{self.tag}:api_keys"
+
+    def api_key(self, prefix: str) -> str:
+        return f"{self.tag}:api_key:{prefix}"
+
+    @property
+    def key_pepper(self) -> str:
+        return f"{self.tag}:key_pepper"
+
+    @property
     def leases(self) -> str:
         return f"{self.tag}:leases"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
+from gateway.auth import Caller
 from gateway.broker import Broker
 from gateway.errors import ApiError, bad_request, invalid_value, not_found
 from gateway.schemas import CallBody, ChatBody, CompletionBody
@@ -25,7 +26,7 @@ _SMALL_CHARS = 4_096  # a text up to here is tokenised faster than a thread take
 class Terms:
     """What a job is accepted under, beside its body."""
 
-    tenant: str
+    caller: Caller
     deadline_s: float
     retention_s: float
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
@@ -38,6 +39,8 @@ async def prepare(
     broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
 ) -> tuple[Job, Submission]:
     """The job and what to submit it with. Raises ApiError."""
+    lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
+    terms.caller.check_lane(lane)
     card = (await broker.models()).get(body.model)
     if card is None:
         raise not_found(f"the model {body.model!r}", "model_not_found", "model")
@@ -47,9 +50,9 @@ async def prepare(
     params = _sampling(card, body, max_tokens, job_id)
     job = Job(
         id=job_id,
-        tenant=terms.tenant,
+        tenant=terms.caller.tenant,
         model=card.name,
-        lane=terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE),
+        lane=lane,
         endpoint=endpoint,
         prompt_ids=prompt_ids,
         params=params,

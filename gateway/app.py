@@ -34,6 +34,7 @@ def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastA
     )
     app.state.settings = settings
     app.state.gateway = gateway
+    app.state.key_ring = gateway.broker.key_ring
     for module in (chat, completions, jobs, models, health):
         app.include_router(module.router)
     errors.install(app)

@@ -1,39 +1,87 @@
-"""Who calls: the API key, and the tenant it stands for (one for now)."""
+"""Who calls: the key that was brought, and what it grants."""
 
 import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from contract.api_keys import KeyTerms, Scope
 from gateway.errors import ApiError
+from gateway.key_ring import KeyRing
 from gateway.settings import GatewaySettings
 
 DEFAULT_TENANT = "default"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
+_EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
 
-async def require_tenant(request: Request) -> str:
-    """The caller's tenant. Raises ApiError (401) where a key is set and not brought."""
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is served, and under which terms."""
+
+    terms: KeyTerms
+
+    @property
+    def tenant(self) -> str:
+        return self.terms.tenant
+
+    def has(self, scope: Scope) -> bool:
+        return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
+
+    def check_lane(self, lane: str) -> None:
+        """Raises ApiError (403) where the key is not for this lane."""
+        lanes = self.terms.lanes
+        if lanes and lane not in lanes:
+            message = f"this key is not for the lane {lane!r}, only for {', '.join(lanes)}"
+            raise ApiError(403, "lane_not_allowed", message, param="lane")
+
+
+async def identify(request: Request) -> Caller:
+    """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
+    where only Redis could tell.
+    """
     settings: GatewaySettings = request.app.state.settings
-    if settings.api_key is None:
-        return DEFAULT_TENANT
+    ring: KeyRing = request.app.state.key_ring
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode(), settings.api_key.encode())
-    if scheme.lower() != "bearer" or not is_right:
-        raise ApiError(
-            401,
-            "invalid_api_key",
-            "this gateway wants `Authorization: Bearer` with its API key",
-            headers={"www-authenticate": 'Bearer realm="batchway"'},
-        )
-    return DEFAULT_TENANT
+    given = given.strip() if scheme.lower() == "bearer" else ""
+    if settings.api_key is not None and hmac.compare_digest(
+        given.encode(), settings.api_key.encode()
+    ):
+        return Caller(_EVERYTHING)
+    if given and (terms := await ring.terms_of(given)) is not None:
+        return Caller(terms)
+    if not settings.wants_key and not await ring.has_some():
+        return Caller(_EVERYTHING)
+    raise ApiError(
+        401,
+        "invalid_api_key",
+        "this gateway wants `Authorization: Bearer` with an API key of its own",
+        headers={"www-authenticate": 'Bearer realm="batchway"'},
+    )
 
 
-Tenant = Annotated[str, Depends(require_tenant)]
+def _with(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
+    async def require(caller: Annotated[Caller, Depends(identify)]) -> Caller:
+        if not caller.has(scope):
+            message = f"this key lacks the scope {scope.value!r}"
+            raise ApiError(403, "missing_scope", message)
+        return caller
+
+    return require
+
+
+# What a route asks for, by the type of its argument.
+AnyCaller = Annotated[Caller, Depends(identify)]
+Inference = Annotated[Caller, Depends(_with(Scope.INFERENCE))]
+JobsReader = Annotated[Caller, Depends(_with(Scope.JOBS_READ))]
+JobsWriter = Annotated[Caller, Depends(_with(Scope.JOBS_WRITE))]
 
 
 def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
     """The Host names a gateway answers to: without a key loopback only, unless told otherwise."""
     if settings.allowed_hosts:
         return settings.allowed_hosts
-    return LOOPBACK_HOSTS if settings.api_key is None else ("*",)
+    return ("*",) if settings.wants_key else LOOPBACK_HOSTS

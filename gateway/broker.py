@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from redis.exceptions import NoPermissionError
 
+from contract.api_keys import ApiKeys, Pepper
 from contract.calls import JobView, Submission, Submitted
 from contract.catalogue import Catalogue
 from contract.connection import connect
@@ -26,6 +27,7 @@ from contract.keys import Keys
 from gateway.breaker import Breaker
 from gateway.errors import UnknownJob
 from gateway.hints import Hints
+from gateway.key_ring import KeyRing
 from gateway.settings import GatewaySettings
 from gateway.tokens import ModelTokenizer
 
@@ -60,6 +62,8 @@ class Broker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
         self._catalogue = Catalogue(self._client, self.keys)
+        pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
         self._breaker = Breaker()
         self._has_library = False
         self._hints = Hints(

@@ -15,6 +15,7 @@ from contract.errors import BatchwayError
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway import sse
 from gateway.admission import Terms, prepare
+from gateway.auth import Caller
 from gateway.bodies import read_object
 from gateway.errors import ApiError, UnknownJob, draining, invalid_value, no_workers, to_api_error
 from gateway.job_objects import submitted_object
@@ -31,7 +32,7 @@ def gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-async def answer_call(request: Request, endpoint: Endpoint, tenant: str) -> Response:
+async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> Response:
     """Submits the call's job and answers with its output, whole or as a stream."""
     gateway = gateway_of(request)
     if gateway.drain.has_begun:
@@ -39,11 +40,11 @@ async def answer_call(request: Request, endpoint: Endpoint, tenant: str) -> Resp
     raw = await read_object(request)
     body = parse_call(endpoint, raw)
     if _prefers_async(request):
-        return await _as_job(request, gateway, endpoint, body, raw, tenant)
+        return await _as_job(request, gateway, endpoint, body, raw, caller)
     settings = gateway.settings
     key = idempotency_key(request)
     terms = Terms(
-        tenant=tenant,
+        caller=caller,
         deadline_s=settings.sync_deadline_s,
         retention_s=settings.sync_retention_s,
         attendance_s=0.0 if key else settings.attendance_s,  # a key says: I will be back
@@ -87,11 +88,11 @@ async def _as_job(
     endpoint: Endpoint,
     body: CallBody,
     raw: Mapping[str, Any],
-    tenant: str,
+    caller: Caller,
 ) -> Response:
     """`Prefer: respond-async`: the call becomes a job, under a job's terms."""
     terms = Terms(
-        tenant=tenant,
+        caller=caller,
         deadline_s=gateway.settings.job_deadline_s,
         retention_s=gateway.settings.job_retention_s,
         idempotency_key=idempotency_key(request),
@@ -114,7 +115,7 @@ async def submit_job(
     if submitted.is_new:
         _log_accepted(job)
     else:
-        view, _ = await gateway.broker.read(submitted.job_id, terms.tenant)
+        view, _ = await gateway.broker.read(submitted.job_id, terms.caller.tenant)
         job, status = view.job, view.status
     return json_response(
         submitted_object(job, submitted, status),

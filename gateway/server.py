@@ -5,6 +5,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import uvicorn
 
@@ -53,12 +54,17 @@ def build_server(settings: GatewaySettings) -> GatewayServer:
     return GatewayServer(config, app.state.gateway)
 
 
-def bind(settings: GatewaySettings, host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises UnsafeBinding, OSError."""
-    if settings.api_key is None and not is_loopback(host):
+def bind(
+    settings: GatewaySettings, host: str, port: int, *, has_keys: bool = False
+) -> socket.socket:
+    """A listening socket; port 0 takes a free one. `has_keys`: Redis is known to hold some.
+
+    Raises UnsafeBinding, OSError.
+    """
+    if settings.api_key is None and not has_keys and not is_loopback(host):
         raise UnsafeBinding(
-            f"refusing to listen on {host} without an API key: set BATCHWAY_API_KEY, "
-            "or bind to 127.0.0.1"
+            f"refusing to listen on {host} without an API key: make one with `batchway keys "
+            "create`, set BATCHWAY_API_KEY, or bind to 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -88,14 +94,15 @@ def serve(
     on_bound: Callable[[str, int], None] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains. `on_bound` hears the address, before the first
-    request is taken; connections wait from then on. A given `listener` is used as it is.
+    request is taken; connections wait from then on. Beyond loopback nobody is served without a
+    key, also where the last one is forgotten; a `listener` was bound by whoever made sure of one.
 
     Raises UnsafeBinding, OSError.
     """
     if listener is None:
         listener = bind(settings, host, port)
-    elif settings.api_key is None and not is_loopback(str(listener.getsockname()[0])):
-        raise UnsafeBinding("refusing a socket that is not on loopback without BATCHWAY_API_KEY")
+    if not is_loopback(str(listener.getsockname()[0])):
+        settings = replace(settings, require_key=True)
     if on_bound is not None:
         on_bound(*listener.getsockname()[:2])
     asyncio.run(build_server(settings).serve(sockets=[listener]))

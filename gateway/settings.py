@@ -15,8 +15,10 @@ class GatewaySettings:
 
     redis_url: str = field(repr=False)
     namespace: str = "default"
-    api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
-    allowed_hosts: tuple[str, ...] = ()  # (): loopback names without a key, any with one
+    api_key: str | None = field(default=None, repr=False)  # for everything, beside those in Redis
+    key_pepper: str | None = field(default=None, repr=False)  # None: the one that Redis keeps
+    require_key: bool = False  # also while no key exists
+    allowed_hosts: tuple[str, ...] = ()  # (): loopback names, or any where a key is always wanted
     sync_deadline_s: float = 120.0
     job_deadline_s: float = 86_400.0
     sync_retention_s: float = 600.0
@@ -37,13 +39,20 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 16:
             raise ValueError("the API key must have at least 16 characters")
-        may_be_zero = {"lane_bound_tokens", "drain_s", "outage_grace_s"}
+        if self.key_pepper is not None and len(self.key_pepper) < 16:
+            raise ValueError("BATCHWAY_KEY_PEPPER must have at least 16 characters")
+        may_be_zero = {"require_key", "lane_bound_tokens", "drain_s", "outage_grace_s"}
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, int | float) and (
                 value < 0 or (value == 0 and spec.name not in may_be_zero)
             ):
                 raise ValueError(f"{variable(spec.name)} must be positive, not {value}")
+
+    @property
+    def wants_key(self) -> bool:
+        """Whether nobody is served without a key, whatever Redis knows."""
+        return self.require_key or self.api_key is not None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Self:
@@ -71,6 +80,10 @@ def variable(name: str) -> str:
 def _parse(name: str, raw: str, default: object) -> object:
     if isinstance(default, tuple):
         return tuple(part.strip() for part in raw.split(",") if part.strip())
+    if isinstance(default, bool):
+        if raw not in ("0", "1"):
+            raise ValueError(f"{variable(name)} must be 0 or 1, not {raw!r}")
+        return raw == "1"
     if not isinstance(default, int | float):
         return raw
     try:

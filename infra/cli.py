@@ -11,8 +11,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from contract.errors import BrokerUnavailable
 from gateway.settings import GatewaySettings
 from infra import options as opts
+from infra.keys_command import PEPPER_VARIABLE, add_keys_options, keys_exist, run_keys
 
 EXIT_USAGE = 2
 _LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
-    commands = {"up": _up, "gateway": _gateway, "worker": _worker}
+    commands = {"up": _up, "gateway": _gateway, "worker": _worker, "keys": _keys}
     try:
         return commands[options.command](options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
@@ -87,6 +89,14 @@ def build_parser() -> argparse.ArgumentParser:
         worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
     )
     opts.add_model_options(worker)
+
+    keys = _add(
+        commands,
+        "keys",
+        "make, list, revoke and rotate API keys",
+        f"Whoever sets {PEPPER_VARIABLE} for gateways sets it here too.",
+    )
+    add_keys_options(keys)
     return parser
 
 
@@ -173,15 +183,29 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
 
 def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
     """The listening socket, before anything else is started."""
-    from gateway.server import UnsafeBinding, bind
+    from gateway.server import UnsafeBinding, bind, is_loopback
 
     try:
-        return bind(settings, options.host, options.port)
+        has_keys = not is_loopback(options.host) and _has_keys(settings)
+        return bind(settings, options.host, options.port, has_keys=has_keys)
     except UnsafeBinding as exc:
         raise UsageError(str(exc)) from exc
     except OSError as exc:
         reason = exc.strerror or exc
         raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from exc
+
+
+def _has_keys(settings: GatewaySettings) -> bool:
+    """Whether Redis holds an API key; one of `up`'s own holds none that anybody could know."""
+    if settings.api_key is not None or not settings.redis_url:
+        return False
+    try:
+        return asyncio.run(keys_exist(settings.redis_url, settings.namespace))
+    except BrokerUnavailable as exc:
+        raise UsageError(
+            f"{exc}, so that it cannot tell whether there is an API key: set BATCHWAY_API_KEY, or "
+            "bind to 127.0.0.1"
+        ) from exc
 
 
 def _say_where(host: str, port: int) -> None:
@@ -212,6 +236,13 @@ def _worker(options: argparse.Namespace) -> int:
         settings = replace(settings, engine_module=options.engine_module)
     end_with_parent(options.drain_s + _LIFELINE_GRACE_S)
     return asyncio.run(run_worker(settings))
+
+
+def _keys(options: argparse.Namespace) -> int:
+    try:
+        return run_keys(options, _known_redis(options))
+    except (BrokerUnavailable, ValueError) as exc:
+        raise UsageError(str(exc)) from exc
 
 
 # --- checks -----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ _GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
 _POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 _API_KEY_VARIABLE = "BATCHWAY_API_KEY"
+_SECRET_VARIABLES = (_API_KEY_VARIABLE, "BATCHWAY_KEY_PEPPER")  # none of a worker's business
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class LocalStack:
 
     def _make_children(self, redis_url: str) -> None:
         environ = _child_environ(os.environ, redis_url, self._lifeline_fd)
-        keyless = {name: value for name, value in environ.items() if name != _API_KEY_VARIABLE}
+        keyless = {n: value for n, value in environ.items() if n not in _SECRET_VARIABLES}
         self._workers = [
             self._child(f"worker-{number}", "worker", self._options.worker_arguments, keyless)
             for number in range(1, self._options.num_workers + 1)

@@ -137,7 +137,7 @@ def add_address_options(parser: argparse.ArgumentParser) -> None:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to listen on; any but loopback needs BATCHWAY_API_KEY (default: 127.0.0.1)",
+        help="address to listen on; any but loopback needs an API key (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--port",

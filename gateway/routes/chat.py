@@ -4,13 +4,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from contract.jobs import Endpoint
-from gateway.auth import Tenant
+from gateway.auth import Inference
 from gateway.calls import answer_call
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(request: Request, tenant: Tenant) -> Response:
+async def create_chat_completion(request: Request, caller: Inference) -> Response:
     """Answers a conversation, whole or as a stream."""
-    return await answer_call(request, Endpoint.CHAT, tenant)
+    return await answer_call(request, Endpoint.CHAT, caller)

@@ -9,7 +9,7 @@ from contract.jobs import Endpoint, JobStatus
 from gateway import sse
 from gateway.admission import Terms
 from gateway.answers import Answer
-from gateway.auth import Tenant
+from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
 from gateway.errors import ApiError, UnknownJob, draining, invalid_value
@@ -24,7 +24,7 @@ _EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
 
 
 @router.post("/v1/jobs")
-async def create_job(request: Request, tenant: Tenant) -> Response:
+async def create_job(request: Request, caller: JobsWriter) -> Response:
     """Queues a call to be run whenever there is room; 202."""
     gateway = gateway_of(request)
     if gateway.drain.has_begun:
@@ -33,7 +33,7 @@ async def create_job(request: Request, tenant: Tenant) -> Response:
     asked = parse_job(raw)
     endpoint = Endpoint(asked.endpoint)
     terms = Terms(
-        tenant=tenant,
+        caller=caller,
         lane=asked.lane,
         deadline_s=asked.deadline_s or gateway.settings.job_deadline_s,
         retention_s=gateway.settings.job_retention_s,
@@ -50,15 +50,15 @@ async def create_job(request: Request, tenant: Tenant) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(job_id: str, request: Request, tenant: Tenant) -> Response:
+async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response:
     """A job's state, with its result once it has ended."""
     gateway = gateway_of(request)
     await gateway.broker.sweep()
-    view, _ = await gateway.broker.read(_checked(job_id), tenant)
+    view, _ = await gateway.broker.read(_checked(job_id), caller.tenant)
     shown = job_object(view) | {"result": None}
     if view.is_terminal and view.num_output_tokens:
         answer = Answer(view.job, await gateway.tokenizer_for(view.job))
-        async for entry in gateway.broker.log(job_id, tenant, up_to=view.next_number - 1):
+        async for entry in gateway.broker.log(job_id, caller.tenant, up_to=view.next_number - 1):
             answer.add(entry)
         shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
     return json_response(shown)
@@ -66,14 +66,14 @@ async def get_job(job_id: str, request: Request, tenant: Tenant) -> Response:
 
 @router.get("/v1/jobs/{job_id}/events")
 async def stream_job(
-    job_id: str, request: Request, tenant: Tenant, starting_after: str | None = None
+    job_id: str, request: Request, caller: JobsReader, starting_after: str | None = None
 ) -> Response:
     """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
     gateway = gateway_of(request)
     header = request.headers.get("last-event-id")
     param = "starting_after" if header is None else "Last-Event-ID"
     after, after_hash = _position(param, starting_after if header is None else header)
-    view, _ = await gateway.broker.read(_checked(job_id), tenant)
+    view, _ = await gateway.broker.read(_checked(job_id), caller.tenant)
     return sse.SseResponse(
         job_stream(gateway, view, after, after_hash),
         headers={"x-job-id": job_id},
@@ -83,15 +83,15 @@ async def stream_job(
 
 
 @router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(job_id: str, request: Request, tenant: Tenant) -> Response:
+async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
     """Ends a job, waiting or running; 409 where it has ended otherwise."""
     broker = gateway_of(request).broker
-    status = await broker.cancel(_checked(job_id), tenant)
+    status = await broker.cancel(_checked(job_id), caller.tenant)
     if status is not JobStatus.CANCELLED:
         message = f"the job has ended before: {status}"
         headers = {"x-should-retry": "false"}
         raise ApiError(409, "already_terminal", message, headers=headers)
-    view, _ = await broker.read(job_id, tenant)
+    view, _ = await broker.read(job_id, caller.tenant)
     return json_response(job_object(view))
 
 

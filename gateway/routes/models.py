@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from contract.jobs import ModelCard
-from gateway.auth import Tenant
+from gateway.auth import AnyCaller
 from gateway.calls import gateway_of, json_response
 from gateway.errors import not_found
 
@@ -14,14 +14,14 @@ router = APIRouter()
 
 
 @router.get("/v1/models")
-async def list_models(request: Request, _: Tenant) -> Response:
+async def list_models(request: Request, _: AnyCaller) -> Response:
     """Every model that a worker has published."""
     cards = await gateway_of(request).broker.models()
     return json_response({"object": "list", "data": [_shown(card) for card in cards.values()]})
 
 
 @router.get("/v1/models/{model_id:path}")
-async def get_model(model_id: str, request: Request, _: Tenant) -> Response:
+async def get_model(model_id: str, request: Request, _: AnyCaller) -> Response:
     """One model."""
     card = (await gateway_of(request).broker.models()).get(model_id)
     if card is None:

@@ -78,6 +78,7 @@ def test_no_key_no_other_address(redis_server: EmbeddedRedis) -> None:
     with pytest.raises(UnsafeBinding, match="BATCHWAY_API_KEY"):
         serve(settings, "0.0.0.0", 0)
     bind(make_settings(redis_server.url, api_key=KEY), "0.0.0.0", 0).close()
+    bind(settings, "0.0.0.0", 0, has_keys=True).close()
 
 
 async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.AsyncClient) -> None:

@@ -3,16 +3,24 @@
 import argparse
 
 from infra import cli
+from infra.keys_command import ACTIONS
 
-COMMANDS = ("up", "gateway", "worker")
+COMMANDS = ("up", "gateway", "worker", *(f"keys {action}" for action in ACTIONS))
 
 
 def command_options(command: str) -> list[argparse.Action]:
     """All options of a command but `--help` and those for tests and children."""
-    [commands] = [a for a in cli.build_parser()._actions if a.dest == "command"]
-    assert isinstance(commands.choices, dict)
+    parser = cli.build_parser()
+    for word in command.split():
+        parser = _choices(parser)[word]
     return [
         action
-        for action in commands.choices[command]._actions
-        if action.dest != "help" and action.help != argparse.SUPPRESS
+        for action in parser._actions
+        if action.dest != "help" and action.help != argparse.SUPPRESS and action.option_strings
     ]
+
+
+def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    choices: dict[str, argparse.ArgumentParser] = commands.choices
+    return choices

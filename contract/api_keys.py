@@ -1,0 +1,239 @@
+"""API keys as Redis keeps them: who a caller is, what they may do, and how much of it.
+
+A key is `bw-<prefix>-<secret>` with 256 random bits. It is shown once; what is stored is its
+HMAC-SHA256 under a pepper, found by the prefix and compared in constant time.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from contract.connection import broker_errors
+from contract.errors import WireError
+from contract.keys import Keys
+from contract.redis_clock import now_ms
+
+_PREFIX_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # none that is mistaken for another
+_PREFIX_CHARS = 8
+_SECRET_BYTES = 32
+_KEY = re.compile(rf"bw-([a-z0-9]{{{_PREFIX_CHARS}}})-[0-9a-f]{{{2 * _SECRET_BYTES}}}")
+# A tenant's name is part of names in Redis.
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Scope(StrEnum):
+    """What a key is good for; `admin` includes the others."""
+
+    INFERENCE = "inference"
+    JOBS_READ = "jobs:read"
+    JOBS_WRITE = "jobs:write"
+    ADMIN = "admin"
+
+
+DEFAULT_SCOPES = (Scope.INFERENCE, Scope.JOBS_READ, Scope.JOBS_WRITE)
+
+
+class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whose a key is and what it grants. Limits are the tenant's, shared by all its keys; where
+    these differ, those of the key that is used count. 0: no limit of its own.
+    """
+
+    tenant: str
+    scopes: tuple[Scope, ...] = DEFAULT_SCOPES
+    lanes: tuple[str, ...] = ()  # (): every lane
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_tokens: int = 0
+    lane_share: float = 0.0  # of a lane's bound, 0 to 1
+
+    def __post_init__(self) -> None:
+        if not _TENANT.fullmatch(self.tenant):
+            raise ValueError(
+                "a tenant is named by at most 64 letters, digits and ._- that begin with one of "
+                "the first two"
+            )
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What never changes of a key's record."""
+
+    digest: str
+    pepper_id: str
+    terms: KeyTerms
+    created_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key's record. Times are Unix milliseconds of the Redis clock, `now_ms` that of reading."""
+
+    prefix: str
+    digest: str
+    pepper_id: str
+    terms: KeyTerms
+    created_ms: int
+    expires_ms: int | None
+    revoked_ms: int | None
+    now_ms: int
+
+    @property
+    def state(self) -> str:
+        """`active`, `expired` or `revoked`."""
+        if self.revoked_ms is not None:
+            return "revoked"
+        return "expired" if self.expires_in_s <= 0 else "active"
+
+    @property
+    def expires_in_s(self) -> float:
+        """Seconds it is still good for, at the time of reading; `inf` without an end."""
+        if self.expires_ms is None:
+            return float("inf")
+        return (self.expires_ms - self.now_ms) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Pepper:
+    """What the digests are keyed with; its id tells two of them apart and gives neither away."""
+
+    secret: bytes
+
+    @property
+    def id(self) -> str:
+        return hmac.digest(self.secret, b"batchway pepper id", "sha256").hex()[:8]
+
+    def digest(self, key: str) -> str:
+        return hmac.digest(self.secret, key.encode(), "sha256").hex()
+
+
+def prefix_of(key: str) -> str | None:
+    """The part by which a key is found; None for what is no key."""
+    match = _KEY.fullmatch(key)
+    return match[1] if match else None
+
+
+def is_same_key(given: str, record: ApiKey | None, pepper: Pepper) -> bool:
+    """Whether a key is the record's. An unknown key takes as long as a wrong one."""
+    digest = pepper.digest(given)
+    known = record.digest if record is not None else hashlib.sha256(b"").hexdigest()
+    return hmac.compare_digest(digest, known) and record is not None
+
+
+class ApiKeys:
+    """The keys of one installation. Every method raises BrokerUnavailable.
+
+    The pepper is the operator's, or one that the first `create` draws and leaves in Redis.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, keys: Keys, pepper: Pepper | None = None
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._pepper = pepper
+
+    async def exist(self) -> bool:
+        """Whether a key was ever made: also a revoked one keeps the door shut to strangers."""
+        with broker_errors():
+            return await self._client.exists(self._keys.api_keys) == 1
+
+    async def pepper(self) -> Pepper | None:
+        """The pepper in force; None where no key was ever made."""
+        if self._pepper is None:
+            with broker_errors():
+                raw: Any = await self._client.get(self._keys.key_pepper)
+            self._pepper = None if raw is None else Pepper(raw)
+        return self._pepper
+
+    async def create(self, terms: KeyTerms, *, lifetime_s: float | None = None) -> tuple[str, str]:
+        """A new key and its prefix. The key is nowhere else: who loses it makes another."""
+        prefix = "".join(secrets.choice(_PREFIX_ALPHABET) for _ in range(_PREFIX_CHARS))
+        key = f"bw-{prefix}-{secrets.token_hex(_SECRET_BYTES)}"
+        pepper = await self._some_pepper()
+        created_ms = await now_ms(self._client, self._keys)
+        stored = _Stored(
+            digest=pepper.digest(key), pepper_id=pepper.id, terms=terms, created_ms=created_ms
+        )
+        fields: dict[Any, Any] = {"record": msgspec.msgpack.encode(stored)}
+        if lifetime_s is not None:
+            fields["expires"] = created_ms + int(lifetime_s * 1000)
+        with broker_errors():
+            async with self._client.pipeline(transaction=True) as transaction:
+                transaction.hset(self._keys.api_key(prefix), mapping=fields)
+                transaction.sadd(self._keys.api_keys, prefix)
+                await transaction.execute()
+        return key, prefix
+
+    async def find(self, prefix: str) -> ApiKey | None:
+        """Raises WireError."""
+        with broker_errors():
+            values: Any = await self._client.hmget(
+                self._keys.api_key(prefix), ["record", "expires", "revoked"]
+            )
+        raw, expires, revoked = values
+        if raw is None:
+            return None
+        try:
+            stored = msgspec.msgpack.decode(raw, type=_Stored)
+        except msgspec.MsgspecError as exc:
+            raise WireError(f"unreadable API key record: {type(exc).__name__}") from exc
+        return ApiKey(
+            prefix=prefix,
+            digest=stored.digest,
+            pepper_id=stored.pepper_id,
+            terms=stored.terms,
+            created_ms=stored.created_ms,
+            expires_ms=None if expires is None else int(expires),
+            revoked_ms=None if revoked is None else int(revoked),
+            now_ms=await now_ms(self._client, self._keys),
+        )
+
+    async def all(self) -> list[ApiKey]:
+        """Every key ever made, oldest first. Raises WireError."""
+        with broker_errors():
+            prefixes: Any = await self._client.smembers(self._keys.api_keys)
+        found = [await self.find(prefix.decode()) for prefix in prefixes]
+        return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)
+
+    async def revoke(self, prefix: str) -> bool:
+        """Ends a key for good; False where there is none."""
+        if await self.find(prefix) is None:
+            return False
+        with broker_errors():
+            await self._client.hsetnx(
+                self._keys.api_key(prefix), "revoked", await now_ms(self._client, self._keys)
+            )
+        return True
+
+    async def rotate(
+        self, prefix: str, *, overlap_s: float, lifetime_s: float | None = None
+    ) -> tuple[str, str] | None:
+        """A new key and its prefix, on the terms of an active one that still works for `overlap_s`
+        at most; None where there is no active one.
+        """
+        old = await self.find(prefix)
+        if old is None or old.state != "active":
+            return None
+        made = await self.create(old.terms, lifetime_s=lifetime_s)
+        if overlap_s < old.expires_in_s:
+            ends_ms = old.now_ms + int(overlap_s * 1000)
+            with broker_errors():
+                await self._client.hset(self._keys.api_key(prefix), "expires", ends_ms)
+        return made
+
+    async def _some_pepper(self) -> Pepper:
+        """The pepper in force, drawn now where there is none."""
+        if (pepper := await self.pepper()) is None:
+            with broker_errors():
+                await self._client.set(
+                    self._keys.key_pepper, secrets.token_bytes(_SECRET_BYTES), nx=True
+                )
+            pepper = await self.pepper()
+        assert pepper is not None
+        return pepper

@@ -1,0 +1,85 @@
+"""The API keys as this gateway knows them: looked up in Redis, remembered for moments.
+
+A key that is revoked is refused by every gateway within REMEMBERED_S.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from contract.api_keys import ApiKey, ApiKeys, KeyTerms, is_same_key, prefix_of
+
+log = logging.getLogger("batchway.gateway")
+
+REMEMBERED_S = 2.0  # revocation is promised within 5 s
+MAX_REMEMBERED = 10_000  # prefixes; who guesses must not fill the memory
+
+T = TypeVar("T")
+
+
+class Guard(Protocol):
+    """Runs a call to Redis."""
+
+    async def __call__(self, function: Callable[[], Awaitable[T]], /) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    record: ApiKey | None
+    found_s: float
+
+
+class KeyRing:
+    """One for each gateway. Every method raises BrokerUnavailable, WireError."""
+
+    def __init__(
+        self,
+        api_keys: ApiKeys,
+        guard: Guard,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api_keys = api_keys
+        self._guard = guard
+        self._clock_s = clock_s
+        self._found: OrderedDict[str, _Found] = OrderedDict()
+        self._none_until_s = float("-inf")
+        self._has_some = False
+
+    async def terms_of(self, key: str) -> KeyTerms | None:
+        """What a key grants; None where it is wrong, expired or revoked."""
+        prefix = prefix_of(key)
+        pepper = await self._guard(self._api_keys.pepper)
+        if prefix is None or pepper is None:
+            return None
+        found = await self._find(prefix)
+        record = found.record
+        if not is_same_key(key, record, pepper):
+            if record is not None and record.pepper_id != pepper.id:
+                log.warning("the API key %s was made under another pepper", prefix)
+            return None
+        assert record is not None
+        age_s = self._clock_s() - found.found_s
+        is_active = record.state == "active" and age_s < record.expires_in_s
+        return record.terms if is_active else None
+
+    async def has_some(self) -> bool:
+        """Whether a key was ever made; a no may be REMEMBERED_S old."""
+        if not self._has_some and self._clock_s() >= self._none_until_s:
+            self._has_some = await self._guard(self._api_keys.exist)
+            self._none_until_s = self._clock_s() + REMEMBERED_S
+        return self._has_some
+
+    async def _find(self, prefix: str) -> _Found:
+        known = self._found.get(prefix)
+        if known is not None and self._clock_s() - known.found_s < REMEMBERED_S:
+            return known
+        found_s = self._clock_s()  # before the call, so that it errs to the older side
+        record = await self._guard(lambda: self._api_keys.find(prefix))
+        known = self._found[prefix] = _Found(record, found_s)
+        self._found.move_to_end(prefix)
+        while len(self._found) > MAX_REMEMBERED:
+            self._found.popitem(last=False)
+        return known

@@ -1,0 +1,283 @@
+"""`batchway keys`: makes, lists, ends and renews API keys in a Redis.
+
+The new key goes to standard output, everything else to the table or to standard error: a key that
+is not caught there is lost, for Redis keeps its digest alone.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from contract.api_keys import DEFAULT_SCOPES, ApiKey, ApiKeys, KeyTerms, Pepper, Scope
+from contract.connection import connect
+from contract.keys import Keys
+from gateway.settings import variable
+from infra import options as opts
+
+PEPPER_VARIABLE = variable("key_pepper")
+ACTIONS = ("create", "list", "revoke", "rotate")
+EXIT_UNKNOWN = 1
+OVERLAP_S = 86_400.0
+_COLUMNS = ("prefix", "state", "tenant", "scopes", "lanes", "limits", "created", "expires")
+
+
+class KeyUnknown(Exception):
+    """No such key, or none that the action may be done to. The message is one sentence."""
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def add_keys_options(parser: argparse.ArgumentParser) -> None:
+    """The actions, each with its options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    create = _add(actions, "create", "make a key and print it; it is shown this once")
+    _add_terms(create)
+    _add_lifetime(create)
+    _add(actions, "list", "list all keys, without the keys themselves")
+    revoke = _add(actions, "revoke", "end a key; every gateway refuses it within 5 s")
+    _add_prefix(revoke)
+    rotate = _add(actions, "rotate", "make a key on the same terms, and let the old one run out")
+    _add_prefix(rotate)
+    rotate.add_argument(
+        "--overlap-s",
+        type=opts.number(may_be_zero=True),
+        default=OVERLAP_S,
+        metavar="SECONDS",
+        help=f"how long the old key still works (default: {OVERLAP_S:g} s, a day)",
+    )
+    _add_lifetime(rotate)
+
+
+def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    opts.add_shared_options(parser, redis_default="refused")
+    parser.add_argument(
+        "--json",
+        metavar="OUT",
+        help="write the result to this file as JSON, for you alone to read; - writes it to "
+        "standard output instead of the table (default: no JSON)",
+    )
+    return parser
+
+
+def _add_terms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tenant",
+        required=True,
+        metavar="NAME",
+        help="whose key it is: jobs, quotas and fairness are the tenant's (default: refused)",
+    )
+    parser.add_argument(
+        "--scopes",
+        type=_scopes,
+        default=DEFAULT_SCOPES,
+        metavar="NAMES",
+        help=f"what it is good for, of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
+    )
+    parser.add_argument(
+        "--lanes",
+        type=opts.lanes,
+        default=(),
+        metavar="NAMES",
+        help="lanes it may use (default: all)",
+    )
+    limits = (
+        ("--requests-per-minute", "requests a minute, of the tenant"),
+        ("--tokens-per-minute", "tokens a minute (prompts and output), of the tenant"),
+        ("--concurrent-tokens", "tokens of unfinished jobs at a time, of the tenant"),
+    )
+    for name, text in limits:
+        parser.add_argument(
+            name, type=opts.integer(1), default=0, metavar="N", help=f"{text} (default: no limit)"
+        )
+    parser.add_argument(
+        "--lane-share",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
+        "(default: no limit)",
+    )
+
+
+def _add_lifetime(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expires",
+        type=opts.number(may_be_zero=False),
+        metavar="DAYS",
+        help="days until the new key ends by itself (default: never)",
+    )
+
+
+def _add_prefix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", metavar="PREFIX", help="the 8 characters after `bw-`")
+
+
+def _scopes(raw: str) -> tuple[Scope, ...]:
+    names = [part.strip() for part in raw.split(",")]
+    if not set(names) <= set(Scope) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"must be different names out of {','.join(Scope)}, not {raw!r}"
+        )
+    return tuple(Scope(name) for name in names)
+
+
+def _share(raw: str) -> float:
+    value = opts.number(may_be_zero=False)(raw)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
+    return value
+
+
+# --- actions ----------------------------------------------------------------------------------
+
+
+def run_keys(options: argparse.Namespace, redis_url: str) -> int:
+    """Runs one action; returns the exit status. Raises BrokerUnavailable, ValueError."""
+    raw = os.environ.get(PEPPER_VARIABLE, "")
+    if raw and len(raw) < 16:
+        raise ValueError(f"{PEPPER_VARIABLE} must have at least 16 characters")
+    pepper = Pepper(raw.encode()) if raw else None
+    try:
+        return asyncio.run(_run(options, redis_url, pepper))
+    except KeyUnknown as exc:
+        print(f"batchway keys: {exc}", file=sys.stderr)
+        return EXIT_UNKNOWN
+
+
+async def keys_exist(redis_url: str, namespace: str) -> bool:
+    """Whether an installation has a key. Raises BrokerUnavailable."""
+    client = connect(redis_url)
+    try:
+        return await ApiKeys(client, Keys(namespace)).exist()
+    finally:
+        await client.aclose()
+
+
+async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
+    client = connect(redis_url)
+    actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
+    actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
+    try:
+        await actions[options.action](ApiKeys(client, Keys(options.namespace), pepper), options)
+    finally:
+        await client.aclose()
+    return 0
+
+
+async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
+    terms = KeyTerms(
+        tenant=options.tenant,
+        scopes=options.scopes,
+        lanes=options.lanes,
+        requests_per_minute=options.requests_per_minute,
+        tokens_per_minute=options.tokens_per_minute,
+        concurrent_tokens=options.concurrent_tokens,
+        lane_share=options.lane_share,
+    )
+    key, prefix = await api_keys.create(terms, lifetime_s=_lifetime_s(options))
+    await _show_new(api_keys, options, key, prefix)
+
+
+async def _list(api_keys: ApiKeys, options: argparse.Namespace) -> None:
+    shown = [_shown(key) for key in await api_keys.all()]
+    _write(options, {"keys": shown}, _table([_COLUMNS, *(_row(key) for key in shown)]))
+
+
+async def _revoke(api_keys: ApiKeys, options: argparse.Namespace) -> None:
+    if not await api_keys.revoke(options.prefix):
+        raise KeyUnknown(f"there is no key {options.prefix!r}")
+    record = await api_keys.find(options.prefix)
+    assert record is not None
+    _write(options, {"key": _shown(record)}, f"{options.prefix} is revoked")
+
+
+async def _rotate(api_keys: ApiKeys, options: argparse.Namespace) -> None:
+    made = await api_keys.rotate(
+        options.prefix, overlap_s=options.overlap_s, lifetime_s=_lifetime_s(options)
+    )
+    if made is None:
+        raise KeyUnknown(f"there is no active key {options.prefix!r}")
+    print(f"{options.prefix} works for {options.overlap_s:g} s more at most", file=sys.stderr)
+    await _show_new(api_keys, options, *made)
+
+
+async def _show_new(api_keys: ApiKeys, options: argparse.Namespace, key: str, prefix: str) -> None:
+    record = await api_keys.find(prefix)
+    assert record is not None
+    print(f"a key of tenant {record.terms.tenant}, shown this once:", file=sys.stderr)
+    _write(options, {"api_key": key, "key": _shown(record)}, key)
+
+
+def _lifetime_s(options: argparse.Namespace) -> float | None:
+    return None if options.expires is None else options.expires * 86_400
+
+
+# --- what is shown ----------------------------------------------------------------------------
+
+
+def _shown(key: ApiKey) -> dict[str, Any]:
+    terms = key.terms
+    return {
+        "prefix": key.prefix,
+        "state": key.state,
+        "tenant": terms.tenant,
+        "scopes": list(terms.scopes),
+        "lanes": list(terms.lanes),
+        "requests_per_minute": terms.requests_per_minute or None,
+        "tokens_per_minute": terms.tokens_per_minute or None,
+        "concurrent_tokens": terms.concurrent_tokens or None,
+        "lane_share": terms.lane_share or None,
+        "created_at": key.created_ms / 1000,
+        "expires_at": None if key.expires_ms is None else key.expires_ms / 1000,
+        "revoked_at": None if key.revoked_ms is None else key.revoked_ms / 1000,
+    }
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    units = {
+        "requests_per_minute": "requests/min",
+        "tokens_per_minute": "tokens/min",
+        "concurrent_tokens": "tokens at a time",
+        "lane_share": "of a lane",
+    }
+    limits = [f"{key[name]:g} {unit}" for name, unit in units.items() if key[name]]
+    return (
+        key["prefix"],
+        key["state"],
+        key["tenant"],
+        ",".join(key["scopes"]),
+        ",".join(key["lanes"]) or "all",
+        ", ".join(limits) or "none",
+        _date(key["created_at"]),
+        _date(key["expires_at"]),
+    )
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "never"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _write(options: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+    as_json = json.dumps(result, indent=2)
+    print(as_json if options.json == "-" else text)
+    if options.json not in (None, "-"):
+        Path(options.json).touch(mode=0o600)
+        Path(options.json).write_text(as_json + "\n")

@@ -1,0 +1,234 @@
+"""API keys over HTTP: what each grants, whose jobs it sees, and how soon it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKey, ApiKeys, KeyTerms, Pepper, Scope
+from contract.keys import Keys
+from gateway.key_ring import REMEMBERED_S, KeyRing
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": BODY}
+NO_JOB = "/v1/jobs/job-0-" + "0" * 32
+
+
+@pytest.fixture
+async def fresh(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway that remembers nothing of other tests' keys."""
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            yield client
+
+
+@pytest.fixture
+def api_keys(redis_client: redis.asyncio.Redis, keys: Keys) -> ApiKeys:
+    return ApiKeys(redis_client, keys)
+
+
+async def bearer(api_keys: ApiKeys, tenant: str = "acme", **terms: Any) -> dict[str, str]:
+    key, _ = await api_keys.create(KeyTerms(tenant=tenant, **terms))
+    return {"authorization": f"Bearer {key}"}
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_strangers_are_served_until_the_first_key_is_made(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
+) -> None:
+    """On loopback; from then on nobody is, not even once the key is revoked."""
+    assert (await fresh.post("/v1/completions", json=BODY)).status_code == 200
+    headers = await bearer(api_keys)
+    await refused(fresh, {})
+    assert code(await fresh.post("/v1/completions", json=BODY)) == (401, "invalid_api_key")
+    assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+    assert worker.seen[-1].tenant == "acme"
+    await api_keys.revoke(headers["authorization"].split("-")[1])
+    await refused(fresh, headers)
+    assert code(await fresh.get("/v1/models")) == (401, "invalid_api_key")
+
+
+async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    """Returns once a caller is no longer served: what a gateway remembers must fade first."""
+    async with asyncio.timeout(10):
+        while (await http.get("/v1/models", headers=headers)).status_code == 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+SCOPED = [
+    (Scope.INFERENCE, "POST", "/v1/completions"),
+    (Scope.INFERENCE, "POST", "/v1/chat/completions"),
+    (Scope.JOBS_WRITE, "POST", "/v1/jobs"),
+    (Scope.JOBS_WRITE, "POST", NO_JOB + "/cancel"),
+    (Scope.JOBS_READ, "GET", NO_JOB),
+    (Scope.JOBS_READ, "GET", NO_JOB + "/events"),
+]
+
+
+async def test_every_route_names_the_scope_that_a_key_lacks(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys
+) -> None:
+    """403 without it, something else with it or with `admin`."""
+    for scope, method, path in SCOPED:
+        others = tuple(s for s in Scope if s not in (scope, Scope.ADMIN))
+        lacking = await bearer(api_keys, scopes=others)
+        answer = await fresh.request(method, path, headers=lacking)
+        assert code(answer) == (403, "missing_scope"), path
+        assert f"'{scope}'" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "permission_error"
+        for scopes in ((scope,), (Scope.ADMIN,)):
+            granted = await bearer(api_keys, scopes=scopes)
+            answer = await fresh.request(method, path, headers=granted)
+            assert answer.status_code not in (401, 403), path
+
+
+async def test_a_key_is_for_its_lanes_alone(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    """Whether the lane is named or follows from the service tier."""
+    headers = await bearer(api_keys, lanes=("batch", "interactive"))
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", BODY),
+        ("/v1/jobs", JOB),
+        ("/v1/jobs", JOB | {"lane": "standard"}),
+    ]
+    for path, body in calls:
+        answer = await fresh.post(path, json=body, headers=headers)
+        assert code(answer) == (403, "lane_not_allowed")
+        assert "only for batch, interactive" in answer.json()["error"]["message"]
+    answer = await fresh.post("/v1/jobs", json=JOB | {"lane": "batch"}, headers=headers)
+    assert answer.status_code == 202
+
+
+async def test_another_tenant_s_job_looks_like_none(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    """Read, followed, cancelled: the same 404, byte for byte."""
+    ours, theirs = await bearer(api_keys, "ours"), await bearer(api_keys, "theirs")
+    job_id = (await fresh.post("/v1/jobs", json=JOB, headers=ours)).json()["id"]
+    for method, suffix in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):
+        foreign = await fresh.request(method, f"/v1/jobs/{job_id}{suffix}", headers=theirs)
+        none = await fresh.request(method, NO_JOB + suffix, headers=theirs)
+        assert code(foreign) == (404, "job_not_found")
+        assert foreign.content == none.content
+    assert (await fresh.get(f"/v1/jobs/{job_id}", headers=ours)).json()["status"] == "queued"
+
+
+async def test_idempotency_keys_of_two_tenants_do_not_meet(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    """The same word, two jobs."""
+    same = {"idempotency-key": "k"}
+    one, two = [
+        (await fresh.post("/v1/jobs", json=JOB, headers=same | await bearer(api_keys, name))).json()
+        for name in ("one", "two")
+    ]
+    assert one["id"] != two["id"]
+
+
+async def test_the_operator_s_own_key_works_beside_those_in_redis(
+    redis_server: EmbeddedRedis, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    """BATCHWAY_API_KEY is the default tenant's, for everything."""
+    own = {"authorization": "Bearer a-key-of-the-operator"}
+    settings = make_settings(redis_server.url, api_key="a-key-of-the-operator")
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            made = await bearer(api_keys)
+            answers = [await http.post("/v1/jobs", json=JOB, headers=h) for h in (own, made)]
+    assert [answer.status_code for answer in answers] == [202, 202]
+    claimed = {(await idle_worker.claim()).job.tenant for _ in range(2)}
+    assert claimed == {"default", "acme"}
+
+
+async def test_a_key_under_another_pepper_is_none(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Who can write to Redis, but knows no pepper, makes no key that a gateway takes."""
+    planted = await bearer(ApiKeys(redis_client, keys))
+    real = await bearer(ApiKeys(redis_client, keys, Pepper(b"the operator's pepper")))
+    with running_gateway(
+        make_settings(redis_server.url, key_pepper="the operator's pepper")
+    ) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            assert code(await http.get("/v1/models", headers=planted)) == (401, "invalid_api_key")
+            assert (await http.get("/v1/models", headers=real)).status_code == 200
+
+
+async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None:
+    """By the ring's own clock: revoked ones, and those that expire while they are remembered."""
+    now_s = 0.0
+    num_calls = 0
+
+    async def call(function: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return await function()
+
+    ring = KeyRing(api_keys, call, lambda: now_s)
+    key, prefix = await api_keys.create(KeyTerms(tenant="acme"))
+    ending, _ = await api_keys.create(KeyTerms(tenant="acme"), lifetime_s=1.5)
+    assert await ring.terms_of(key) == KeyTerms(tenant="acme") == await ring.terms_of(ending)
+    await api_keys.revoke(prefix)
+    now_s = 1.6
+    assert await ring.terms_of(key) is not None
+    assert await ring.terms_of(ending) is None
+    assert REMEMBERED_S <= 5
+    now_s = REMEMBERED_S
+    assert await ring.terms_of(key) is None
+
+
+async def test_guessed_prefixes_do_not_fill_the_memory(
+    api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest are dropped; what is no key at all is not even looked up."""
+    monkeypatch.setattr("gateway.key_ring.MAX_REMEMBERED", 3)
+    found: list[str] = []
+    real = api_keys.find
+
+    async def find(prefix: str) -> ApiKey | None:
+        found.append(prefix)
+        return await real(prefix)
+
+    async def call(function: Any) -> Any:
+        return await function()
+
+    monkeypatch.setattr(api_keys, "find", find)
+    await api_keys.create(KeyTerms(tenant="acme"))
+    ring = KeyRing(api_keys, call)
+    for letter in "abcde":
+        assert await ring.terms_of(f"bw-{letter * 8}-{'0' * 64}") is None
+    assert await ring.terms_of("sk-none") is None
+    assert len(ring._found) == 3
+    assert found == [letter * 8 for letter in "abcde"]
+
+
+async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
+    """503, not 200 and not 401: whether a key is right cannot be told."""
+    with running_gateway(make_settings("redis://127.0.0.1:1")) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            for headers in ({}, {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}):
+                assert code(await http.get("/v1/models", headers=headers)) == (
+                    503,
+                    "broker_unavailable",
+                )
+
+
+async def test_who_must_bring_a_key_must_so_while_none_exists(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> None:
+    """As beyond loopback: an emptied Redis opens no door."""
+    with running_gateway(make_settings(redis_server.url, require_key=True)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            assert code(await http.get("/v1/models")) == (401, "invalid_api_key")

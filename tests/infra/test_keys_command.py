@@ -1,0 +1,136 @@
+"""`batchway keys`, and the addresses that a key opens."""
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.connection import connect
+from contract.keys import Keys
+from infra import cli
+from infra.embedded_redis import EmbeddedRedis
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def empty_redis(redis_server: EmbeddedRedis) -> str:
+    """The URL of a server that holds nothing."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def keys_of(
+    empty_redis: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Any:
+    """Runs `batchway keys …` on an empty server; returns status, output and complaints."""
+    monkeypatch.setenv("REDIS_URL", empty_redis)
+    monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = cli.main(["keys", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> None:
+    """The list never holds it; states follow."""
+    limits = ("--requests-per-minute=60", "--tokens-per-minute=9000", "--concurrent-tokens=5000")
+    status, out, _ = keys_of(
+        *("create", "--tenant=acme", "--scopes=inference,jobs:read", "--lanes=batch"),
+        *(*limits, "--lane-share=0.5", "--expires=30"),
+    )
+    key = out.strip()
+    prefix = key.split("-")[1]
+    assert (status, key[:3], len(key)) == (0, "bw-", 3 + 8 + 1 + 64)
+    _, listed, _ = keys_of("list")
+    assert key not in listed
+    for word in (prefix, "acme", "inference,jobs:read", "batch", "60 requests/min", "active"):
+        assert word in listed
+    status, out, told = keys_of("rotate", prefix, "--overlap-s=0")
+    assert (status, f"{prefix} works for 0 s more" in told) == (0, True)
+    new = out.strip().split("-")[1]
+    assert keys_of("revoke", new)[:2] == (0, f"{new} is revoked\n")
+    listed = json.loads(keys_of("list", "--json=-")[1])["keys"]
+    assert [(k["prefix"], k["state"]) for k in listed] == [(prefix, "expired"), (new, "revoked")]
+    assert [k["tokens_per_minute"] for k in listed] == [9000, 9000]
+
+
+def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) -> None:
+    """`--json OUT` beside what is printed."""
+    path = tmp_path / "key.json"
+    status, out, _ = keys_of("create", "--tenant=acme", "--json", str(path))
+    assert status == 0
+    assert json.loads(path.read_text())["api_key"] == out.strip()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (("revoke", "aaaaaaaa"), 1, "there is no key 'aaaaaaaa'"),
+        (("rotate", "aaaaaaaa"), 1, "there is no active key 'aaaaaaaa'"),
+        (("create", "--tenant=a:b"), 2, "a tenant is named by"),
+        (("list", "--redis-url=redis://127.0.0.1:1"), 2, "Redis does not answer"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    keys_of: Any, arguments: tuple[str, ...], status: int, complaint: str
+) -> None:
+    """Exit status 1 for a key that is not there, 2 for options that cannot work."""
+    found, _, told = keys_of(*arguments)
+    assert found == status
+    assert complaint in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ("--scopes=everything", "different names out of inference"),
+        ("--lanes=fast", "different names out of"),
+        ("--lane-share=1.5", "over 0 and up to 1"),
+        ("--requests-per-minute=0", "at least 1"),
+        ("--expires=0", "over 0"),
+    ],
+)
+def test_wrong_terms_are_named(
+    option: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before Redis is asked."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["keys", "create", "--tenant=acme", option])
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_short_pepper_is_refused(keys_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a gateway refuses it."""
+    monkeypatch.setenv("BATCHWAY_KEY_PEPPER", "short")
+    assert keys_of("list")[0] == 2
+
+
+async def test_a_key_in_redis_opens_other_addresses(
+    empty_redis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line asks before it binds."""
+    monkeypatch.delenv("BATCHWAY_API_KEY", raising=False)
+    settings = cli._gateway_settings(
+        cli.build_parser().parse_args(["gateway", "--namespace=test"]), empty_redis
+    )
+    assert not await asyncio.to_thread(cli._has_keys, settings)
+    client = connect(empty_redis)
+    await ApiKeys(client, Keys("test")).create(KeyTerms(tenant="acme"))
+    await client.aclose()
+    assert await asyncio.to_thread(cli._has_keys, settings)
