@@ -5,7 +5,8 @@ What can never run is refused here, with 400 and the parameter named.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
@@ -33,6 +34,7 @@ class Terms:
     lane: str | None = None  # None: by the body's service tier
     idempotency_key: str = ""
     body_hash: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 async def prepare(
@@ -72,6 +74,7 @@ async def prepare(
         idempotency_key=terms.idempotency_key,
         body_hash=terms.body_hash,
         attendance_s=terms.attendance_s,
+        metadata=terms.metadata,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from redis.exceptions import NoPermissionError
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.calls import JobView, Submission, Submitted
+from contract.calls import JobView, Page, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
@@ -25,6 +25,7 @@ from contract.functions import Functions, ensure_library
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
 from gateway.breaker import Breaker
+from gateway.cursor import Cursor
 from gateway.errors import UnknownJob
 from gateway.hints import Hints
 from gateway.key_ring import KeyRing
@@ -34,6 +35,7 @@ from gateway.tokens import ModelTokenizer
 log = logging.getLogger("batchway.gateway")
 
 PAGE_EVENTS = 500  # of a log, in one read
+MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
 CATALOGUE_TTL_S = 1.0
 SWEEP_EVERY_S = 1.0
 MAX_TOKENIZERS = 8
@@ -115,6 +117,37 @@ class Broker:
             raise UnknownJob(job_id)
         return status
 
+    async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> Page:
+        """A tenant's jobs after the one with the id `after`, the youngest first.
+
+        Short of `max_jobs` where jobs that match are rare. Raises UnknownJob where the job to go on
+        after is not in the list.
+        """
+        views: list[JobView] = []
+        for _ in range(MAX_LISTINGS):
+            room = max_jobs - len(views)
+            page = await self._list(tenant, wanted, after, room)
+            views += page.views
+            after = page.position
+            if not after or len(views) == max_jobs:
+                break
+        return Page(tuple(views), after)
+
+    async def _list(self, tenant: str, wanted: Wanted, after: str, max_jobs: int) -> Page:
+        page = await self._call(
+            lambda: self._functions.list_jobs(tenant, wanted, after=after, max_jobs=max_jobs)
+        )
+        if page is None:
+            raise UnknownJob(after)
+        return page
+
+    async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
+        """Forgets a job that has ended; the status of one that has not. Raises UnknownJob."""
+        found = await self._call(lambda: self._functions.delete(job_id, tenant))
+        if found is False:
+            raise UnknownJob(job_id)
+        return None if found is True else found
+
     async def events(
         self, job_id: str, tenant: str, after: int = 0, after_hash: str | None = None
     ) -> AsyncIterator[LogEntry | Idle | Reset]:
@@ -122,7 +155,7 @@ class Broker:
 
         Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
         """
-        cursor = _Cursor(after, after_hash)
+        cursor = Cursor(after, after_hash)
         answered_s = time.monotonic()
         async with (
             self._following(job_id),
@@ -157,7 +190,7 @@ class Broker:
                     if cursor.misses_some_of(hints):
                         break
 
-    async def _next_page(self, job_id: str, tenant: str, cursor: "_Cursor") -> "_Page":
+    async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> "_Page":
         view, entries = await self.read(
             job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
         )
@@ -250,49 +283,6 @@ class _Page:
     view: JobView
     items: Sequence[LogEntry | Reset]
     is_whole: bool
-
-
-class _Cursor:
-    """Where a follower stands in a log: the last event it has, and the hash of the log there."""
-
-    def __init__(self, number: int, hash_: str | None) -> None:
-        self._number = number
-        self._hash = hash_
-        self._is_behind = False  # the log has lost events that the follower has
-
-    @property
-    def read_after(self) -> int:
-        """The last event is read again: a Redis that lost its end may have another one there."""
-        return self._number - 1 if self._number and self._hash else self._number
-
-    def agrees_with(self, view: JobView, entries: Sequence[LogEntry]) -> bool:
-        """Whether the log holds what the follower has, or may still come to hold it."""
-        if self._number == 0:
-            return True
-        self._is_behind = view.next_number <= self._number
-        if self._is_behind:
-            return self._hash is not None and not view.is_terminal
-        if self._hash is None:
-            return True
-        return bool(entries) and (entries[0].number, entries[0].hash) == (self._number, self._hash)
-
-    def next_of(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
-        """Those that follow without a gap, which the follower then has."""
-        fresh: list[LogEntry] = []
-        for entry in entries:
-            if entry.number == self._number and entry.hash != self._hash and self._hash:
-                self._is_behind = True  # the log was written anew: the next read tells
-            if entry.number == self._number + 1 and not self._is_behind:
-                self._number, self._hash = entry.number, entry.hash
-                fresh.append(entry)
-        return fresh
-
-    def misses_some_of(self, hints: Sequence[LogEntry]) -> bool:
-        """Whether the log must be read before going on; no hints stand for a gap."""
-        return not hints or self._is_behind or hints[-1].number > self._number
-
-    def reset(self) -> None:
-        self._number, self._hash, self._is_behind = 0, None, False
 
 
 def _is_end(item: LogEntry | Reset) -> bool:

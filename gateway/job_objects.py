@@ -1,12 +1,24 @@
 """A job as `/v1/jobs` shows it."""
 
+import re
 from typing import Any
 
 from contract.calls import JobView, Submitted
 from contract.jobs import Job, JobStatus
 from gateway.answers import usage
+from gateway.errors import UnknownJob
 
 _PUBLIC = {JobStatus.CLAIMED: "running", JobStatus.STREAMING: "running"}
+
+
+_JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
+
+
+def checked_id(job_id: str) -> str:
+    """What is no job id looks like a job that does not exist. Raises UnknownJob."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise UnknownJob(job_id[:64])
+    return job_id
 
 
 def public_status(status: JobStatus) -> str:
@@ -44,6 +56,7 @@ def job_object(view: JobView) -> dict[str, Any]:
         "model": view.job.model,
         "lane": view.lane,
         "attempt": view.attempt,
+        "metadata": dict(view.metadata),
         "usage": usage(view.job, view.num_prompt_tokens, view.num_output_tokens),
         "timings": {
             "queued_at": _seconds(view.created_ms),

@@ -19,8 +19,13 @@ MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 4
 MAX_TOP_LOGPROBS = 20
 MAX_DEADLINE_S = 7 * 86_400
+MIN_RETENTION_S = 60
 _INT64 = 2**63
 _MAX_NAME = 64
+
+
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]  # OpenAI's limits
+MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 def _refusal(message: str) -> PydanticCustomError:
@@ -155,7 +160,8 @@ class JobBody(_Strict):
     body: dict[str, Any]
     lane: Literal["interactive", "standard", "batch"] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from its end on
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
 
 
 CallBody = ChatBody | CompletionBody

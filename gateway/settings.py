@@ -23,6 +23,7 @@ class GatewaySettings:
     job_deadline_s: float = 86_400.0
     sync_retention_s: float = 600.0
     job_retention_s: float = 86_400.0
+    max_retention_s: float = 30 * 86_400.0
     max_body_bytes: int = 256 * 1024
     body_timeout_s: float = 10.0
     max_output_tokens: int = 32_768

@@ -12,14 +12,14 @@ from gateway.answers import Answer
 from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
-from gateway.errors import ApiError, UnknownJob, draining, invalid_value
-from gateway.job_objects import job_object
-from gateway.schemas import parse_call, parse_job
+from gateway.errors import ApiError, draining, invalid_value
+from gateway.job_objects import checked_id, job_object
+from gateway.schemas import JobBody, parse_call, parse_job
+from gateway.settings import GatewaySettings
 from gateway.streams import job_stream
 
 router = APIRouter()
 
-_JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
 _EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
 
 
@@ -36,7 +36,8 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
         caller=caller,
         lane=asked.lane,
         deadline_s=asked.deadline_s or gateway.settings.job_deadline_s,
-        retention_s=gateway.settings.job_retention_s,
+        retention_s=_retention_s(gateway.settings, asked),
+        metadata=asked.metadata or {},
         idempotency_key=idempotency_key(request),
         body_hash=body_hash("/v1/jobs", raw),
     )
@@ -54,7 +55,7 @@ async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response
     """A job's state, with its result once it has ended."""
     gateway = gateway_of(request)
     await gateway.broker.sweep()
-    view, _ = await gateway.broker.read(_checked(job_id), caller.tenant)
+    view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
     shown = job_object(view) | {"result": None}
     if view.is_terminal and view.num_output_tokens:
         answer = Answer(view.job, await gateway.tokenizer_for(view.job))
@@ -73,7 +74,7 @@ async def stream_job(
     header = request.headers.get("last-event-id")
     param = "starting_after" if header is None else "Last-Event-ID"
     after, after_hash = _position(param, starting_after if header is None else header)
-    view, _ = await gateway.broker.read(_checked(job_id), caller.tenant)
+    view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
     return sse.SseResponse(
         job_stream(gateway, view, after, after_hash),
         headers={"x-job-id": job_id},
@@ -86,7 +87,7 @@ async def stream_job(
 async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
     """Ends a job, waiting or running; 409 where it has ended otherwise."""
     broker = gateway_of(request).broker
-    status = await broker.cancel(_checked(job_id), caller.tenant)
+    status = await broker.cancel(checked_id(job_id), caller.tenant)
     if status is not JobStatus.CANCELLED:
         message = f"the job has ended before: {status}"
         headers = {"x-should-retry": "false"}
@@ -95,11 +96,14 @@ async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Respo
     return json_response(job_object(view))
 
 
-def _checked(job_id: str) -> str:
-    """What is no job id looks like a job that does not exist."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise UnknownJob(job_id[:64])
-    return job_id
+def _retention_s(settings: GatewaySettings, asked: JobBody) -> float:
+    """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
+    if asked.retention_s is None:
+        return settings.job_retention_s
+    if asked.retention_s > settings.max_retention_s:
+        most = f"{settings.max_retention_s:g}"
+        raise invalid_value("retention_s", f"retention_s may be at most {most} here")
+    return asked.retention_s
 
 
 def _position(param: str, event_id: str | None) -> tuple[int, str | None]:

@@ -1,0 +1,49 @@
+"""Where a follower stands in a job's log. Knows what to read next, and when the log is another."""
+
+from collections.abc import Sequence
+
+from contract.calls import JobView
+from contract.events import LogEntry
+
+
+class Cursor:
+    """Where a follower stands in a log: the last event it has, and the hash of the log there."""
+
+    def __init__(self, number: int, hash_: str | None) -> None:
+        self._number = number
+        self._hash = hash_
+        self._is_behind = False  # the log has lost events that the follower has
+
+    @property
+    def read_after(self) -> int:
+        """The last event is read again: a Redis that lost its end may have another one there."""
+        return self._number - 1 if self._number and self._hash else self._number
+
+    def agrees_with(self, view: JobView, entries: Sequence[LogEntry]) -> bool:
+        """Whether the log holds what the follower has, or may still come to hold it."""
+        if self._number == 0:
+            return True
+        self._is_behind = view.next_number <= self._number
+        if self._is_behind:
+            return self._hash is not None and not view.is_terminal
+        if self._hash is None:
+            return True
+        return bool(entries) and (entries[0].number, entries[0].hash) == (self._number, self._hash)
+
+    def next_of(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """Those that follow without a gap, which the follower then has."""
+        fresh: list[LogEntry] = []
+        for entry in entries:
+            if entry.number == self._number and entry.hash != self._hash and self._hash:
+                self._is_behind = True  # the log was written anew: the next read tells
+            if entry.number == self._number + 1 and not self._is_behind:
+                self._number, self._hash = entry.number, entry.hash
+                fresh.append(entry)
+        return fresh
+
+    def misses_some_of(self, hints: Sequence[LogEntry]) -> bool:
+        """Whether the log must be read before going on; no hints stand for a gap."""
+        return not hints or self._is_behind or hints[-1].number > self._number
+
+    def reset(self) -> None:
+        self._number, self._hash, self._is_behind = 0, None, False

@@ -1,0 +1,242 @@
+"""A tenant's jobs: listed, found, deleted; and what another tenant sees of them."""
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from fastapi.routing import APIRoute
+from msgspec.structs import replace
+
+from contract.calls import Submission
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.keys import Keys
+from gateway.routes import job_lists, jobs
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = pytest.mark.anyio
+
+JOB: dict[str, Any] = {
+    "endpoint": "/v1/completions",
+    "body": {"model": MODEL, "prompt": "ab", "max_tokens": 20},
+}
+
+
+async def submit(http: httpx.AsyncClient, **fields: Any) -> str:
+    answer = await http.post("/v1/jobs", json=JOB | fields)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def listed(http: httpx.AsyncClient, **query: Any) -> dict[str, Any]:
+    answer = await http.get("/v1/jobs", params=query)
+    assert answer.status_code == 200, answer.text
+    page: dict[str, Any] = answer.json()
+    return page
+
+
+def ids(page: dict[str, Any]) -> list[str]:
+    return [job["id"] for job in page["data"]]
+
+
+async def foreign_job(functions: Functions) -> str:
+    """A job of another tenant."""
+    job = Job(
+        id=new_job_id(),
+        tenant="somebody else",
+        model=MODEL,
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(97,),
+        params=SamplingParams(max_tokens=4, seed=0),
+        created_s=0,
+    )
+    await functions.submit(job, Submission(5, 4, deadline_s=60, retention_s=60))
+    return job.id
+
+
+async def test_a_list_is_read_page_by_page(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
+) -> None:
+    """The youngest first, each once, none of another tenant's; `last_id` leads on."""
+    submitted = [await submit(http) for _ in range(5)]
+    await foreign_job(functions)
+    seen: list[str] = []
+    query: dict[str, Any] = {"limit": 2}
+    while True:
+        page = await listed(http, **query)
+        seen += ids(page)
+        assert page["object"] == "list"
+        assert (page["first_id"], page["last_id"]) == (ids(page)[0], ids(page)[-1])
+        if not page["has_more"]:
+            break
+        query["after"] = page["last_id"]
+    assert sorted(seen) == sorted(submitted)
+    created = [job["timings"]["queued_at"] for job in (await listed(http))["data"]]
+    assert created == sorted(created, reverse=True)
+
+
+async def test_jobs_are_found_by_what_they_are(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """State, lane, model, metadata, age; a job shows its metadata."""
+    done = await submit(http, lane="interactive", metadata={"run": "7", "team": "a"})
+    await idle_worker.run(await idle_worker.claim())
+    running = await submit(http, lane="interactive", metadata={"run": "7"})
+    await idle_worker.claim()
+    queued = await submit(http, lane="batch")
+
+    assert ids(await listed(http, status="succeeded")) == [done]
+    assert ids(await listed(http, status="running")) == [running]
+    assert ids(await listed(http, lane="batch")) == [queued]
+    assert ids(await listed(http, model="another")) == []
+    assert set(ids(await listed(http, **{"metadata[run]": "7"}))) == {done, running}
+    both = await listed(http, **{"metadata[run]": "7", "metadata[team]": "a"})
+    assert ids(both) == [done]
+    assert both["data"][0]["metadata"] == {"run": "7", "team": "a"}
+    assert "result" not in both["data"][0]
+    youngest = max((await listed(http))["data"], key=lambda job: job["timings"]["queued_at"])
+    after = youngest["timings"]["queued_at"]
+    assert ids(await listed(http, created_after=f"{after:.3f}")) == []
+    assert len(ids(await listed(http, created_after=f"{after - 3600:.3f}"))) == 3
+
+
+async def test_a_rare_job_is_found_behind_many(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
+) -> None:
+    """One call of the function looks at 500 jobs; the gateway goes on."""
+    rare = await submit(http, metadata={"rare": "yes"})
+    job = Job(
+        id="",
+        tenant="default",
+        model=MODEL,
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(97,),
+        params=SamplingParams(max_tokens=4, seed=0),
+        created_s=0,
+    )
+    for _ in range(520):
+        await functions.submit(replace(job, id=new_job_id()), Submission(5, 4, 60, 60))
+    page = await listed(http, **{"metadata[rare]": "yes"})
+    assert (ids(page), page["has_more"]) == ([rare], False)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=²", "limit"),
+        ("status=claimed", "status"),
+        ("lane=fast", "lane"),
+        ("created_after=yesterday", "created_after"),
+        ("after=x", "after"),
+        ("after=job-0-" + "0" * 32, "after"),
+        ("colour=red", "colour"),
+        ("lane=batch&lane=batch", "lane"),
+        ("metadata[]=1", "metadata[]"),
+    ],
+)
+async def test_a_wrong_query_names_its_parameter(
+    redis_client: redis.asyncio.Redis, http: httpx.AsyncClient, query: str, param: str
+) -> None:
+    """400, never a list that leaves something out."""
+    answer = await http.get(f"/v1/jobs?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, f"metadata.{'k' * 64}"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
+        ({"retention_s": 59}, "retention_s"),
+        ({"retention_s": 31 * 86_400}, "retention_s"),
+    ],
+)
+async def test_metadata_and_retention_have_bounds(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    """OpenAI's for metadata: 16 pairs, keys of 64, values of 512 characters."""
+    answer = await http.post("/v1/jobs", json=JOB | fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+async def test_a_job_is_forgotten_when_its_retention_is_over(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """Nothing is left of it, its place in the list included."""
+    await submit(http, retention_s=60)
+    await idle_worker.run(await idle_worker.claim())
+    assert len(ids(await listed(http))) == 1
+    await redis_client.incrby(keys.clock_offset, 60_000)
+    await functions.sweep()
+    assert ids(await listed(http)) == []
+    found: Any = await redis_client.keys(f"{keys.tag}:*")
+    left = {key.decode().split(":")[3] for key in found}
+    assert not left & {"job", "log", "jobs", "kept"}
+
+
+async def test_a_job_is_deleted_with_all_that_it_held(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """409 before its end; then gone for every route, and from Redis."""
+    job_id = await submit(http, metadata={"k": "v"})
+    answer = await http.delete(f"/v1/jobs/{job_id}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_terminal")
+    await idle_worker.run(await idle_worker.claim())
+    answer = await http.delete(f"/v1/jobs/{job_id}")
+    assert answer.json() == {"id": job_id, "object": "job", "deleted": True}
+    for route in ("", "/events"):
+        assert (await http.get(f"/v1/jobs/{job_id}{route}")).status_code == 404
+    assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 404
+    assert ids(await listed(http)) == []
+    assert await redis_client.keys(f"*{job_id}*") == []
+    assert await redis_client.zcard(keys.kept) == 0
+
+
+def job_routes() -> list[tuple[str, str]]:
+    """Method and path of every route of one job."""
+    return sorted(
+        (method, route.path)
+        for module in (jobs, job_lists)
+        for route in module.router.routes
+        if isinstance(route, APIRoute) and "{job_id}" in route.path
+        for method in route.methods or ()
+    )
+
+
+@pytest.mark.parametrize(("method", "path"), job_routes())
+async def test_another_tenants_job_does_not_exist(
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    http: httpx.AsyncClient,
+    functions: Functions,
+    method: str,
+    path: str,
+) -> None:
+    """Every route answers it as it answers an id that was never given out."""
+    await publish_model(redis_client, keys)
+    foreign, unknown = await foreign_job(functions), new_job_id()
+    body = {"json": {"lane": "batch"}} if method in ("POST", "PATCH") else {}
+    answers = [
+        await http.request(method, re.sub(r"\{job_id\}", job_id, path), **body)  # type: ignore[arg-type]
+        for job_id in (foreign, unknown)
+    ]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert answers[0].content == answers[1].content
+    names = [sorted(set(answer.headers) - {"x-request-id"}) for answer in answers]
+    assert names[0] == names[1]
+    found = await functions.read(foreign, "somebody else")
+    assert found is not None
+    assert (found[0].status, found[0].lane) == ("queued", "standard")
