@@ -9,6 +9,7 @@ from typing import Any
 
 import redis.asyncio
 
+from contract import replies
 from contract.calls import (
     Append,
     Blame,
@@ -25,9 +26,6 @@ from contract.calls import (
 from contract.codec import (
     WIRE_VERSION,
     decode_entry,
-    decode_job,
-    decode_metadata,
-    decode_ref,
     encode_event,
     encode_job,
     encode_metadata,
@@ -36,7 +34,7 @@ from contract.codec import (
 from contract.connection import broker_errors
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import LogEntry
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 
 LIBRARY = "batchway_v1"
@@ -133,13 +131,15 @@ class Functions:
         of the worker's configuration is kept with the job.
         """
         room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
-        return _claimed(await self._call("claim", incarnation, model, *room, *lanes))
+        return replies.claimed(await self._call("claim", incarnation, model, *room, *lanes))
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
     ) -> list[Claimed]:
         """The jobs that a worker holds without knowing: the reply to its claim was lost."""
-        return _claimed(await self._call("mine", incarnation, int(lease_s * 1000), *known_ids))
+        return replies.claimed(
+            await self._call("mine", incarnation, int(lease_s * 1000), *known_ids)
+        )
 
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
@@ -152,7 +152,7 @@ class Functions:
             args += [item.fin, item.code, item.message]
             args += [b"" if item.result is None else encode_ref(item.result)]
         reply = await self._call("append", incarnation, int(lease_s * 1000), *args)
-        return [_verdict(part) for part in reply]
+        return [replies.verdict(part) for part in reply]
 
     async def heartbeat(
         self,
@@ -179,7 +179,7 @@ class Functions:
         args: list[str | int] = []
         for item in items:
             args += [item.job_id, item.epoch, item.kind, item.code, item.message]
-        return [_verdict(part) for part in await self._call("release", incarnation, *args)]
+        return [replies.verdict(part) for part in await self._call("release", incarnation, *args)]
 
     async def blame(
         self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
@@ -189,7 +189,7 @@ class Functions:
         for item in items:
             args += [item.job_id, item.epoch, item.about]
         reply = await self._call("blame", incarnation, max_crashes, *args)
-        return [_verdict(part) for part in reply]
+        return [replies.verdict(part) for part in reply]
 
     async def attend(self, job_ids: Sequence[str]) -> int:
         """Says that a caller still waits for these jobs; how many of them need one."""
@@ -202,7 +202,7 @@ class Functions:
         """Moves a job to another lane or deadline; None where the tenant has no such job."""
         deadline_ms = "" if deadline_s is None else int(deadline_s * 1000)
         reply = await self._call("reprioritise", job_id, tenant, lane, deadline_ms)
-        return None if reply == [b"NOT_FOUND"] else _verdict(reply)[0]
+        return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         """Cancels a job; returns the status it now has, None where the tenant has no such job."""
@@ -227,7 +227,7 @@ class Functions:
         if reply[0] == b"NOT_FOUND":
             return None
         _, flat, entries = reply
-        return _view(_record(flat)), [decode_entry(number, h, raw) for number, h, raw in entries]
+        return replies.view(flat), [decode_entry(number, h, raw) for number, h, raw in entries]
 
     async def list_jobs(
         self,
@@ -252,7 +252,7 @@ class Functions:
         if reply == [b"NOT_FOUND"]:
             return None
         _, position, records = reply
-        return Page(tuple(_view(_record(flat)) for flat in records), position.decode())
+        return Page(tuple(replies.view(flat) for flat in records), position.decode())
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         """Forgets a job that has ended: True. False where the tenant has no such job; the status
@@ -271,53 +271,3 @@ class Functions:
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done; after a restart of Redis it first grants a grace."""
         return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
-
-
-def _claimed(reply: list[Any]) -> list[Claimed]:
-    return [
-        Claimed(
-            decode_job(raw),
-            epoch,
-            attempt,
-            number,
-            hash_.decode(),
-            num_tokens,
-            deadline_ms / 1000,
-            alone == 1,
-        )
-        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, raw in reply
-    ]
-
-
-def _verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
-    word = part[0].decode()
-    number = part[1] if len(part) > 1 else 0
-    return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
-
-
-def _record(flat: list[bytes]) -> dict[str, bytes]:
-    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-
-def _view(record: dict[str, bytes]) -> JobView:
-    def ms(name: str) -> int | None:
-        return int(record[name]) if record[name] else None
-
-    return JobView(
-        job=decode_job(record["job"]),
-        status=JobStatus(record["state"].decode()),
-        lane=record["lane"].decode(),
-        attempt=int(record["attempt"]),
-        next_number=int(record["next"]),
-        num_output_tokens=int(record["tokens"]),
-        num_prompt_tokens=int(record["prompt_tokens"]),
-        created_ms=int(record["created"]),
-        claimed_ms=ms("claimed"),
-        first_token_ms=ms("first_token"),
-        finished_ms=ms("finished"),
-        deadline_ms=int(record["deadline"]),
-        code=record["code"].decode(),
-        message=record["message"].decode(),
-        metadata=decode_metadata(record["metadata"]),
-        result=decode_ref(record["result"]) if record["result"] else None,
-    )

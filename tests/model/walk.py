@@ -20,11 +20,11 @@ class Walk:
             (10, self._reprioritise),
             (2, self._attend),
             (5, self._delete),
-            (4, self._list),
+            (5, self._list),
             (16, self._claim),
             (5, self._mine),
             (34, self._append),
-            (6, self._heartbeat),
+            (9, self._heartbeat),
             (10, self._release),
             (9, self._blame),
             (8, lambda: self._world.sweep()),
@@ -109,12 +109,14 @@ class Walk:
         if self._flip(0.3):
             self._world.list_after(self._job_id(), rng.choice(TENANTS))
             return
-        wanted = Wanted(
-            rng.choice([frozenset(), frozenset(rng.sample(sorted(JobStatus), 3))]),
-            rng.choice(["", *LANES]),
-            rng.choice(["", "", "m", "other"]),
-            rng.choice([0, 0, self._world.reference.now_ms - 9000]),
-            rng.choice(COLOURS),
+        wanted = rng.choice(
+            [
+                Wanted(),
+                Wanted(statuses=frozenset(rng.sample(sorted(JobStatus), 3))),
+                Wanted(lane=rng.choice(LANES), model=rng.choice(["", "m", "other"])),
+                Wanted(created_after_ms=self._world.reference.now_ms - 9000),
+                Wanted(metadata=rng.choice(COLOURS)),
+            ]
         )
         max_looks = rng.choice([2, 500])
         self._world.list_jobs(rng.choice(TENANTS), wanted, max_looks=max_looks)

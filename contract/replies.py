@@ -1,0 +1,58 @@
+"""What the functions answer, from lists of bytes to types. The calls are in functions.py."""
+
+from typing import Any
+
+from contract.calls import Claimed, JobView, Verdict
+from contract.codec import decode_job, decode_metadata, decode_ref
+from contract.jobs import TERMINAL_STATUSES, JobStatus
+
+
+def claimed(reply: list[Any]) -> list[Claimed]:
+    """Jobs handed out by `claim` and `mine`. Raises WireError."""
+    return [
+        Claimed(
+            decode_job(raw),
+            epoch,
+            attempt,
+            number,
+            hash_.decode(),
+            num_tokens,
+            deadline_ms / 1000,
+            alone == 1,
+        )
+        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, raw in reply
+    ]
+
+
+def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
+    """One job's part of a worker's call, with its number where it has one."""
+    word = part[0].decode()
+    number = part[1] if len(part) > 1 else 0
+    return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
+
+
+def view(flat: list[bytes]) -> JobView:
+    """A record as `read` and `list` say it: field, value, … Raises WireError."""
+    record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+    def ms(name: str) -> int | None:
+        return int(record[name]) if record[name] else None
+
+    return JobView(
+        job=decode_job(record["job"]),
+        status=JobStatus(record["state"].decode()),
+        lane=record["lane"].decode(),
+        attempt=int(record["attempt"]),
+        next_number=int(record["next"]),
+        num_output_tokens=int(record["tokens"]),
+        num_prompt_tokens=int(record["prompt_tokens"]),
+        created_ms=int(record["created"]),
+        claimed_ms=ms("claimed"),
+        first_token_ms=ms("first_token"),
+        finished_ms=ms("finished"),
+        deadline_ms=int(record["deadline"]),
+        code=record["code"].decode(),
+        message=record["message"].decode(),
+        metadata=decode_metadata(record["metadata"]),
+        result=decode_ref(record["result"]) if record["result"] else None,
+    )
