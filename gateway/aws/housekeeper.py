@@ -1,0 +1,34 @@
+"""A function that runs now and then, and after a deployment: brings the library of functions into
+a cache that has none or another, and lets deadlines pass while nobody else is there to do it.
+
+No other role may load functions into the cache.
+"""
+
+import asyncio
+from typing import Any
+
+from contract.connection import connect
+from contract.functions import Functions, ensure_library
+from contract.keys import Keys
+from gateway.aws.environment import load_settings
+from gateway.settings import GatewaySettings
+
+
+def handler(_event: Any, _context: Any) -> dict[str, int]:
+    """The entry point of HousekeeperFunction; what the sweep found."""
+    return asyncio.run(keep_house(load_settings()))
+
+
+async def keep_house(settings: GatewaySettings) -> dict[str, int]:
+    """Raises BrokerUnavailable."""
+    client = connect(settings.redis_url)
+    try:
+        await ensure_library(client)
+        swept = await Functions(client, Keys(settings.namespace)).sweep()
+    finally:
+        await client.aclose()
+    return {
+        "leases_lapsed": swept.num_lapsed,
+        "jobs_expired": swept.num_expired,
+        "jobs_unattended": swept.num_unattended,
+    }

@@ -1,0 +1,73 @@
+"""Lambda's own Runtime Interface Emulator with a function of ours in it, as a process."""
+
+import asyncio
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EMULATOR = ROOT / ".venv-sam" / "aws-lambda-rie"
+IS_OFFERED = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+START_S = 60.0
+_PATH = "/2015-03-31/functions/function/invocations"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@asynccontextmanager
+async def emulating(
+    command: Sequence[str], environ: Mapping[str, str], *, handler: str = ""
+) -> AsyncIterator["Emulator"]:
+    """Runs `python COMMAND` as the runtime; nothing of it is left at the end."""
+    port, runtime_port = free_port(), free_port()
+    line = [
+        str(EMULATOR),
+        f"--runtime-interface-emulator-address=127.0.0.1:{port}",
+        f"--runtime-api-address=127.0.0.1:{runtime_port}",
+        sys.executable,
+        *command,
+        *([handler] if handler else []),
+    ]
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    process = await asyncio.create_subprocess_exec(
+        *line,
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "AWS_LAMBDA_FUNCTION_TIMEOUT": "30"} | dict(environ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as http:
+            yield Emulator(http)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+class Emulator:
+    """The invoke API; the first call waits for the emulator to listen."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def invoke(self, event: Mapping[str, Any]) -> httpx.Response:
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    return await self._http.post(_PATH, json=event)
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.05)

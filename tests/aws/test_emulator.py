@@ -1,0 +1,95 @@
+"""The functions in Lambda's own emulator: awslambdaric and our handler, and our own loop."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.aws.emulator import EMULATOR, IS_OFFERED, Emulator, emulating
+from tests.aws.lambda_events import KEY, http_event, rest_event
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        not EMULATOR.exists(),
+        reason="scripts/setup-sam --emulator has not been run"
+        if IS_OFFERED
+        else "AWS offers the emulator for Linux on x86_64 and arm64 only",
+    ),
+]
+
+JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+CALL = {"model": MODEL, "prompt": "ab", "seed": 1}
+
+
+def environ(redis_server: EmbeddedRedis) -> dict[str, str]:
+    """A function's variables."""
+    return {
+        "REDIS_URL": redis_server.url,
+        "BATCHWAY_NAMESPACE": "test",
+        "BATCHWAY_API_KEY": KEY,
+        "BATCHWAY_POLL_S": "0.05",
+    }
+
+
+@pytest.fixture
+async def api_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
+    command = ["-m", "awslambdaric"]
+    async with emulating(
+        command, environ(redis_server), handler="gateway.aws.handler.handler"
+    ) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+async def stream_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
+    async with emulating(["-m", "gateway.aws.stream_loop"], environ(redis_server)) as emulator:
+        yield emulator
+
+
+async def test_api_gateway_talks_to_the_function(
+    api_function: Emulator, idle_worker: FakeWorker
+) -> None:
+    """Submit, status, cancel and errors, in the shapes of both kinds of API."""
+    refused = await api_function.invoke(rest_event("POST", "/v1/jobs", JOB, {"Authorization": ""}))
+    submitted = (await api_function.invoke(rest_event("POST", "/v1/jobs", JOB))).json()
+    job_id = json.loads(submitted["body"])["id"]
+    read = (await api_function.invoke(http_event("GET", f"/v1/jobs/{job_id}"))).json()
+    path = f"/v1/jobs/{job_id}/cancel"
+    cancelled = (await api_function.invoke(rest_event("POST", path))).json()
+    unknown = (await api_function.invoke(http_event("GET", "/v1/models/none"))).json()
+
+    assert refused.json()["statusCode"] == 401
+    assert (submitted["statusCode"], read["statusCode"]) == (202, 200)
+    assert json.loads(read["body"])["status"] == "queued"
+    assert json.loads(cancelled["body"])["status"] == "cancelled"
+    assert unknown["statusCode"] == 404
+
+
+async def test_a_completion_comes_whole_and_a_job_by_itself(
+    api_function: Emulator, worker: FakeWorker
+) -> None:
+    """A buffered call through API Gateway; then a direct invocation."""
+    called = (await api_function.invoke(rest_event("POST", "/v1/completions", CALL))).json()
+    invoked = (await api_function.invoke(JOB)).json()
+
+    assert json.loads(called["body"])["choices"][0]["text"] == "Hello wörld!"
+    assert invoked["statusCode"] == 202
+    assert invoked["body"]["object"] == "job"
+
+
+async def test_our_own_loop_speaks_the_real_runtime_api(
+    stream_function: Emulator, worker: FakeWorker
+) -> None:
+    """Prelude, eight NULs, events. The emulator hands them on when the answer is complete."""
+    call = CALL | {"stream": True}
+    first = await stream_function.invoke(rest_event("POST", "/v1/completions", call))
+    second = await stream_function.invoke(rest_event("GET", "/v1/nothing"))
+
+    prelude, _, content = first.content.partition(b"\0" * 8)
+    assert json.loads(prelude)["statusCode"] == 200
+    assert "Hello" in content.decode()
+    assert content.endswith(b"data: [DONE]\n\n")
+    assert json.loads(second.content.partition(b"\0" * 8)[0])["statusCode"] == 404
