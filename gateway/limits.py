@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, bad_request, internal_error
@@ -61,6 +62,8 @@ class LastNet:
 
         try:
             await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            return  # gone before its request was whole: nobody to answer, and no fault of ours
         except Exception as exc:
             if scope["type"] != "http":
                 raise
