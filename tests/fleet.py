@@ -57,10 +57,14 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
 
-    async def stop(self, timeout_s: float = 20.0) -> int:
-        """SIGTERM; returns the exit status."""
+    def terminate(self) -> None:
+        """SIGTERM, without waiting."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
+
+    async def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; returns the exit status."""
+        self.terminate()
         return await asyncio.to_thread(self.wait, timeout_s)
 
     def wait(self, timeout_s: float) -> int:

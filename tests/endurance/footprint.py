@@ -1,0 +1,125 @@
+"""What processes and Redis take up at a moment, and whether they have come back to it. Linux."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.infra.processes import command_of, descendants
+
+_KIND_BY_COMMAND = {
+    "infra up": "up",
+    "infra gateway": "gateway",
+    "infra worker": "supervisor",
+    "tests.hash_engine": "engine",
+    "reaper": "reaper",
+}
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process; `rss_bytes` is its resident memory."""
+
+    kind: str
+    pid: int
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """All at once. `redis_bytes` is what Redis says that it uses."""
+
+    processes: tuple[Process, ...]
+    redis_bytes: int
+    num_keys: int
+
+    def row(self) -> dict[str, Any]:
+        """Figures for the record, in MiB."""
+        return {
+            "redis_mib": round(self.redis_bytes / _MIB, 2),
+            "keys": self.num_keys,
+            "processes": {
+                f"{one.kind} {one.pid}": [
+                    round(one.rss_bytes / _MIB, 1),
+                    one.num_fds,
+                    one.num_threads,
+                ]
+                for one in self.processes
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much more than before is no leak: what allocators keep and pools of connections hold."""
+
+    rss_bytes: int = 8 * _MIB
+    rss_share: float = 0.1  # of what it was before
+    num_fds: int = 8
+    num_threads: int = 4
+    redis_bytes: int = _MIB
+
+
+def take(server: EmbeddedRedis, parent_pid: int) -> Footprint:
+    """Of a process, all below it, and Redis. Those that end while we look are left out."""
+    pids = [parent_pid, *descendants(parent_pid)]
+    found = [_process(_kind(pid), pid) for pid in pids]
+    with redis.Redis.from_url(server.url) as client:
+        memory: Any = client.info("memory")
+        num_keys: Any = client.dbsize()
+    processes = [one for one in (*found, _process("redis", server.pid)) if one is not None]
+    return Footprint(tuple(processes), memory["used_memory"], num_keys)
+
+
+def compare(before: Footprint, after: Footprint, tolerance: Tolerance) -> list[str]:
+    """A sentence for everything that has not come back."""
+    found: list[str] = []
+    then = {one.pid: one for one in before.processes}
+    now = {one.pid: one for one in after.processes}
+    found += [f"{then[pid].kind} {pid} has ended" for pid in then.keys() - now.keys()]
+    found += [f"{now[pid].kind} {pid} is new" for pid in now.keys() - then.keys()]
+    for pid in sorted(then.keys() & now.keys()):
+        found += _grown(then[pid], now[pid], tolerance)
+    if after.num_keys != before.num_keys:
+        found.append(f"Redis has {after.num_keys} keys, not {before.num_keys}")
+    if after.redis_bytes > before.redis_bytes + tolerance.redis_bytes:
+        found.append(f"Redis uses {after.redis_bytes} bytes, before {before.redis_bytes}")
+    return found
+
+
+def _grown(then: Process, now: Process, tolerance: Tolerance) -> list[str]:
+    most_rss = tolerance.rss_bytes + then.rss_bytes * (1 + tolerance.rss_share)
+    checks = (
+        ("bytes of memory", then.rss_bytes, now.rss_bytes, most_rss),
+        ("file descriptors", then.num_fds, now.num_fds, then.num_fds + tolerance.num_fds),
+        ("threads", then.num_threads, now.num_threads, then.num_threads + tolerance.num_threads),
+    )
+    return [
+        f"{now.kind} {now.pid} has {value} {what}, before {before}"
+        for what, before, value, most in checks
+        if value > most
+    ]
+
+
+def _kind(pid: int) -> str:
+    command = command_of(pid)
+    return next((kind for part, kind in _KIND_BY_COMMAND.items() if part in command), "other")
+
+
+def _process(kind: str, pid: int) -> Process | None:
+    folder = Path("/proc") / str(pid)
+    try:
+        lines = (folder / "status").read_text().splitlines()
+        num_fds = len(list((folder / "fd").iterdir()))
+    except OSError:
+        return None
+    status = dict(line.split(":", 1) for line in lines)
+    if "VmRSS" not in status:  # it has ended
+        return None
+    rss_bytes = int(status["VmRSS"].split()[0]) * 1024
+    return Process(kind, pid, rss_bytes, num_fds, int(status["Threads"]))

@@ -1,0 +1,145 @@
+"""Callers of all kinds, at once: they stream, wait, submit, cancel, go away and err."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.infra.stack import MODEL
+
+BAD_ROW_ID = 1  # a byte that nobody says but to fail; see HashModelOptions
+NUM_CALLERS = 12
+Call = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
+
+
+@dataclass
+class Load:
+    """`counts` says how often each kind of call was made; `surprises` what came back instead."""
+
+    url: str
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    surprises: list[str] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def run(self, duration_s: float) -> None:
+        """Returns once all callers have ended, and with them their connections."""
+        is_over = asyncio.Event()
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=60) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(NUM_CALLERS):
+                group.create_task(self._call_on(http, is_over))
+            await asyncio.sleep(duration_s)
+            is_over.set()
+
+    async def _call_on(self, http: httpx.AsyncClient, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            rng = random.Random(f"{self.seed} {next(self._numbers)}")
+            name = rng.choice(list(CALLS))
+            try:
+                await CALLS[name](http, rng)
+            except (AssertionError, httpx.HTTPError) as exc:
+                self.surprises.append(f"{name}: {type(exc).__name__} {exc}"[:200])
+            self.counts[name] += 1
+
+
+def _body(rng: random.Random, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": [rng.randrange(32, 127) for _ in range(rng.choice((3, 30, 200)))],
+        "max_tokens": rng.randrange(2, 40),
+        "n": rng.choice((1, 1, 2)),
+        **changes,
+    }
+
+
+async def _submit(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    submission = {"endpoint": "/v1/completions", "body": body}
+    answer = await http.post("/v1/jobs", json=submission)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def _stream(http: httpx.AsyncClient, rng: random.Random) -> None:
+    body = _body(rng, stream=True)
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+
+
+async def _chat(http: httpx.AsyncClient, rng: random.Random) -> None:
+    messages = [{"role": "user", "content": f"hello {rng.random()}"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": rng.randrange(2, 40)}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def _job(http: httpx.AsyncClient, rng: random.Random) -> None:
+    """Submitted and followed, by one who reads everything and one who leaves."""
+    job_id = await _submit(http, _body(rng))
+    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+        await anext(events.aiter_lines())
+    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+        names = [line async for line in events.aiter_lines() if line.startswith("event: ")]
+    assert names[-1] == "event: succeeded"
+    assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "succeeded"
+
+
+async def _cancelled_job(http: httpx.AsyncClient, rng: random.Random) -> None:
+    job_id = await _submit(http, _body(rng, max_tokens=100))
+    await asyncio.sleep(rng.random() / 2)
+    answer = await http.post(f"/v1/jobs/{job_id}/cancel")
+    assert answer.status_code in (200, 409), answer.text
+
+
+async def _closed_stream(http: httpx.AsyncClient, rng: random.Random) -> None:
+    body = _body(rng, stream=True, max_tokens=100)
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        await anext(answer.aiter_lines())
+
+
+async def _closed_call(http: httpx.AsyncClient, rng: random.Random) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(rng.random() / 2):
+            await http.post("/v1/completions", json=_body(rng, max_tokens=100))
+
+
+async def _failing_job(http: httpx.AsyncClient, rng: random.Random) -> None:
+    """Fails in the engine, whatever is tried."""
+    body = {"model": MODEL, "prompt": [BAD_ROW_ID] * rng.randrange(1, 50)}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 500, answer.text
+
+
+async def _refused_call(http: httpx.AsyncClient, rng: random.Random) -> None:
+    path, changes, status = rng.choice(
+        (
+            ("/v1/completions", {"model": "nobody"}, 404),
+            ("/v1/completions", {"max_tokens": -1}, 400),
+            ("/v1/completions", {"prompt": "x" * 5000}, 400),
+            ("/v1/chat/completions", {}, 400),
+            ("/v1/nothing", {}, 404),
+        )
+    )
+    answer = await http.post(path, json=_body(rng, **changes))
+    assert answer.status_code == status, answer.text
+
+
+CALLS: dict[str, Call] = {
+    "stream": _stream,
+    "chat": _chat,
+    "job": _job,
+    "cancelled job": _cancelled_job,
+    "closed stream": _closed_stream,
+    "closed call": _closed_call,
+    "failing job": _failing_job,
+    "refused call": _refused_call,
+}

@@ -1,0 +1,140 @@
+"""Workers and a gateway as processes on a Redis of their own, and a look into it."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import redis
+import redis.asyncio
+
+from contract.connection import connect
+from contract.functions import Functions, ensure_library
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions
+from tests.fleet import Caller, WorkerProcess, fleet, until
+from tests.model.audit import Audit
+
+MODEL = "m"
+_PLACES_OF_OPEN_JOBS = ("leases", "deadlines", "attended", "own:*", "q:*", "back:*", "alone:*")
+_REST_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """`caller` speaks to Redis as gateways and tests do."""
+
+    server: EmbeddedRedis
+    caller: Caller
+    workers: list[WorkerProcess]
+    url: str  # of the gateway; '' where there is none
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """What each worker says of itself from now on: its next heartbeat is waited for."""
+        now_ms = await self._now_ms()
+        keys, client = self.caller.keys, self.caller.client
+
+        async def all_have_beaten() -> bool:
+            beats: Any = await client.zrange(keys.workers(MODEL), 0, -1, withscores=True)
+            return all(at_ms > now_ms for _, at_ms in beats)
+
+        await until(all_have_beaten)
+        return await self.caller.worker_info()
+
+    async def until_at_rest(self) -> list[dict[str, Any]]:
+        """Returns once no worker holds or runs anything, and all blocks are free; what they say.
+
+        Raises TimeoutError where something runs on.
+        """
+        infos: list[dict[str, Any]] = []
+
+        async def is_at_rest() -> bool:
+            infos[:] = await self.infos()
+            return bool(infos) and all(map(_is_idle, infos))
+
+        await until(is_at_rest, _REST_TIMEOUT_S)
+        return infos
+
+    def audit(self) -> None:
+        """Raises AssertionError where a job has not ended, an invariant of the protocol does not
+        hold, or a job that has ended is still in a queue, in somebody's hands or on a clock.
+        """
+        tag = self.caller.keys.tag
+        with redis.Redis.from_url(self.server.url) as client:
+            Audit(client, self.caller.keys).check_all_ended()
+            found: Any = [client.keys(f"{tag}:{pattern}") for pattern in _PLACES_OF_OPEN_JOBS]
+        left = [key.decode() for keys in found for key in keys]
+        assert not left, f"nothing is left of jobs that have ended: {left[:10]}"
+
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await self.caller.client.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _is_idle(info: Mapping[str, Any]) -> bool:
+    counts = ("jobs_held", "num_running", "num_waiting")
+    return not any(info[name] for name in counts) and info["num_free_blocks"] == info["num_blocks"]
+
+
+@contextlib.asynccontextmanager
+async def pool(
+    model: HashModelOptions, *, num_workers: int, has_gateway: bool = True, **settings: Any
+) -> AsyncIterator[Pool]:
+    """Starts all parts and waits for the workers; ended at exit."""
+    keys = Keys("test")
+    with EmbeddedRedis() as server:
+        client = connect(server.url, command_timeout_s=10.0)
+        async with contextlib.aclosing(client):
+            await ensure_library(client)
+            caller = Caller(Functions(client, keys), client, keys)
+            with _gateway(server.url, keys) if has_gateway else contextlib.nullcontext("") as url:
+                async with fleet(server.url, num_workers, model, **settings) as workers:
+                    await caller.num_workers(num_workers)
+                    if has_gateway:
+                        await _until_it_answers(url)
+                    yield Pool(server, caller, workers, url)
+
+
+@contextlib.contextmanager
+def _gateway(redis_url: str, keys: Keys) -> Iterator[str]:
+    """The URL of a gateway process on a free loopback port."""
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        fd = listener.fileno()
+        command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
+        environ = os.environ | {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
+        environ.pop("BATCHWAY_API_KEY", None)
+        process = subprocess.Popen(
+            [*command, "--log-level=warning"],
+            env=environ,
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+async def _until_it_answers(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=5) as http:
+
+        async def is_ready() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return (await http.get("/readyz")).status_code == 200
+            return False
+
+        await until(is_ready)

@@ -1,0 +1,16 @@
+"""A few workers told to end under load; `scripts/drains --count 200` is the long run."""
+
+import pytest
+
+from tests.endurance.drains import run_drains
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+
+
+@pytest.mark.timeout(240)
+async def test_jobs_outlive_the_workers_that_are_told_to_end() -> None:
+    """Nothing is lost, repeated or counted against a job, and every worker leaves."""
+    report = await run_drains(count=6, seed=1, budget_s=1.5)
+
+    assert report.violations == []
+    assert report.num_moved > 0, "some jobs must be longer than a budget"

@@ -1,0 +1,52 @@
+"""Nothing leaks under a mixed load; `scripts/soak --minutes 10` is the long run."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+
+from tests.endurance.footprint import Footprint, Process, Tolerance, compare
+from tests.endurance.load import CALLS
+from tests.endurance.soak import run_soak
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.e2e,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
+
+GATEWAY = Process("gateway", 7, rss_bytes=80 * 2**20, num_fds=30, num_threads=2)
+BEFORE = Footprint((GATEWAY,), redis_bytes=2 * 2**20, num_keys=11)
+
+
+def changed(**fields: Any) -> Footprint:
+    return dataclasses.replace(BEFORE, processes=(dataclasses.replace(GATEWAY, **fields),))
+
+
+async def test_a_mixed_load_leaves_nothing_behind() -> None:
+    """Memory, descriptors, threads, keys: back where they were; and no caller was surprised."""
+    report = await run_soak(load_s=6.0, seed=1)
+
+    assert report.violations == []
+    assert report.calls.keys() == CALLS.keys()
+    kinds = [one.kind for one in report.after.processes]
+    assert (kinds.count("gateway"), kinds.count("supervisor"), kinds.count("engine")) == (1, 2, 2)
+    assert "redis" in kinds
+
+
+@pytest.mark.parametrize(
+    ("after", "word"),
+    [
+        (changed(num_fds=60), "file descriptors"),
+        (changed(rss_bytes=120 * 2**20), "memory"),
+        (changed(num_threads=20), "threads"),
+        (changed(pid=8), "has ended"),
+        (dataclasses.replace(BEFORE, num_keys=12), "12 keys"),
+        (dataclasses.replace(BEFORE, redis_bytes=4 * 2**20), "bytes"),
+    ],
+)
+def test_whatever_has_not_come_back_is_told(after: Footprint, word: str) -> None:
+    """This run can fail: each kind of leak is found, by name."""
+    assert compare(BEFORE, BEFORE, Tolerance()) == []
+    assert any(word in sentence for sentence in compare(BEFORE, after, Tolerance()))
