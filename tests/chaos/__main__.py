@@ -1,0 +1,65 @@
+"""`python -m tests.chaos --faults N --seed S --json OUT`: a campaign from the command line.
+
+Exit status 0 where nothing was violated, 1 where something was, 130 after a Ctrl-C.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+from tests.chaos.campaign import CampaignOptions, run_campaign
+from tests.chaos.report import Report
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    campaign = CampaignOptions(
+        num_faults=options.faults,
+        seed=options.seed,
+        model=options.model,
+        fsync=options.fsync,
+        mean_gap_s=options.gap_s,
+        keeps_logs=options.keep_logs,
+    )
+    try:
+        report = asyncio.run(_run(campaign))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted: all processes are ended", file=sys.stderr)
+        return 130
+    print(report.as_table())
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 0 if report.is_clean else 1
+
+
+async def _run(campaign: CampaignOptions) -> Report:
+    """SIGTERM, and a SIGINT that a background shell had ignored, end everything too."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await run_campaign(campaign, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument("--model", choices=("hash", "demo"), default="hash")
+    parser.add_argument(
+        "--fsync",
+        choices=("always", "everysec"),
+        default="always",
+        help="of Redis; with everysec a power cut loses up to its last second",
+    )
+    parser.add_argument("--gap-s", type=float, default=0.4, help="mean time between two faults")
+    parser.add_argument("--keep-logs", action="store_true", help="of all processes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""What every client does: draws a gateway, dead ones included, asks it over plain HTTP, reads its
+events, and tells the ledger. Leaves to tests/chaos/clients.py what it asks for."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.chaos.ledger import Event, Kind, Ledger, Story
+from tests.chaos.oracles import Ask, Oracle
+
+TIMEOUT = httpx.Timeout(connect=1.0, read=4.0, write=2.0, pool=None)
+PATIENCE_S = 240.0  # for one story, faults included; then it counts as lost
+TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
+_PASSING = {"draining", "broker_unavailable", "no_workers", "lane_full"}  # codes: try again
+
+
+class Broken(Exception):
+    """The connection, or the gateway behind it, went away: try again, perhaps elsewhere."""
+
+
+class Gone(Exception):
+    """The gateway knows no such job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sse:
+    """One whole server-sent event."""
+
+    id: str
+    event: str
+    data: str
+
+
+async def read_sse(response: httpx.Response) -> AsyncIterator[Sse]:
+    """Whole events only: one that was cut off is not dispatched. Raises Broken."""
+    id_, event, data = "", "", ""
+    try:
+        async for line in response.aiter_lines():
+            name, _, value = line.partition(": ")
+            match name:
+                case "id":
+                    id_ = value
+                case "event":
+                    event = value
+                case "data":
+                    data = value
+                case "" if data:
+                    yield Sse(id_, event, data)
+                    id_, event, data = "", "", ""
+    except httpx.HTTPError as exc:
+        raise Broken(type(exc).__name__) from exc
+
+
+class Callers:
+    """What all clients share: the gateways, the oracle, the ledger."""
+
+    def __init__(
+        self,
+        gateway_urls: Callable[[], Sequence[str]],
+        oracle: Oracle,
+        ledger: Ledger,
+    ) -> None:
+        self.ledger = ledger
+        self.oracle = oracle
+        self.is_over = asyncio.Event()
+        self.http = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
+        self._gateway_urls = gateway_urls
+
+    def url(self, rng: random.Random) -> str:
+        return rng.choice(self._gateway_urls())
+
+
+class Client:
+    """One caller, story after story until the campaign is over."""
+
+    kind = ""
+
+    def __init__(self, callers: Callers, number: int, seed: int) -> None:
+        self._callers = callers
+        self._ledger = callers.ledger
+        self._rng = random.Random(f"{seed} {self.kind} {number}")
+        self._name = f"{self.kind}-{number}"
+        self._num_stories = 0
+
+    async def run(self) -> None:
+        while not self._callers.is_over.is_set():
+            self._num_stories += 1
+            ask = self._callers.oracle.draw(self._rng)
+            story = self._ledger.open(
+                f"{self._name}-{self._num_stories}",
+                ask.expected,
+                prompt_ids=ask.prompt_ids,
+                is_exact=self._callers.oracle.is_exact,
+                may_be_cancelled=self.may_cancel,
+            )
+            self._ledger.counts[f"{self.kind} stories"] += 1
+            await self._patiently(story, self.live(story, ask))
+
+    may_cancel = False
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        """One request from its beginning to its end."""
+        raise NotImplementedError
+
+    async def _patiently(self, story: Story, life: Any) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await life
+        except TimeoutError:
+            story.violate(Kind.LOST, f"no end within {PATIENCE_S:.0f} s")
+
+    # --- one exchange -------------------------------------------------------------------------
+
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """An answer that says something definite. Raises Broken, Gone."""
+        try:
+            answer = await self._callers.http.request(
+                method, self._callers.url(self._rng) + path, **options
+            )
+        except httpx.HTTPError as exc:
+            raise Broken(type(exc).__name__) from exc
+        self.refuse(answer)
+        return answer
+
+    def refuse(self, answer: httpx.Response) -> None:
+        if answer.status_code < 400 or answer.status_code == 409:
+            return
+        code = answer.json()["error"]["code"]
+        self._ledger.counts[f"answered {answer.status_code} {code}"] += 1
+        if code == "job_not_found":
+            raise Gone
+        raise Broken(code)
+
+    async def _again(self) -> None:
+        """A moment's rest before the next try."""
+        self._ledger.counts["retries"] += 1
+        await asyncio.sleep(self._rng.uniform(0.05, 0.4))
+
+    # --- streams ------------------------------------------------------------------------------
+
+    async def _follow(self, story: Story, *, after: int = 0, hash_: str = "") -> bool:
+        """Reads a job's events behind one; True at their end. Raises Broken, Gone."""
+        position = f"{after}.{hash_}" if hash_ else str(after)
+        headers, path = {}, f"/v1/jobs/{story.job_id}/events"
+        if self._rng.random() < 0.5:
+            headers["last-event-id"] = position
+        else:
+            path += f"?starting_after={position}"
+        return await self._stream(story, "GET", path, after=after, headers=headers)
+
+    async def _stream(
+        self, story: Story, method: str, path: str, *, after: int = 0, **options: Any
+    ) -> bool:
+        url = self._callers.url(self._rng) + path
+        try:
+            async with self._callers.http.stream(method, url, **options) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    self.refuse(response)
+                    return False  # 409: it was cancelled before
+                story.accepted(response.headers["x-job-id"])
+                story.connect(after)
+                return await self._hear_all(story, response)
+        except httpx.HTTPError as exc:
+            raise Broken(type(exc).__name__) from exc
+
+    async def _hear_all(self, story: Story, response: httpx.Response) -> bool:
+        """Whether the stream came to its proper end."""
+        async for sse in read_sse(response):
+            if sse.data == "[DONE]":
+                return True
+            data = json.loads(sse.data)
+            if sse.event == "" and "error" in data:
+                self._hear_error(story, data["error"]["code"])
+            elif sse.event == "stream_reset":
+                story.reset()
+            elif sse.event == "reconnect":
+                self._ledger.counts["reconnects asked for"] += 1
+                return False
+            elif sse.event in TERMINAL:
+                story.ended(sse.event)
+            elif sse.event == "":
+                self._hear_chunk(story, sse.id, data)
+        return False
+
+    def _hear_chunk(self, story: Story, id_: str, data: dict[str, Any]) -> None:
+        output = {
+            choice["index"]: tuple(choice["token_ids"])
+            for choice in data["choices"]
+            if choice.get("token_ids")
+        }
+        if not id_:
+            if output:
+                story.violate(Kind.WRONG, "tokens without an event's id")
+            return
+        number, _, hash_ = id_.partition(".")
+        story.hear(Event(int(number), hash_, output))
+
+    def _hear_error(self, story: Story, code: str) -> None:
+        self._ledger.counts[f"stream ended in {code}"] += 1
+        if code in _PASSING:
+            raise Broken(code)
+        if code == "job_not_found":
+            raise Gone
+        if code == "stream_reset":
+            story.reset()
+            raise Broken(code)
+        story.ended("cancelled" if code == "cancelled" else code)

@@ -1,0 +1,190 @@
+"""One campaign: a fleet, its callers, faults; then peace, and the reckoning."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import redis
+
+from contract.connection import connect
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from contract.tasks import end
+from gateway.auth import DEFAULT_TENANT
+from infra.embedded_redis import Fsync
+from tests.chaos.callers import Callers, Client
+from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.faults import Injector
+from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
+from tests.chaos.ledger import Kind, Ledger, Violation
+from tests.chaos.mistakes import Mistake
+from tests.chaos.oracles import DemoOracle, HashOracle, Oracle, is_near_tie
+from tests.chaos.report import Report
+from tests.chaos.seats import NAMESPACE
+from tests.fleet import until
+from tests.model.audit import Audit
+
+_REST_TIMEOUT_S = 240.0  # for all that was begun to end, once nothing is disturbed any more
+_PROGRESS_S = 5.0
+_LOOK_S = 0.2
+_NUM_QUESTIONS = 12  # of the demo model
+_DEMO_WORKER: Mapping[str, Any] = {
+    "served_model_name": "demo",
+    "engine_module": "workers.engine_process",
+    "engine": {"model_path": "models/demo", "num_threads": 1, "kv_memory_bytes": 2**26},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignOptions:
+    """How many faults, how fast, on what, and how many callers of each kind."""
+
+    num_faults: int
+    seed: int = 1
+    model: str = "hash"  # or demo
+    fsync: Fsync = "always"
+    mean_gap_s: float = 0.4  # between two faults
+    callers: Mapping[type[Client], int] = field(
+        default_factory=lambda: {Streamer: 6, Submitter: 3, Canceller: 2, Leaver: 1}
+    )
+    keeps_logs: bool = False
+    kinds: Sequence[str] = ()  # of faults; (): all
+    mistake: Mistake = Mistake.NONE
+    stops_at_violation: bool = False
+    fleet: FleetOptions = field(default_factory=FleetOptions)
+
+
+async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = print) -> Report:
+    """Runs to the end, or to its cancellation; leaves no process behind."""
+    started_s = time.monotonic()
+    rng = random.Random(options.seed)
+    async with Fleet(_fleet_options(options), rng) as fleet:
+        fleet.keeps_logs = options.keeps_logs
+        ledger = Ledger(fleet.redis.cuts_s if options.fsync == "everysec" else ())
+        oracle = await _oracle(options, fleet, rng)
+        callers = Callers(fleet.gateway_urls, oracle, ledger)
+        injector = Injector(fleet, rng, options.mean_gap_s, options.kinds)
+        say(f"fleet is up: logs in {fleet.directory}")
+        async with _progress(say, options, injector, ledger), callers.http:
+            await _disturb(options, callers, injector)
+            say("faults are over: all that was begun must end")
+            await _rest(fleet)
+            await _reckon(fleet, ledger, callers)
+        if ledger.violations:
+            fleet.keeps_logs = True
+            say(f"violations: logs are kept in {fleet.directory}")
+        return Report(options, injector.counts, injector.num_bytes_lost, ledger, started_s)
+
+
+def _fleet_options(options: CampaignOptions) -> FleetOptions:
+    worker = _DEMO_WORKER if options.model == "demo" else {}
+    return replace(options.fleet, fsync=options.fsync, worker=worker, mistake=options.mistake)
+
+
+async def _oracle(options: CampaignOptions, fleet: Fleet, rng: random.Random) -> Oracle:
+    if options.model == "demo":
+        url = fleet.gateway_urls()[0]
+        return await DemoOracle.ask_undisturbed(url, rng, _NUM_QUESTIONS)
+    return HashOracle(HASH_MODEL)
+
+
+async def _disturb(options: CampaignOptions, callers: Callers, injector: Injector) -> None:
+    """Faults until their number is full; then callers end what they have begun."""
+    clients = [
+        asyncio.create_task(kind(callers, number, options.seed).run())
+        for kind, count in options.callers.items()
+        for number in range(count)
+    ]
+    faults = asyncio.create_task(injector.run(options.num_faults))
+    waited = {*clients, faults, injector.fleet.failed}
+    try:
+        while not faults.done():
+            done, _ = await asyncio.wait(
+                waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()  # no client ends before the faults do
+            injector.is_over = options.stops_at_violation and bool(callers.ledger.violations)
+        callers.is_over.set()
+        await asyncio.gather(*clients)
+    finally:
+        await end(faults, *clients)
+
+
+async def _rest(fleet: Fleet) -> None:
+    """I14: in peace every job ends. Returns when all have, or when patience has run out."""
+    keys = Keys(NAMESPACE)
+    async with fleet.redis.client() as client:
+
+        async def is_at_rest() -> bool:
+            return not (await client.zcard(keys.deadlines) or await client.zcard(keys.leases))
+
+        with contextlib.suppress(TimeoutError):
+            await until(is_at_rest, _REST_TIMEOUT_S)
+
+
+async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers) -> None:
+    """Compares all logs with what was expected and seen; audits what lies in Redis."""
+    keys = Keys(NAMESPACE)
+    client = connect(fleet.redis.url)
+    functions = Functions(client, keys)
+    prefix = keys.job("")
+    found: Any = await client.keys(f"{prefix}*")
+    # A call without a key needs a caller who attends; the oracle's questions are such calls too.
+    has_key = {
+        key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
+    }
+    ledger.check_jobs(has_key)
+    for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
+        read = await functions.read(job_id, DEFAULT_TENANT, max_events=100_000)
+        assert read is not None
+        view, entries = read
+        ledger.check_log(job_id, view.status, entries)
+    await client.aclose()
+    await _judge_differences(ledger, callers)
+    with redis.Redis.from_url(fleet.redis.url) as sync_client:
+        try:
+            Audit(sync_client, keys).check_at_rest()
+        except AssertionError as broken:
+            ledger.violations.append(Violation(Kind.LOST, "audit", str(broken)[:500]))
+
+
+async def _judge_differences(ledger: Ledger, callers: Callers) -> None:
+    """A model with arithmetic may have taken the other token of a near-tie, and no other."""
+    for story in ledger.stories:
+        if not story.is_diverged or story.status != JobStatus.SUCCEEDED:
+            continue
+        url = callers.url(random.Random(0))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            ok = await is_near_tie(http, callers.oracle.model, story.prompt_ids, story.output[0])
+        if ok:
+            ledger.num_near_ties += 1
+        else:
+            story.violate(Kind.WRONG, "not a near-tie")
+
+
+@contextlib.asynccontextmanager
+async def _progress(
+    say: Callable[[str], None], options: CampaignOptions, injector: Injector, ledger: Ledger
+) -> AsyncIterator[None]:
+    """Says every few seconds how far it is."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            say(
+                f"{injector.num_done}/{options.num_faults} faults, {len(ledger.stories)} requests, "
+                f"{len(ledger.violations)} violations"
+            )
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        await end(task)

@@ -1,0 +1,159 @@
+"""Clients that do not give up: they stream and resume at any gateway, submit and repeat, cancel,
+and leave."""
+
+import asyncio
+from typing import Any
+
+from tests.chaos.callers import TERMINAL, Broken, Client, Gone
+from tests.chaos.ledger import Kind, Story
+from tests.chaos.oracles import Ask
+
+
+class Streamer(Client):
+    """Reads an answer as it comes; after a break it goes on behind the last event, or repeats its
+    call under the same key. At the end it reads once more, from anywhere."""
+
+    kind = "streamer"
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        is_done = False
+        while not is_done:
+            try:
+                is_done = await self._once(story, ask)
+            except Broken as exc:
+                self._ledger.counts[f"broken by {exc}"] += 1
+            except Gone:
+                story.vanished()
+            if not is_done:
+                await self._again()
+        if story.status is None:
+            story.ended("succeeded")  # a call's stream ends without another word
+        if story.status == "succeeded":
+            story.told(story.output)
+
+    async def _once(self, story: Story, ask: Ask) -> bool:
+        if story.job_id is None or self._rng.random() < 0.15:
+            return await self._stream(
+                story,
+                "POST",
+                ask.endpoint,
+                json={**ask.body, "stream": True},
+                headers={"idempotency-key": story.name},
+            )
+        self._ledger.counts["resumes"] += 1
+        if not story.events:
+            return await self._follow(story)
+        last = story.events[max(story.events)]
+        return await self._follow(story, after=last.number, hash_=last.hash)
+
+
+class Submitter(Client):
+    """Leaves a job, at times at two gateways at once under one key, and asks for its result."""
+
+    kind = "submitter"
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        await self._submit(story, ask)
+        job = await self._until_terminal(story, ask)
+        story.ended(job["status"])
+        if job["status"] == "succeeded":
+            story.told({c["index"]: c["token_ids"] for c in job["result"]["choices"]})
+        await self._replay(story)
+
+    async def _submit(self, story: Story, ask: Ask) -> None:
+        """Until some gateway has said yes. One key has one job, however often it is sent."""
+        while story.job_id is None:
+            times = self._rng.choice((1, 1, 2))
+            posts = (self._post(ask, story.name) for _ in range(times))
+            for answer in await asyncio.gather(*posts, return_exceptions=True):
+                if isinstance(answer, str):
+                    story.accepted(answer)
+                elif not isinstance(answer, Broken):
+                    raise answer
+            if story.job_id is None:
+                await self._again()
+
+    async def _post(self, ask: Ask, key: str) -> str:
+        body = {"endpoint": ask.endpoint, "body": ask.body}
+        answer = await self._request(
+            "POST", "/v1/jobs", json=body, headers={"idempotency-key": key}
+        )
+        return str(answer.json()["id"])
+
+    async def _until_terminal(self, story: Story, ask: Ask) -> dict[str, Any]:
+        while True:
+            try:
+                answer = await self._request("GET", f"/v1/jobs/{story.job_id}")
+                job: dict[str, Any] = answer.json()
+                if job["status"] in TERMINAL:
+                    return job
+                await asyncio.sleep(self._rng.uniform(0.1, 0.5))
+            except Broken:
+                await self._again()
+            except Gone:
+                story.vanished()
+                await self._submit(story, ask)
+
+    async def _replay(self, story: Story) -> None:
+        """Reads the finished log from its start, and once more from the middle."""
+        status, story.status = story.status, None
+        for start in (0, self._rng.randint(0, 8)):
+            while True:
+                story.status = None
+                after = 0 if story.may_have_lost else min(start, len(story.events))
+                try:
+                    if await self._follow(story, after=after):
+                        break
+                except Broken:
+                    pass
+                except Gone:
+                    story.vanished()
+                    return
+                await self._again()
+        if story.status != status and not story.may_have_lost:
+            story.violate(Kind.DOUBLE_TERMINAL, f"{status}, and later {story.status}")
+
+
+class Canceller(Submitter):
+    """Cancels its job after a while; what was said before is a true beginning."""
+
+    kind = "canceller"
+    may_cancel = True
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        await self._submit(story, ask)
+        await asyncio.sleep(self._rng.expovariate(1.5))
+        while story.status is None:
+            try:
+                answer = await self._request("POST", f"/v1/jobs/{story.job_id}/cancel")
+            except Broken:
+                await self._again()
+                continue
+            except Gone:
+                story.vanished()
+                return
+            if answer.status_code == 409:
+                story.ended("succeeded")
+            else:
+                story.ended("cancelled")
+                usage = answer.json()["usage"]
+                story.num_tokens_at_cancel = usage["completion_tokens"] if usage else 0
+        await self._replay(story)
+
+
+class Leaver(Client):
+    """Streams without a key and closes the connection: its job must end all the same."""
+
+    kind = "leaver"
+    may_cancel = True
+
+    async def live(self, story: Story, ask: Ask) -> None:
+        body = {**ask.body, "stream": True}
+        try:
+            async with asyncio.timeout(self._rng.uniform(0.1, 1.5)):
+                await self._stream(story, "POST", ask.endpoint, json=body)
+        except (Broken, Gone, TimeoutError):
+            pass
+        if story.job_id is None:
+            self._ledger.counts["calls that nobody heard of"] += 1
+            await self._again()

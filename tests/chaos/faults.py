@@ -1,0 +1,241 @@
+"""What goes wrong: faults drawn at random, from a seed, and inflicted on a running fleet.
+
+The draw is reproducible; where a fault meets the processes is theirs to decide. A fault counts
+once it has taken effect. To add a source of faults, say for another kind of process: give the
+fleet its seats, and add a row to `_KINDS` with a weight and a method.
+"""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from contract.tasks import end
+from tests.chaos.fleet import Fleet
+from tests.chaos.proxy import Doom
+from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
+
+_MAX_AT_ONCE = 4
+_REDIS_REST_S = 3.0  # between two faults of Redis: each of its restarts grants leases a grace
+_STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
+
+
+@dataclass
+class Injector:
+    """Inflicts so many faults; `counts` holds those that took effect, by kind."""
+
+    fleet: Fleet
+    rng: random.Random
+    mean_gap_s: float
+    kinds: Sequence[str] = ()  # (): all
+
+    def __post_init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.is_over = False  # draws no more once it is set
+        self.num_bytes_lost = 0  # in power cuts
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_done(self) -> int:
+        return self.counts.total()
+
+    async def run(self, number: int) -> None:
+        """Returns once so many faults have taken effect and all victims are back."""
+        try:
+            while self.num_done < number and not self.is_over:
+                while self.num_done + len(self._under_way) < number and not self.is_over:
+                    await asyncio.sleep(self.rng.expovariate(1 / self.mean_gap_s))
+                    if len(self._under_way) < _MAX_AT_ONCE:
+                        self._begin(self._draw())
+                await asyncio.gather(*self._under_way)
+        finally:
+            await end(*self._under_way)
+
+    def _draw(self) -> str:
+        names = list(self.kinds or KINDS)
+        return self.rng.choices(names, [_KINDS[name][0] for name in names])[0]
+
+    def _begin(self, name: str) -> None:
+        async def inflict() -> None:
+            if await _KINDS[name][1](self):
+                self.counts[name] += 1
+
+        task = asyncio.create_task(inflict(), name=name)
+        self._under_way.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fleet.failed.set_exception(error)
+
+    # --- processes ----------------------------------------------------------------------------
+
+    async def kill_worker(self) -> bool:
+        return await self._replace(self._idle_worker(), signal.SIGKILL)
+
+    async def drain_worker(self) -> bool:
+        return await self._replace(self._idle_worker(), signal.SIGTERM)
+
+    async def kill_gateway(self) -> bool:
+        return await self._replace(self._idle_gateway(), signal.SIGKILL)
+
+    async def drain_gateway(self) -> bool:
+        return await self._replace(self._idle_gateway(), signal.SIGTERM)
+
+    async def stop_worker(self) -> bool:
+        return await self._pause(self._idle_worker(), self.rng.uniform(0.2, 2 * LEASE_S))
+
+    async def stop_gateway(self) -> bool:
+        return await self._pause(self._idle_gateway(), self.rng.uniform(0.2, 2 * LEASE_S))
+
+    async def kill_engine(self) -> bool:
+        return await self._signal_engine(signal.SIGKILL, 0.0)
+
+    async def stop_engine(self) -> bool:
+        return await self._signal_engine(signal.SIGSTOP, self.rng.uniform(0.2, 2 * LEASE_S))
+
+    async def _replace(self, seat: Seat | None, number: signal.Signals) -> bool:
+        """One process goes, after a while the next one sits down."""
+        if seat is None:
+            return False
+        seat.is_busy = True
+        try:
+            seat.send(number)
+            status = await seat.wait(30.0)
+            if number == signal.SIGTERM:
+                assert status == 0, f"{seat.name} ended with status {status} on SIGTERM"
+            await asyncio.sleep(self.rng.uniform(0, 0.5))
+            seat.start()
+            await seat.until_ready()
+        finally:
+            seat.is_busy = False
+        return True
+
+    async def _pause(self, seat: Seat | None, seconds: float) -> bool:
+        if seat is None:
+            return False
+        seat.is_busy = True
+        try:
+            seat.send(signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+        finally:
+            seat.send(signal.SIGCONT)
+            seat.is_busy = False
+        return True
+
+    async def _signal_engine(self, number: signal.Signals, pause_s: float) -> bool:
+        seat = self._idle_worker()
+        if seat is None or (pid := await seat.engine_pid()) is None:
+            return False
+        seat.is_busy = True
+        try:
+            seat.send_to(pid, number)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+        finally:
+            seat.send_to(pid, signal.SIGCONT)
+            seat.is_busy = False
+        return True
+
+    def _idle_worker(self) -> WorkerSeat | None:
+        """One that no fault has now; None while but one of them is left in peace."""
+        idle = [seat for seat in self.fleet.workers if not seat.is_busy]
+        return self.rng.choice(idle) if len(idle) > 1 else None
+
+    def _idle_gateway(self) -> Seat | None:
+        idle = [seat for seat in self.fleet.gateways if not seat.is_busy]
+        return self.rng.choice(idle) if idle else None
+
+    # --- Redis --------------------------------------------------------------------------------
+
+    async def kill_redis(self) -> bool:
+        away_s = self.rng.uniform(0, 1.5)
+        return await self._at_redis(lambda: self.fleet.redis.kill(away_s))
+
+    async def stop_redis(self) -> bool:
+        seconds = self.rng.uniform(0.1, 2.5)
+        return await self._at_redis(lambda: self.fleet.redis.pause(seconds))
+
+    async def fill_redis(self) -> bool:
+        seconds = self.rng.uniform(0.3, 2.0)
+        return await self._at_redis(lambda: self.fleet.redis.fill(seconds))
+
+    async def cut_power(self) -> bool:
+        async def cut() -> None:
+            links = [seat.link for seat in self.fleet.seats]
+            away_s = self.rng.uniform(0, 1.0)
+            self.num_bytes_lost += await self.fleet.redis.cut_power(links, away_s)
+
+        return await self._at_redis(cut)
+
+    async def _at_redis(self, fault: Callable[[], Awaitable[None]]) -> bool:
+        redis = self.fleet.redis
+        if redis.is_busy:
+            return False
+        redis.is_busy = True
+        try:
+            await fault()
+            await asyncio.sleep(_REDIS_REST_S)
+        finally:
+            redis.is_busy = False
+        return True
+
+    # --- links between processes and Redis ----------------------------------------------------
+
+    async def lose_reply(self) -> bool:
+        return await self._doom_link("lose")
+
+    async def cut_reply(self) -> bool:
+        return await self._doom_link("cut")
+
+    async def _doom_link(self, kind: Doom) -> bool:
+        link = self.rng.choice(self.fleet.seats).link
+        link.doom(kind)
+        try:
+            async with asyncio.timeout(_STRIKE_TIMEOUT_S):
+                await link.struck.wait()
+        except TimeoutError:
+            link.dooms.clear()
+            return False
+        return True
+
+    async def delay_replies(self) -> bool:
+        link = self.rng.choice(self.fleet.seats).link
+        before = link.effects["delayed"]
+        link.delay_s = self.rng.uniform(0.02, 1.5)  # the timeout of a command is 1 s
+        try:
+            await asyncio.sleep(self.rng.uniform(0.5, 2.0))
+        finally:
+            link.delay_s = 0.0
+        return link.effects["delayed"] > before
+
+    async def part_link(self) -> bool:
+        """The way to Redis is cut for a while, at times for longer than a lease."""
+        link = self.rng.choice(self.fleet.seats).link
+        with link.refused():
+            await asyncio.sleep(self.rng.uniform(0.1, 1.5 * LEASE_S))
+        return True
+
+
+_KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
+    "worker kill -9": (3, Injector.kill_worker),
+    "worker SIGSTOP": (3, Injector.stop_worker),
+    "worker SIGTERM": (2, Injector.drain_worker),
+    "engine kill -9": (3, Injector.kill_engine),
+    "engine SIGSTOP": (2, Injector.stop_engine),
+    "gateway kill -9": (3, Injector.kill_gateway),
+    "gateway SIGSTOP": (2, Injector.stop_gateway),
+    "gateway SIGTERM": (1, Injector.drain_gateway),
+    "redis kill -9": (1.5, Injector.kill_redis),
+    "redis SIGSTOP": (1, Injector.stop_redis),
+    "redis power cut": (1.5, Injector.cut_power),
+    "redis memory full": (1, Injector.fill_redis),
+    "reply lost": (5, Injector.lose_reply),
+    "reply cut": (4, Injector.cut_reply),
+    "replies delayed": (3, Injector.delay_replies),
+    "link parted": (3, Injector.part_link),
+}
+KINDS = tuple(_KINDS)

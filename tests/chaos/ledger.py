@@ -1,0 +1,305 @@
+"""The oracle: what each job must say, what was seen of it, and every difference between the two.
+
+Knows nothing of processes or HTTP. What comes in are observations; what comes out are violations,
+each of one kind. Tokens are compared as ids; no text is kept.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from contract.events import End, LogEntry, Tokens
+from contract.jobs import TERMINAL_STATUSES, JobStatus
+
+LOSS_S = 2.0  # what `appendfsync everysec` may lose: a second, and another if the disk is busy
+
+Output = Mapping[int, Sequence[int]]  # token ids by choice
+
+
+class Kind(StrEnum):
+    """How a promise may be broken."""
+
+    LOST = "lost"  # a job, an event or a token that should be there
+    DUPLICATED = "duplicated"  # a second job for one key; an event or a token said twice
+    REORDERED = "reordered"  # an event that comes after a later one
+    WRONG = "wrong"  # another token, another event under a known number, a false end
+    DOUBLE_TERMINAL = "double_terminal"  # an end after the end
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    kind: Kind
+    story: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a log as a client saw it."""
+
+    number: int
+    hash: str
+    output: Output
+
+
+@dataclass(slots=True)
+class Story:
+    """One request of one client, across all its connections.
+
+    `expected` are all tokens of each choice. Where `is_exact` is False a model with arithmetic
+    says them: the first difference is kept in `differs_at`, to be judged by the model itself.
+    """
+
+    ledger: "Ledger"
+    name: str
+    expected: Sequence[Sequence[int]]
+    prompt_ids: Sequence[int] = ()
+    is_exact: bool = True
+    may_be_cancelled: bool = False
+    job_id: str | None = None
+    status: str | None = None  # terminal, as the client was told
+    events: dict[int, Event] = field(default_factory=dict)
+    is_diverged: bool = False
+    num_tokens_at_cancel: int | None = None
+    opened_s: float = 0.0
+    accepted_s: float = 0.0  # when the client first heard of its job
+    last_news_s: float = 0.0
+    _next: int = 1
+    _heard: set[int] = field(default_factory=set)  # numbers on this connection
+
+    @property
+    def may_have_lost(self) -> bool:
+        """Whether a power cut may have taken back something of what was acknowledged here."""
+        last_s = self.last_news_s + LOSS_S
+        return any(self.opened_s <= cut_s <= last_s for cut_s in self.ledger.cuts_s)
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether the job itself may have been lost: its caller heard of it no earlier than just
+        before a power cut."""
+        last_s = self.accepted_s + LOSS_S
+        return any(self.opened_s <= cut_s <= last_s for cut_s in self.ledger.cuts_s)
+
+    def accepted(self, job_id: str) -> None:
+        """The client was told which job is its own. One key has one job."""
+        if self.job_id is not None and job_id != self.job_id:
+            self.vanished(Kind.DUPLICATED, f"a second job {job_id}")
+        if job_id != self.job_id:
+            self.job_id = job_id
+            self.ledger.stories_by_job[job_id] = self
+            self.accepted_s = self.ledger.clock_s()
+        self.touch()
+
+    def vanished(self, kind: Kind = Kind.LOST, detail: str = "the accepted job is unknown") -> None:
+        """The accepted job is there no more; the client asks for it anew."""
+        if self.is_excused:
+            self.ledger.num_rolled_back += 1
+        else:
+            self.violate(kind, detail)
+        self.job_id = None
+        self.events.clear()
+
+    def connect(self, after: int) -> None:
+        """A connection that goes on behind an event, or starts again."""
+        if after == 0 and self.may_have_lost:
+            self.events.clear()  # what is said again may be cut into other events
+        self._next = after + 1
+        self._heard.clear()
+
+    def hear(self, event: Event) -> None:
+        """An event on the present connection."""
+        self.touch()
+        number = event.number
+        if self.status is not None:
+            self.violate(Kind.DOUBLE_TERMINAL, f"event {number} after the end")
+            return
+        if number != self._next:
+            self._misplaced(number)
+        self._heard.add(number)
+        self._next = max(self._next, number + 1)
+        known = self.events.get(number)
+        if known is not None:
+            if known != event:
+                self.violate(Kind.WRONG, f"event {number} was another before")
+            return
+        self.events[number] = event
+        self._check_tokens(event)
+
+    def _misplaced(self, number: int) -> None:
+        if number in self._heard:
+            self.violate(Kind.DUPLICATED, f"event {number} twice")
+        elif number < self._next:
+            self.violate(Kind.REORDERED, f"event {number} after event {self._next - 1}")
+        else:
+            self.violate(Kind.LOST, f"event {number} where {self._next} was due")
+
+    def _check_tokens(self, event: Event) -> None:
+        """Against what is expected at this place: behind all events before it."""
+        for choice, ids in event.output.items():
+            start = sum(
+                len(before.output.get(choice, ()))
+                for number, before in self.events.items()
+                if number < event.number
+            )
+            self._compare(choice, start, list(ids), f"event {event.number}")
+
+    def _compare(self, choice: int, start: int, ids: list[int], where: str) -> None:
+        if self.is_diverged or list(self.expected[choice][start : start + len(ids)]) == ids:
+            return
+        if not self.is_exact:
+            self.is_diverged = True  # the model says whether it was a near-tie
+            return
+        self.violate(Kind.WRONG, f"{where}: tokens of choice {choice} from position {start}")
+
+    def reset(self) -> None:
+        """The client was told to start again. Only a Redis that lost writes may say so."""
+        if not self.may_have_lost:
+            self.violate(Kind.LOST, "a reset, where nothing acknowledged may be lost")
+        self.ledger.num_resets += 1
+        self.events.clear()
+        self.is_diverged = False
+        self.connect(0)
+
+    def ended(self, status: str) -> None:
+        """The client was told that the job has ended."""
+        self.touch()
+        if self.status is not None and not self.may_have_lost:
+            self.violate(Kind.DOUBLE_TERMINAL, f"{status} after {self.status}")
+        self.status = status
+        if status == JobStatus.CANCELLED and self.may_be_cancelled:
+            return
+        if status != JobStatus.SUCCEEDED:
+            self.violate(Kind.LOST, f"the job is {status}")
+
+    def told(self, output: Output) -> None:
+        """A whole answer, as results and unbroken streams have it."""
+        for choice, expected in enumerate(self.expected):
+            ids = list(output.get(choice, ()))
+            self._compare(choice, 0, ids, "the answer")
+            if len(ids) < len(expected) and not self.is_diverged:
+                self.violate(Kind.LOST, f"{len(expected) - len(ids)} tokens of choice {choice}")
+
+    @property
+    def output(self) -> dict[int, list[int]]:
+        """All tokens heard, by choice."""
+        joined: dict[int, list[int]] = {index: [] for index in range(len(self.expected))}
+        for number in sorted(self.events):
+            for choice, ids in self.events[number].output.items():
+                joined[choice] += ids
+        return joined
+
+    def touch(self) -> None:
+        """There is news: how long was the client without?"""
+        now_s = self.ledger.clock_s()
+        self.ledger.longest_stall_s = max(
+            self.ledger.longest_stall_s, now_s - (self.last_news_s or now_s)
+        )
+        self.last_news_s = now_s
+
+    def violate(self, kind: Kind, detail: str) -> None:
+        self.ledger.violations.append(Violation(kind, f"{self.name} {self.job_id}", detail))
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All stories of a run."""
+
+    cuts_s: Sequence[float] = ()  # when a power cut lost what was acknowledged
+    clock_s: Callable[[], float] = time.monotonic
+    stories: list[Story] = field(default_factory=list)
+    stories_by_job: dict[str, Story] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # what clients went through
+    num_resets: int = 0
+    num_rolled_back: int = 0
+    num_near_ties: int = 0
+    num_tokens: int = 0  # in the logs at the end
+    longest_stall_s: float = 0.0
+
+    def open(
+        self,
+        name: str,
+        expected: Sequence[Sequence[int]],
+        *,
+        prompt_ids: Sequence[int] = (),
+        is_exact: bool = True,
+        may_be_cancelled: bool = False,
+    ) -> Story:
+        story = Story(self, name, expected, prompt_ids, is_exact, may_be_cancelled)
+        story.opened_s = self.clock_s()
+        story.touch()
+        self.stories.append(story)
+        return story
+
+    def by_kind(self) -> dict[str, int]:
+        """Violations of each kind, the kinds without any too."""
+        found = Counter(violation.kind for violation in self.violations)
+        return {kind.value: found[kind] for kind in Kind}
+
+    # --- at the end ---------------------------------------------------------------------------
+
+    def check_jobs(self, has_key: Mapping[str, bool]) -> None:
+        """Every accepted job is there. Of those that no client knows none was submitted under a
+        key: who brings one repeats it until it hears of its job."""
+        for story in self.stories:
+            if story.job_id is not None and story.job_id not in has_key:
+                story.vanished()
+        for job_id in has_key.keys() - self.stories_by_job.keys():
+            if has_key[job_id]:
+                detail = "a job that no client was told of"
+                self.violations.append(Violation(Kind.DUPLICATED, job_id, detail))
+
+    def check_log(self, job_id: str, status: JobStatus, entries: Sequence[LogEntry]) -> None:
+        """The truth in Redis against what was expected and what clients were shown."""
+        story = self.stories_by_job[job_id]
+        if status not in TERMINAL_STATUSES:
+            story.violate(Kind.LOST, f"it never ended: {status}")
+        ends = [index for index, entry in enumerate(entries) if isinstance(entry.event, End)]
+        if len(ends) > 1 or (ends and ends[0] != len(entries) - 1):
+            story.violate(Kind.DOUBLE_TERMINAL, "the log goes on after its end")
+        output: dict[int, list[int]] = {index: [] for index in range(len(story.expected))}
+        for position, entry in enumerate(entries, 1):
+            if entry.number != position:
+                story.violate(Kind.LOST, f"the log holds event {entry.number} as {position}.")
+            if isinstance(entry.event, Tokens):
+                for delta in entry.event.deltas:
+                    self._check_position(story, delta.start, len(output[delta.choice]))
+                    output[delta.choice] += delta.token_ids
+        self.num_tokens += sum(map(len, output.values()))
+        self._check_truth(story, status, output)
+        self._check_shown(story, entries)
+
+    def _check_position(self, story: Story, start: int, num_before: int) -> None:
+        if start > num_before:
+            story.violate(Kind.LOST, f"tokens {num_before} to {start} are not in the log")
+        elif start < num_before:
+            story.violate(Kind.DUPLICATED, f"tokens {start} to {num_before} twice in the log")
+
+    def _check_truth(self, story: Story, status: JobStatus, output: Output) -> None:
+        if status is JobStatus.SUCCEEDED:
+            story.told(output)
+        else:
+            for choice, ids in output.items():
+                story._compare(choice, 0, list(ids), "the log")
+        if status != JobStatus.SUCCEEDED and not (
+            status is JobStatus.CANCELLED and story.may_be_cancelled
+        ):
+            story.violate(Kind.LOST, f"the job is {status}")
+        if story.status not in (None, status) and not story.may_have_lost:
+            story.violate(Kind.DOUBLE_TERMINAL, f"{story.status} to its client, {status} in Redis")
+        num_tokens = sum(map(len, output.values()))
+        if story.num_tokens_at_cancel not in (None, num_tokens) and not story.may_have_lost:
+            story.violate(Kind.WRONG, "it ran on after its cancel")
+
+    def _check_shown(self, story: Story, entries: Sequence[LogEntry]) -> None:
+        """Every event that a client has is the log's, or a power cut took it back."""
+        if story.may_have_lost:
+            return
+        hashes = {entry.number: entry.hash for entry in entries}
+        for event in story.events.values():
+            if event.number not in hashes:
+                story.violate(Kind.LOST, f"event {event.number}: shown, but not in the log")
+            elif event.hash != hashes[event.number]:
+                story.violate(Kind.WRONG, f"event {event.number}: shown otherwise than logged")

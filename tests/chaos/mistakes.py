@@ -1,0 +1,42 @@
+"""Mistakes that a worker or a gateway can be made to make, to see whether a campaign finds them."""
+
+import os
+from collections.abc import Sequence
+from enum import StrEnum
+
+from contract.events import LogEntry
+
+VARIABLE = "CHAOS_MISTAKE"
+
+
+class Mistake(StrEnum):
+    """What is planted in every process of a fleet that may make it."""
+
+    NONE = ""
+    WORKER_FORGETS_THE_LOG = "a resumed job starts again at its first token"
+    GATEWAY_SKIPS_AN_EVENT = "one event in twenty is not passed on"
+
+
+def plant_in_worker() -> None:
+    """Makes this process's worker err, where it shall."""
+    from workers.held_job import HeldJob
+
+    if os.environ[VARIABLE] == Mistake.WORKER_FORGETS_THE_LOG:
+        setattr(HeldJob, "replay", _forget)  # noqa: B010 - a mistake has no type
+
+
+def plant_in_gateway() -> None:
+    """Makes this process's gateway err, where it shall."""
+    from gateway import broker
+
+    if os.environ[VARIABLE] == Mistake.GATEWAY_SKIPS_AN_EVENT:
+        next_of = broker._Cursor.next_of
+
+        def skip(cursor: broker._Cursor, entries: Sequence[LogEntry]) -> list[LogEntry]:
+            return [entry for entry in next_of(cursor, entries) if entry.number % 20 != 7]
+
+        setattr(broker._Cursor, "next_of", skip)  # noqa: B010
+
+
+def _forget(_: object, entries: list[LogEntry]) -> None:
+    del entries

@@ -1,0 +1,194 @@
+"""Places in the fleet: a process sits in each, may be killed there, and is followed by another."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from infra.lifeline import LIFELINE_VARIABLE
+from tests.chaos import mistakes
+from tests.chaos.mistakes import Mistake
+from tests.chaos.proxy import Link
+from tests.fakes import HashModelOptions
+from tests.hash_engine import HASH_MODEL_VARIABLE
+from tests.infra.processes import descendants
+
+NAMESPACE = "chaos"
+LEASE_S = 2.0
+_READY_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process sits. It ends with the other end of its lifeline."""
+
+    name: str
+    link: Link
+    log_path: Path
+    lifeline_fd: int
+    mistake: Mistake = Mistake.NONE
+
+
+class Seat:
+    """One place. `is_busy` while a fault has it; `link` is its own way to Redis."""
+
+    sign_of_readiness = ""  # in its log
+
+    def __init__(self, place: Place) -> None:
+        self.name = place.name
+        self.link = place.link
+        self.is_busy = False
+        self._place = place
+        self._log_path = place.log_path
+        self._log_start = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Spawns the process; `until_ready` says when it serves."""
+        with self._log_path.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                self._command(),
+                env={**os.environ, **self._common_environ(), **self._environ()},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self._place.lifeline_fd],
+                start_new_session=True,
+            )
+
+    async def until_ready(self) -> None:
+        """Raises TimeoutError, with the end of its log where the process has ended."""
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while not self.is_ready():
+                if self._process is None or self._process.poll() is not None:
+                    raise AssertionError(f"{self.name} has ended:\n{self.log()[-2000:]}")
+                await asyncio.sleep(_POLL_S)
+
+    def is_ready(self) -> bool:
+        return self.sign_of_readiness in self.log()
+
+    def log(self) -> str:
+        """What the present process has said."""
+        with self._log_path.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def send(self, number: signal.Signals) -> None:
+        self.send_to(self.pid, number)
+
+    def send_to(self, pid: int, number: signal.Signals) -> None:
+        """A signal to one of the processes here; none where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    async def wait(self, timeout_s: float) -> int:
+        """The exit status. Raises TimeoutError."""
+        assert self._process is not None
+        async with asyncio.timeout(timeout_s):
+            while (status := self._process.poll()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+        return status
+
+    def end(self) -> None:
+        """Kills the process and its children, stopped ones too."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _common_environ(self) -> dict[str, str]:
+        return {
+            LIFELINE_VARIABLE: str(self._place.lifeline_fd),
+            mistakes.VARIABLE: self._place.mistake,
+        }
+
+    def _command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def _environ(self) -> Mapping[str, str]:
+        return {}
+
+
+class GatewaySeat(Seat):
+    """`batchway gateway` on a free port, another one in each life."""
+
+    sign_of_readiness = "listening on"
+
+    @property
+    def url(self) -> str:
+        """Where it listens; where it did last while nobody sits here."""
+        found = re.search(r"listening on (\S+) port (\d+)", self.log())
+        if found:
+            self._last_url = f"http://{found[1]}:{found[2]}"
+        return self._last_url
+
+    _last_url = "http://127.0.0.1:9"  # discard: refuses
+
+    def _command(self) -> Sequence[str]:
+        return [
+            *(sys.executable, "-m", "tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
+            *(f"--redis-url={self.link.url}", f"--namespace={NAMESPACE}"),
+        ]
+
+    def _environ(self) -> Mapping[str, str]:
+        return {
+            "BATCHWAY_HEARTBEAT_S": "1",  # so that a client notices silence soon
+            "BATCHWAY_POLL_S": "0.5",
+            "BATCHWAY_ATTENDANCE_S": "4",
+            "BATCHWAY_OUTAGE_GRACE_S": "5",
+            "BATCHWAY_SYNC_DEADLINE_S": "900",  # nothing shall expire here
+        }
+
+
+class WorkerSeat(Seat):
+    """A supervisor with its engine process, on the hash model or on a real one."""
+
+    sign_of_readiness = "ready model="
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        settings: Mapping[str, Any],
+        hash_model: HashModelOptions,
+    ) -> None:
+        super().__init__(place)
+        self._settings = settings
+        self._hash_model = hash_model
+
+    async def engine_pid(self) -> int | None:
+        """None while there is no engine process."""
+        children = await asyncio.to_thread(descendants, self.pid)
+        return children[0] if children else None
+
+    def _command(self) -> Sequence[str]:
+        settings = {
+            "redis_url": self.link.url,
+            "namespace": NAMESPACE,
+            "lease_s": LEASE_S,
+            "drain_s": 1.0,
+            # Engines are killed here a thousand times as often as anywhere else, and not by the
+            # jobs: three deaths within one job's life say nothing about it.
+            "max_crashes": 1000,
+            **self._settings,
+        }
+        return [sys.executable, "-m", "tests.chaos.worker", msgspec.json.encode(settings).decode()]
+
+    def _environ(self) -> Mapping[str, str]:
+        return {HASH_MODEL_VARIABLE: msgspec.json.encode(self._hash_model).decode()}

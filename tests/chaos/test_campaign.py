@@ -1,0 +1,74 @@
+"""Campaigns that are short enough for every run of the tests; `scripts/chaos` has the long ones.
+
+CHAOS_FAULTS sets the number of faults of the first.
+"""
+
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from tests.chaos.callers import Client
+from tests.chaos.campaign import CampaignOptions, run_campaign
+from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.fleet import FleetOptions
+from tests.chaos.ledger import Kind
+from tests.chaos.mistakes import Mistake
+from tests.chaos.report import Report
+
+pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
+
+FEW: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
+SMALL = FleetOptions(num_workers=2, num_gateways=1)
+
+
+def assert_clean(report: Report) -> None:
+    assert report.is_clean, report.as_table()
+    assert report.ledger.stories_by_job
+    assert report.ledger.num_tokens > 0
+
+
+@pytest.mark.timeout(600)
+async def test_nothing_is_lost_and_nothing_is_repeated() -> None:
+    """Processes killed, stopped and drained, Redis too, its power cut and its memory full, replies
+    lost, connections cut: every answer is exact, every job ends once."""
+    num_faults = int(os.environ.get("CHAOS_FAULTS", "100"))
+    report = await run_campaign(CampaignOptions(num_faults, seed=1, mean_gap_s=0.2))
+    assert_clean(report)
+    assert report.faults.total() >= num_faults
+
+
+@pytest.mark.timeout(300)
+async def test_a_real_model_goes_on_where_it_was() -> None:
+    """The demo model: the very tokens of its undisturbed run, or near-ties."""
+    options = CampaignOptions(8, seed=2, model="demo", mean_gap_s=0.2, callers=FEW, fleet=SMALL)
+    assert_clean(await run_campaign(options))
+
+
+@pytest.mark.timeout(300)
+async def test_a_redis_that_loses_its_last_second_says_so() -> None:
+    """Power cuts under `everysec`: what was lost was young, and no stream was spliced."""
+    options = CampaignOptions(
+        3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW, fleet=SMALL
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.num_bytes_lost > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "mistake", [Mistake.WORKER_FORGETS_THE_LOG, Mistake.GATEWAY_SKIPS_AN_EVENT]
+)
+async def test_a_planted_mistake_is_found(mistake: Mistake) -> None:
+    """A campaign that could not fail would prove nothing."""
+    options = CampaignOptions(
+        20,
+        kinds=("worker kill -9", "worker SIGTERM"),
+        callers={Streamer: 4},
+        fleet=SMALL,
+        mistake=mistake,
+        stops_at_violation=True,
+    )
+    report = await run_campaign(options)
+    assert {Kind.WRONG, Kind.DUPLICATED, Kind.LOST} & {v.kind for v in report.ledger.violations}

@@ -1,0 +1,223 @@
+"""The oracle itself: every way to break the promise, fabricated, is found and named."""
+
+from collections.abc import Callable
+
+import pytest
+
+from contract.events import ChoiceDelta, End, LogEntry, Tokens
+from contract.jobs import JobStatus
+from tests.chaos.ledger import Event, Kind, Ledger, Story
+
+EXPECTED = ((1, 2, 3, 4),)
+
+
+def make_story(ledger: Ledger, *, is_exact: bool = True) -> Story:
+    """An accepted request whose answer is 1 2 3 4."""
+    story = ledger.open("a story", EXPECTED, is_exact=is_exact)
+    story.accepted("job")
+    story.connect(0)
+    return story
+
+
+def event(number: int, *token_ids: int, hash_: str = "") -> Event:
+    return Event(number, hash_ or f"h{number}", {0: token_ids})
+
+
+def log_of(
+    *events: tuple[int, tuple[int, ...]], status: JobStatus = JobStatus.SUCCEEDED
+) -> list[LogEntry]:
+    """A log of (position of the first token, token ids), and its end."""
+    entries = [
+        LogEntry(number, f"h{number}", Tokens((ChoiceDelta(0, start, ids, ""),)))
+        for number, (start, ids) in enumerate(events, 1)
+    ]
+    end = End(status, "", "", 1, 4)
+    return [*entries, LogEntry(len(entries) + 1, "end", end)]
+
+
+def lose_an_event(story: Story) -> None:
+    story.hear(event(1, 1, 2))
+    story.hear(event(3, 3, 4))
+
+
+def repeat_an_event(story: Story) -> None:
+    story.hear(event(1, 1, 2))
+    story.hear(event(1, 1, 2))
+
+
+def swap_events(story: Story) -> None:
+    story.connect(1)
+    story.hear(event(2, 3, 4))
+    story.hear(event(1, 1, 2))
+
+
+def say_another_token(story: Story) -> None:
+    story.hear(event(1, 1, 9))
+
+
+def repeat_tokens_under_a_new_number(story: Story) -> None:
+    story.hear(event(1, 1, 2))
+    story.hear(event(2, 1, 2))
+
+
+def splice_silently(story: Story) -> None:
+    story.hear(event(1, 1, 2))
+    story.connect(0)
+    story.hear(event(1, 1, 2, hash_="another"))
+
+
+def end_twice(story: Story) -> None:
+    story.ended("succeeded")
+    story.ended("succeeded")
+
+
+def go_on_after_the_end(story: Story) -> None:
+    story.ended("succeeded")
+    story.hear(event(1, 1, 2))
+
+
+def end_too_early(story: Story) -> None:
+    story.hear(event(1, 1, 2))
+    story.ended("succeeded")
+    story.told(story.output)
+
+
+def fail(story: Story) -> None:
+    story.ended("failed")
+
+
+def cancel_of_itself(story: Story) -> None:
+    story.ended("cancelled")
+
+
+def make_two_jobs(story: Story) -> None:
+    story.accepted("another job")
+
+
+def reset_for_nothing(story: Story) -> None:
+    story.reset()
+
+
+def forget_the_job(story: Story) -> None:
+    story.ledger.check_jobs({})
+
+
+def invent_a_job(story: Story) -> None:
+    story.ledger.check_jobs({"job": True, "a stranger": True})
+
+
+def never_end(story: Story) -> None:
+    log = log_of((0, (1, 2)))[:-1]
+    story.ledger.check_log("job", JobStatus.STREAMING, log)
+
+
+def repeat_tokens_in_the_log(story: Story) -> None:
+    log = log_of((0, (1, 2)), (0, (1, 2)), (2, (3, 4)))
+    story.ledger.check_log("job", JobStatus.SUCCEEDED, log)
+
+
+def leave_tokens_out_of_the_log(story: Story) -> None:
+    log = log_of((0, (1, 2)), (3, (4,)))
+    story.ledger.check_log("job", JobStatus.SUCCEEDED, log)
+
+
+def end_the_log_twice(story: Story) -> None:
+    log = log_of((0, (1, 2, 3, 4)))
+    story.ledger.check_log("job", JobStatus.SUCCEEDED, [*log, log[-1]])
+
+
+def log_something_else_than_was_shown(story: Story) -> None:
+    story.hear(event(1, 1, 2, hash_="another"))
+    story.ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3, 4))))
+
+
+def run_on_after_a_cancel(story: Story) -> None:
+    story.may_be_cancelled = True
+    story.ended("cancelled")
+    story.num_tokens_at_cancel = 1
+    log = log_of((0, (1, 2)), status=JobStatus.CANCELLED)
+    story.ledger.check_log("job", JobStatus.CANCELLED, log)
+
+
+FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
+    (lose_an_event, Kind.LOST),
+    (repeat_an_event, Kind.DUPLICATED),
+    (swap_events, Kind.REORDERED),
+    (say_another_token, Kind.WRONG),
+    (repeat_tokens_under_a_new_number, Kind.WRONG),
+    (splice_silently, Kind.WRONG),
+    (end_twice, Kind.DOUBLE_TERMINAL),
+    (go_on_after_the_end, Kind.DOUBLE_TERMINAL),
+    (end_too_early, Kind.LOST),
+    (fail, Kind.LOST),
+    (cancel_of_itself, Kind.LOST),
+    (make_two_jobs, Kind.DUPLICATED),
+    (reset_for_nothing, Kind.LOST),
+    (forget_the_job, Kind.LOST),
+    (invent_a_job, Kind.DUPLICATED),
+    (never_end, Kind.LOST),
+    (repeat_tokens_in_the_log, Kind.DUPLICATED),
+    (leave_tokens_out_of_the_log, Kind.LOST),
+    (end_the_log_twice, Kind.DOUBLE_TERMINAL),
+    (log_something_else_than_was_shown, Kind.WRONG),
+    (run_on_after_a_cancel, Kind.WRONG),
+]
+
+
+@pytest.mark.parametrize(("happens", "kind"), FABRICATED, ids=lambda value: str(value)[:40])
+def test_a_broken_promise_is_found(happens: Callable[[Story], None], kind: Kind) -> None:
+    """One fabricated observation, one violation of its kind at least."""
+    ledger = Ledger()
+    happens(make_story(ledger))
+    assert ledger.by_kind()[kind] >= 1
+
+
+def test_a_sound_story_is_left_alone() -> None:
+    """Broken, resumed, repeated from the start, ended, replayed: as promised."""
+    ledger = Ledger()
+    story = make_story(ledger)
+    story.hear(event(1, 1, 2))
+    story.connect(1)
+    story.hear(event(2, 3))
+    story.connect(0)
+    for number, ids in enumerate(((1, 2), (3,), (4,)), 1):
+        story.hear(event(number, *ids))
+    story.ended("succeeded")
+    story.told(story.output)
+    ledger.check_jobs({"job": True, "of a caller that left before it heard": False})
+    ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3,)), (3, (4,))))
+    assert ledger.violations == []
+    assert ledger.num_tokens == 4
+
+
+def test_what_a_power_cut_takes_back_is_excused_and_no_more() -> None:
+    """A job accepted in the last moment may vanish; one that was known for long may not."""
+    now_s = 100.0
+    ledger = Ledger(cuts_s=[110.0], clock_s=lambda: now_s)
+    old = make_story(ledger)
+    now_s = 109.5
+    young = make_story(ledger)
+    now_s = 112.0
+    young.vanished()
+    assert (ledger.num_rolled_back, ledger.violations) == (1, [])
+    old.vanished()
+    assert ledger.by_kind()[Kind.LOST] == 1
+
+
+def test_a_model_with_arithmetic_is_judged_by_itself() -> None:
+    """Another token is no violation yet: the story is marked for the model to score."""
+    ledger = Ledger()
+    story = make_story(ledger, is_exact=False)
+    story.hear(event(1, 1, 9))
+    assert story.is_diverged
+    assert ledger.violations == []
+
+
+def test_the_longest_stall_is_kept() -> None:
+    """From one piece of news to the next, over all stories."""
+    now_s = 0.0
+    ledger = Ledger(clock_s=lambda: now_s)
+    story = make_story(ledger)
+    for now_s in (1.0, 4.5, 5.0):  # noqa: B007 - the clock
+        story.touch()
+    assert ledger.longest_stall_s == 3.5
