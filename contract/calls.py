@@ -19,6 +19,10 @@ class Verdict(StrEnum):
     GONE = "GONE"
 
 
+# What a worker is: it takes jobs, it takes no more, it has left.
+WorkerState = Literal["up", "draining", "gone"]
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """What `submit` is told beside the job itself. Tokens, seconds."""

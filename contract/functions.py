@@ -22,6 +22,7 @@ from contract.calls import (
     Swept,
     Verdict,
     Wanted,
+    WorkerState,
 )
 from contract.codec import (
     WIRE_VERSION,
@@ -162,15 +163,18 @@ class Functions:
         *,
         lease_s: float,
         info: str,
-        is_gone: bool = False,
+        state: WorkerState = "up",
     ) -> list[str]:
         """Says that a worker lives, holding jobs (id, epoch); returns the ids it has lost."""
-        state = "gone" if is_gone else "up"
         pairs = [part for pair in held for part in pair]
         reply = await self._call(
             "heartbeat", incarnation, model, int(lease_s * 1000), state, info, *pairs
         )
         return [job_id.decode() for job_id in reply]
+
+    async def drain(self, incarnations: Sequence[str]) -> list[bool]:
+        """Tells workers to go; of each, whether there is one to hear it."""
+        return [verdict == b"OK" for verdict in await self._call("drain", *incarnations)]
 
     async def release(
         self, incarnation: str, items: Sequence[Release]

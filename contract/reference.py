@@ -22,6 +22,7 @@ from contract.calls import (
     Swept,
     Verdict,
     Wanted,
+    WorkerState,
 )
 from contract.codec import decode_entry, encode_event
 from contract.errors import BrokerFull, ErrorCode, JobRefused
@@ -88,6 +89,7 @@ class Reference:
         self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
         self._workers: dict[str, dict[str, int]] = {}
+        self._known_workers: set[str] = set()  # also those that drain
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
         self.memory_is_full = False
@@ -249,14 +251,16 @@ class Reference:
         *,
         lease_s: float,
         info: str,
-        is_gone: bool = False,
+        state: WorkerState = "up",
     ) -> list[str]:
         lease_ms = int(lease_s * 1000)
         workers = self._workers.setdefault(model, {})
-        if is_gone:
-            workers.pop(incarnation, None)
-        else:
+        workers.pop(incarnation, None)
+        self._known_workers.discard(incarnation)
+        if state == "up":
             workers[incarnation] = self.now_ms
+        if state != "gone":
+            self._known_workers.add(incarnation)
             for other in [w for w, seen in workers.items() if seen <= self.now_ms - 6 * lease_ms]:
                 del workers[other]
         lost = []
@@ -267,6 +271,13 @@ class Reference:
             elif record is not None:
                 record.lease_ms = self.now_ms + lease_ms
         return lost
+
+    def live_workers(self, model: str) -> set[str]:
+        """Those that take jobs."""
+        return set(self._workers.get(model, {}))
+
+    def drain(self, incarnations: Sequence[str]) -> list[bool]:
+        return [incarnation in self._known_workers for incarnation in incarnations]
 
     def release(
         self, incarnation: str, items: Sequence[Release]

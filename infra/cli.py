@@ -230,6 +230,8 @@ def _worker(options: argparse.Namespace) -> int:
         lanes=options.lanes,
         lease_s=options.lease_s,
         drain_s=options.drain_s,
+        drain_release_s=options.drain_release_s,
+        spot_notice=options.spot_notice,
         batching_path=options.batching,
     )
     if options.engine_module is not None:

@@ -18,6 +18,7 @@ from contract.api_keys import DEFAULT_SCOPES, ApiKey, ApiKeys, KeyTerms, Pepper,
 from contract.connection import connect
 from contract.keys import Keys
 from gateway.settings import variable
+from infra import option_values
 from infra import options as opts
 
 PEPPER_VARIABLE = variable("key_pepper")
@@ -47,7 +48,7 @@ def add_keys_options(parser: argparse.ArgumentParser) -> None:
     _add_prefix(rotate)
     rotate.add_argument(
         "--overlap-s",
-        type=opts.number(may_be_zero=True),
+        type=option_values.number(may_be_zero=True),
         default=OVERLAP_S,
         metavar="SECONDS",
         help=f"how long the old key still works (default: {OVERLAP_S:g} s, a day)",
@@ -85,7 +86,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lanes",
-        type=opts.lanes,
+        type=option_values.lanes,
         default=(),
         metavar="NAMES",
         help="lanes it may use (default: all)",
@@ -97,7 +98,11 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in limits:
         parser.add_argument(
-            name, type=opts.integer(1), default=0, metavar="N", help=f"{text} (default: no limit)"
+            name,
+            type=option_values.integer(1),
+            default=0,
+            metavar="N",
+            help=f"{text} (default: no limit)",
         )
     parser.add_argument(
         "--lane-share",
@@ -112,7 +117,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
 def _add_lifetime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expires",
-        type=opts.number(may_be_zero=False),
+        type=option_values.number(may_be_zero=False),
         metavar="DAYS",
         help="days until the new key ends by itself (default: never)",
     )
@@ -132,7 +137,7 @@ def _scopes(raw: str) -> tuple[Scope, ...]:
 
 
 def _share(raw: str) -> float:
-    value = opts.number(may_be_zero=False)(raw)
+    value = option_values.number(may_be_zero=False)(raw)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
     return value

@@ -4,17 +4,21 @@ Imports nothing heavy: `--help` must be instant, and a gateway must never load t
 """
 
 import argparse
-import math
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
-from urllib.parse import urlsplit
 
-from contract.keys import Keys
 from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
+from infra.option_values import (
+    integer,
+    lanes,
+    model_name,
+    namespace,
+    number,
+    redis_url,
+    spot_notice,
+)
 from models import demo_model_path
 from workers.batching import StrategyName, StrategyOptions
 from workers.messages import EngineOptions
@@ -23,85 +27,16 @@ from workers.settings import LANES, WorkerSettings
 DEMO_NAME = "demo"
 NAMESPACE_VARIABLE = variable("namespace")
 DRAIN_VARIABLE = variable("drain_s")
+DRAIN_RELEASE_VARIABLE = variable("drain_release_s")
+SPOT_NOTICE_VARIABLE = variable("spot_notice")
 
 _ENGINE = EngineOptions(model_path="")
 GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GIB = 2**30
-
-
-# --- values -----------------------------------------------------------------------------------
-
-
-def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """A parser of integers in a range."""
-    wanted = f"an integer of at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-
-    def parse(raw: str) -> int:
-        try:
-            value = int(raw)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum or (maximum is not None and value > maximum):
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {raw!r}")
-        return value
-
-    return parse
-
-
-def number(*, may_be_zero: bool) -> Callable[[str], float]:
-    """A parser of finite numbers, positive or not negative."""
-    wanted = "a number of at least 0" if may_be_zero else "a number over 0"
-
-    def parse(raw: str) -> float:
-        try:
-            value = float(raw)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-            raise argparse.ArgumentTypeError(f"must be {wanted}, not {raw!r}")
-        return value
-
-    return parse
-
-
-def redis_url(raw: str) -> str:
-    """A URL that redis-py understands. It may hold a password: never quoted back."""
-    if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):
-        raise argparse.ArgumentTypeError(
-            "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
-        )
-    return raw
-
-
-def namespace(raw: str) -> str:
-    try:
-        return Keys(raw).namespace
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-
-
-def model_name(raw: str) -> str:
-    if not _MODEL_NAME.fullmatch(raw):
-        raise argparse.ArgumentTypeError(
-            f"must be at most 128 letters, digits and ._/- that begin with one of the first "
-            f"two, not {raw!r}"
-        )
-    return raw
-
-
-def lanes(raw: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in raw.split(","))
-    unknown = [name for name in names if name not in LANES]
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(
-            f"must be different names out of {','.join(LANES)}, not {raw!r}"
-        )
-    return names
 
 
 # --- groups of options ------------------------------------------------------------------------
@@ -246,6 +181,23 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a worker unheard of for so long loses its jobs to others "
         f"(default: {WORKER_DEFAULTS.lease_s:g} s)",
+    )
+    parser.add_argument(
+        "--drain-release-s",
+        type=number(may_be_zero=True),
+        default=os.environ.get(DRAIN_RELEASE_VARIABLE) or str(WORKER_DEFAULTS.drain_release_s),
+        metavar="SECONDS",
+        help="so long before --drain-s is over, or when two thirds of it are, jobs that still run "
+        f"are given back (default: the variable {DRAIN_RELEASE_VARIABLE}, else "
+        f"{WORKER_DEFAULTS.drain_release_s:g} s)",
+    )
+    parser.add_argument(
+        "--spot-notice",
+        type=spot_notice,
+        default=os.environ.get(SPOT_NOTICE_VARIABLE) or "",
+        metavar="FILE_OR_URL",
+        help="drains once this file is there, or this http:// address answers 200 "
+        f"(default: the variable {SPOT_NOTICE_VARIABLE}, else none)",
     )
 
 

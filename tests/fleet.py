@@ -57,6 +57,10 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
 
+    def terminate_group(self) -> None:
+        """SIGTERM to the supervisor and its engine, as some service managers do."""
+        os.killpg(self.pid, signal.SIGTERM)
+
     def terminate(self) -> None:
         """SIGTERM, without waiting."""
         with contextlib.suppress(ProcessLookupError):

@@ -14,7 +14,7 @@ from workers.messages import EngineOptions, FromEngine, ToEngine, decoder_from_e
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 2**18
-_GRACE_S = 5.0
+GRACE_S = 5.0
 
 
 class EngineClient:
@@ -69,12 +69,12 @@ class EngineClient:
         except ConnectionError:
             return
 
-    async def stop(self) -> int:
+    async def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends the process if it still runs; returns its exit status."""
         self._writer.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), _GRACE_S)
+            return await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
-            log.warning("the engine process did not end in %.0f s: killed", _GRACE_S)
+            log.warning("the engine process did not end in %.1f s: killed", grace_s)
             self._process.kill()
             return await self._process.wait()

@@ -134,6 +134,8 @@ class EngineKeeper:
         """Notes one choice's output; returns what the engine must hear of it."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
+            if isinstance(out, TokenOut):
+                self._holding.count_late(out.job_id, out.epoch)
             return []
         try:
             is_stopped = job.take(out)

@@ -203,8 +203,10 @@ def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     logs.stamp(options.batching_version)
-    # A Ctrl-C in a terminal reaches the whole group; the supervisor decides when we end.
+    # A Ctrl-C in a terminal reaches the whole group, and so does the SIGTERM of some service
+    # managers; the supervisor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as sock:
         # A child of ours (a compiler, say) that held the socket would hide our end from the peer.
         sock.set_inheritable(False)

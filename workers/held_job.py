@@ -95,6 +95,11 @@ class HeldJob:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
+    def num_unlogged_tokens(self) -> int:
+        """Output that no event was made of yet."""
+        return sum(len(choice.token_ids) - choice.num_logged for choice in self._choices)
+
+    @property
     def is_complete(self) -> bool:
         """Every choice has ended; what is left is to log it."""
         return all(choice.finish_reason is not None for choice in self._choices)

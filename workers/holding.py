@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from contract.jobs import JobStatus
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
@@ -15,6 +16,7 @@ from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
 # claims up to twice what its KV cache could hold if every job ran to its cap.
 _OVERCOMMIT = 2
 _MAX_CLAIM = 64  # jobs in one call
+_MAX_CANCELLED = 1024  # remembered, until the engine has heard of each
 _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 
@@ -50,17 +52,38 @@ class EngineLink:
 
 @dataclass(slots=True)
 class Holding:
-    """Jobs by id. `wake` is set when there may be room; `job_left` when a job has left."""
+    """Jobs by id. `wake` is set when there may be room; `job_left` when a job has left.
+
+    `tokens_after_cancel` were computed for jobs that their callers had cancelled, or may have been:
+    all that was not yet in the log.
+    """
 
     engine: EngineLink
     jobs: dict[str, HeldJob] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens_after_cancel: int = 0
+    _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
 
     def get(self, job_id: str, epoch: int) -> HeldJob | None:
         """The job, where it is held under this epoch."""
         job = self.jobs.get(job_id)
         return job if job is not None and job.epoch == epoch else None
+
+    def end(self, job: HeldJob, status: JobStatus | str, num_unlogged: int = 0) -> None:
+        """Drops a job that was ended from outside; `num_unlogged` of its tokens were refused."""
+        if status == JobStatus.CANCELLED:
+            self.tokens_after_cancel += num_unlogged
+            if self.get(job.job.id, job.epoch) is not None:
+                self.tokens_after_cancel += job.num_unlogged_tokens
+                self._cancelled[(job.job.id, job.epoch)] = None
+                while len(self._cancelled) > _MAX_CANCELLED:
+                    del self._cancelled[next(iter(self._cancelled))]
+        self.drop(job)
+
+    def count_late(self, job_id: str, epoch: int) -> None:
+        """The engine computed a token of a job that is not held, having not heard of its end."""
+        self.tokens_after_cancel += (job_id, epoch) in self._cancelled
 
     def drop(self, job: HeldJob) -> None:
         """Forgets a job that has ended, or that is no longer ours."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import redis.asyncio
 
-from contract.calls import Append, Blame, Claimed, Release, Verdict
+from contract.calls import Append, Blame, Claimed, Release, Verdict, WorkerState
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.connection import broker_errors, connect
@@ -17,6 +17,7 @@ from contract.events import LogEntry
 from contract.functions import Functions, ensure_library
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
+from contract.roster import Roster
 from workers.messages import Ready
 from workers.settings import WorkerSettings
 
@@ -35,6 +36,7 @@ class Lane:
         self._keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self._keys)
+        self._roster = Roster(self._client, self._keys)
         self.last_contact_s = time.monotonic()  # when the last answered renewal was sent
 
     async def aclose(self) -> None:
@@ -87,7 +89,9 @@ class Lane:
         self.last_contact_s = max(self.last_contact_s, sent_s)
         return verdicts
 
-    async def heartbeat(self, held: Sequence[tuple[str, int]], info: str) -> list[str]:
+    async def heartbeat(
+        self, held: Sequence[tuple[str, int]], info: str, state: WorkerState
+    ) -> list[str]:
         sent_s = time.monotonic()
         lost = await self._functions.heartbeat(
             self.incarnation,
@@ -95,6 +99,7 @@ class Lane:
             held,
             lease_s=self._settings.lease_s,
             info=info,
+            state=state,
         )
         self.last_contact_s = max(self.last_contact_s, sent_s)
         return lost
@@ -107,8 +112,12 @@ class Lane:
             [],
             lease_s=self._settings.lease_s,
             info="",
-            is_gone=True,
+            state="gone",
         )
+
+    async def is_to_drain(self) -> bool:
+        """Whether this worker was told to go."""
+        return await self._roster.is_to_drain(self.incarnation)
 
     async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
         return await self._functions.release(self.incarnation, items)

@@ -5,9 +5,11 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
+from contract.calls import WorkerState
 from contract.errors import BrokerFull, BrokerUnavailable
+from workers.drain import Drain
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
 from workers.messages import Ready, Reprioritise
@@ -29,12 +31,16 @@ class LeaseKeeper:
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
+        drain: Drain,
+        on_order: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._lane = lane
         self._engine = engine
         self._holding = holding
         self._publisher = publisher
+        self._drain = drain
+        self._on_order = on_order  # to drain
         self._is_published = False
         self._control: asyncio.Queue[str] = asyncio.Queue()
 
@@ -47,6 +53,12 @@ class LeaseKeeper:
             self._lane.listen(self._holding.wake, self._control),
             self._hear(),
         ]
+
+    async def say_draining(self) -> None:
+        """Beats out of turn, so that no gateway counts on this worker any more."""
+        if self._engine.ready is not None and self._is_published:
+            with contextlib.suppress(BrokerUnavailable):
+                await self._beat_once(self._engine.ready)
 
     async def _beat(self) -> None:
         while True:
@@ -74,10 +86,13 @@ class LeaseKeeper:
                 self._is_published = False
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
-        for job_id in await self._lane.heartbeat(held, self._info()):
+        state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
+        for job_id in await self._lane.heartbeat(held, self._info(), state):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
+        if state == "up" and await self._lane.is_to_drain():
+            self._on_order()
         if not was_published and self._is_published:
             kv_tokens = ready.num_blocks * ready.block_size
             log.info(
@@ -109,12 +124,14 @@ class LeaseKeeper:
         """Acts on what was done to our jobs from outside, before their next append says so."""
         while True:
             match (await self._control.get()).split():
-                case ["ended", job_id] if job_id in self._holding.jobs:
-                    self._holding.drop(self._holding.jobs[job_id])
+                case ["ended", job_id, status] if job_id in self._holding.jobs:
+                    self._holding.end(self._holding.jobs[job_id], status)
                 case ["moved", job_id, lane, deadline_ms] if job_id in self._holding.jobs:
                     epoch = self._holding.jobs[job_id].epoch
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
+                case ["drain"]:
+                    self._on_order()
 
     def _info(self) -> str:
         load, ready = self._engine.load, self._engine.ready
@@ -127,5 +144,6 @@ class LeaseKeeper:
                 "num_blocks": ready.num_blocks if ready else 0,
                 "batching": self._engine.options.batching_version,
                 "step_s": round(load.step_s, 6),
+                "tokens_after_cancel": self._holding.tokens_after_cancel,
             }
         )

@@ -7,13 +7,13 @@ more. A call without an answer is repeated as it was: its event numbers make tha
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Literal
 
 from contract.calls import Append, Release, Verdict
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.jobs import JobStatus
 from workers.held_job import HeldJob
+from workers.holding import Holding
 from workers.lane import Lane
 
 log = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ _RETRY_S = 0.1
 
 
 class Publisher:
-    """Gathers news of held jobs and appends them; `drop` hears of jobs that leave this worker."""
+    """Gathers news of held jobs and appends them; jobs that have ended leave what is held."""
 
-    def __init__(self, lane: Lane, drop: Callable[[HeldJob], None]) -> None:
+    def __init__(self, lane: Lane, holding: Holding) -> None:
         self._lane = lane
-        self._drop = drop
+        self._holding = holding
         self._news: dict[str, HeldJob] = {}
         self._failures: dict[str, tuple[str, str]] = {}
         self._has_news = asyncio.Event()
@@ -97,7 +97,10 @@ class Publisher:
         if verdict is Verdict.OK:
             job.next_number = number
             if item.fin:
-                self._drop(job)
+                self._holding.drop(job)
+            return
+        if isinstance(verdict, JobStatus):
+            self._holding.end(job, verdict, item.num_tokens)
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             # Redis has lost events that we wrote, or the job has had its fill: start from its log.
@@ -107,4 +110,4 @@ class Publisher:
             )
             with contextlib.suppress(BrokerUnavailable):  # its lease will lapse
                 await self._lane.release([release])
-        self._drop(job)
+        self._holding.drop(job)

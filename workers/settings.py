@@ -22,7 +22,9 @@ class WorkerSettings:
     lanes: tuple[str, ...] = LANES
     lease_s: float = 10.0  # a worker unheard of for so long loses its jobs
     max_crashes: int = 3  # engines that a job may take down before it is poison
-    drain_s: float = 30.0  # on SIGTERM, how long running jobs may take to end
+    drain_s: float = 30.0  # on SIGTERM, how long until this process has ended
+    drain_release_s: float = 10.0  # before that, what still runs is given back
+    spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none
     engine_module: str = "workers.engine_process"  # run as `python -m`
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there
 

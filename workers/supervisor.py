@@ -15,6 +15,8 @@ from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable
 from workers import logs
 from workers.configuration import ConfigurationError
+from workers.drain import Drain
+from workers.engine_client import GRACE_S
 from workers.engine_keeper import EngineKeeper, EngineRefused
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
@@ -23,6 +25,7 @@ from workers.leases import LeaseKeeper
 from workers.messages import Reconfigure
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings, new_incarnation
+from workers.spot_notice import SpotNotice
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ EXIT_LOAD_FAILED = 3
 
 _POLL_S = 1.0  # hints may be lost
 _RETRY_S = 0.2  # while Redis is away
-_RELEASE_ATTEMPTS = 3
+_LEAST_GRACE_S = 0.5  # for giving back, also where no budget is left
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -49,7 +52,8 @@ async def run_worker(settings: WorkerSettings) -> int:
 
 
 class Supervisor:
-    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong."""
+    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong, and
+    BadNoticeSource."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -57,19 +61,19 @@ class Supervisor:
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
         self._holding = Holding(self._engine)
-        self._publisher = Publisher(self._lane, self._holding.drop)
+        self._publisher = Publisher(self._lane, self._holding)
+        self._drain = Drain(settings.drain_s, settings.drain_release_s)
         parts = (settings, self._lane, self._engine, self._holding, self._publisher)
         self._keeper = EngineKeeper(*parts)
-        self._leases = LeaseKeeper(*parts)
-        self._draining = asyncio.Event()
+        self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
+        self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
 
-    def drain(self) -> None:
+    def drain(self, why: str = "signal") -> None:
         """Claims no more; ends when the running jobs have ended or the budget is spent."""
-        if not self._draining.is_set():
-            num_held, budget_s = len(self._holding.jobs), self._settings.drain_s
-            log.info("draining jobs_held=%d budget_s=%.1f", num_held, budget_s)
-        self._draining.set()
+        if self._drain.begin():
+            num_held, budget_s = len(self._holding.jobs), self._drain.budget_s
+            log.info("draining why=%s jobs_held=%d budget_s=%.1f", why, num_held, budget_s)
         self._holding.wake.set()
 
     def reload(self) -> None:
@@ -91,6 +95,7 @@ class Supervisor:
             self._claim_jobs(),
             self._publisher.run(),
             *self._leases.duties(),
+            self._watch_notice(),
             self._drained(),
         ]
         running = [asyncio.create_task(duty) for duty in duties]
@@ -110,7 +115,7 @@ class Supervisor:
 
     async def _claim_jobs(self) -> None:
         has_lost_reply = False
-        while not self._draining.is_set():
+        while not self._drain.begun.is_set():
             await self._woken()
             try:
                 if has_lost_reply and self._engine.ready is not None:
@@ -124,7 +129,7 @@ class Supervisor:
         await asyncio.Event().wait()  # the other duties go on
 
     async def _claim_while_room(self) -> None:
-        while (room := self._holding.room()) is not None and not self._draining.is_set():
+        while (room := self._holding.room()) is not None and not self._drain.begun.is_set():
             claimed = await self._lane.claim(
                 max_jobs=room.max_jobs,
                 max_tokens=room.max_tokens,
@@ -163,32 +168,65 @@ class Supervisor:
 
     # --- the end ------------------------------------------------------------------------------
 
+    async def _watch_notice(self) -> None:
+        if self._notice is not None:
+            await self._notice.wait()
+            self.drain("spot notice")
+        await asyncio.Event().wait()  # the other duties go on
+
     async def _drained(self) -> None:
         """Returns when the worker may go: asked to, and holding nothing or out of time."""
-        await self._draining.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.drain_s):
-                await self._claims_over.wait()
-                while self._holding.jobs:
-                    self._holding.job_left.clear()
-                    await self._holding.job_left.wait()
+        await self._drain.begun.wait()
+        await _within(self._drain.running_s, self._all_left())
+
+    async def _all_left(self) -> None:
+        await self._leases.say_draining()
+        await self._claims_over.wait()
+        while self._holding.jobs:
+            self._holding.job_left.clear()
+            await self._holding.job_left.wait()
 
     async def _close(self) -> None:
+        """Leaves within the budget: gives back what is held, ends the engine, says goodbye."""
         self._publisher.clear()
         held = self._holding.clear()
-        if held:
-            await self._give_back(held)
-        if self._engine.client is not None:
-            await self._engine.client.stop()
-        with contextlib.suppress(BrokerUnavailable):
-            await self._lane.say_goodbye()
+        client = self._engine.client
+        stopping = asyncio.create_task(client.stop(self._grace_s())) if client else None
+        await _within(max(_LEAST_GRACE_S, self._drain.left_s), self._leave(held))
+        if stopping is not None:
+            await stopping
         await self._lane.aclose()
+        log.info(
+            "ended jobs_released=%d tokens_after_cancel=%d",
+            len(held),
+            self._holding.tokens_after_cancel,
+        )
 
-    async def _give_back(self, jobs: list[HeldJob]) -> None:
-        """Releases what could not be finished; where Redis is away, the leases will lapse."""
-        releases = [Release(job.job.id, job.epoch, "drain") for job in jobs]
-        for _ in range(_RELEASE_ATTEMPTS):
+    def _grace_s(self) -> float:
+        """How long the engine may take to end its step; it is never killed at once."""
+        return max(_LEAST_GRACE_S, min(GRACE_S, self._drain.left_s))
+
+    async def _leave(self, held: list[HeldJob]) -> None:
+        """Gives back what could not be finished, also what a lost reply handed us. Where Redis is
+        away for longer than we have, the leases will lapse."""
+        while True:
             with contextlib.suppress(BrokerUnavailable):
-                await self._lane.release(releases)
+                unknown = await self._lane.mine([job.job.id for job in held])
+                claims = [(job.job.id, job.epoch) for job in held]
+                claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
+                if claims:
+                    await self._lane.release([Release(i, epoch, "drain") for i, epoch in claims])
+                await self._lane.say_goodbye()
                 return
             await asyncio.sleep(_RETRY_S)
+
+
+async def _within(budget_s: float, work: Coroutine[None, None, None]) -> None:
+    """Runs work to its end, or until the time is up."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=budget_s)
+    finally:
+        await tasks.end(task)
+    if not task.cancelled():
+        task.result()

@@ -179,7 +179,7 @@ end
 local function terminate(tag, job, status, now)
   local owner = job.owner
   terminal(tag, job, status, '', '', now)
-  if owner ~= '' then redis.call('PUBLISH', tag .. ':ctl:' .. owner, 'ended ' .. job.id) end
+  if owner ~= '' then redis.call('PUBLISH', tag .. ':ctl:' .. owner, 'ended ' .. job.id .. ' ' .. status) end
 end
 
 -- Gives a running job back to the front of its lane.

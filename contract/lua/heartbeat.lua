@@ -1,7 +1,7 @@
 -- heartbeat: a worker lives; renews the leases of the jobs it runs.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'gone'  5 what it says of itself (JSON)
---       then 2 for each job: id, epoch
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (takes no more jobs) | 'gone'
+--       5 what it says of itself (JSON)  then 2 for each job: id, epoch
 -- reply ids of the jobs that are no longer its own
 local function heartbeat(keys, argv)
   local tag, incarnation, lease_ms = keys[1], argv[1], tonumber(argv[3])
@@ -11,8 +11,12 @@ local function heartbeat(keys, argv)
     redis.call('ZREM', workers, incarnation)
     redis.call('DEL', worker)
   else
-    redis.call('ZADD', workers, now, incarnation)
-    redis.call('HSET', worker, 'model', argv[2], 'seen', now, 'info', argv[5])
+    if argv[4] == 'up' then
+      redis.call('ZADD', workers, now, incarnation)
+    else
+      redis.call('ZREM', workers, incarnation)
+    end
+    redis.call('HSET', worker, 'model', argv[2], 'seen', now, 'state', argv[4], 'info', argv[5])
     redis.call('PEXPIRE', worker, 6 * lease_ms)
     redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 6 * lease_ms)
   end

@@ -74,6 +74,7 @@ async def test_every_function_stays_in_its_slot(cluster_client: redis.asyncio.Re
     assert await functions.append("w", items, lease_s=10.0) == [("OK", 3)]
     assert await functions.attend([second.id]) == 1
     assert await functions.reprioritise(second.id, "t", lane="interactive") == "OK"
+    assert await functions.drain(["w", "none"]) == [True, False]
     assert await functions.release("w", [Release(second.id, 1, "drain")]) == [("OK", 0)]
     assert await functions.sweep() is not None
     assert await functions.cancel(second.id, "t") is JobStatus.CANCELLED

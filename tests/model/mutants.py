@@ -121,6 +121,14 @@ MUTANTS = [
     Mutant(
         "a suspect has company", "redis.call('SCARD', tag .. ':alone:' .. model) >= quota", "false"
     ),
+    Mutant(
+        "an order to drain needs no worker",
+        "if redis.call('EXISTS', worker) == 1 then\n      redis.call('HSET', worker, 'order'",
+        "if true then\n      redis.call('HSET', worker, 'order'",
+    ),
+    Mutant(
+        "a draining worker counts as one that takes jobs", "if argv[4] == 'up' then", "if true then"
+    ),
     Mutant("the hash forgets the past", "redis.sha1hex(job.hash .. event)", "redis.sha1hex(event)"),
     Mutant(
         "compaction drops an event",

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from contract.calls import Wanted
+from contract.calls import Wanted, WorkerState
 from contract.functions import library_source
 from infra.embedded_redis import EmbeddedRedis
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.walk import Walk
-from tests.model.world import LANES, TENANTS, WORKERS, World
+from tests.model.world import LANES, STATES, TENANTS, WORKERS, World
 
 workers = st.sampled_from(WORKERS)
 tenants = st.sampled_from(TENANTS)
@@ -38,6 +38,7 @@ REPLIES = {
     "release": ("OK", "FENCED", "GONE", "succeeded", "failed", "cancelled", "expired"),
     "blame": ("OK", "FENCED", "GONE", "succeeded", "failed", "cancelled", "expired"),
     "heartbeat": ("lost", "nothing"),
+    "drain": ("True", "False"),
     "cancel": ("None", "cancelled", "succeeded", "failed", "expired"),
     "reprioritise": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
     "attend": ("some", "none"),
@@ -119,9 +120,13 @@ class ProtocolMachine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, worker: str, **fields: Any) -> None:
         self.world.append(worker, self._job(data), **fields)
 
-    @rule(worker=workers, is_gone=st.booleans())
-    def heartbeat(self, worker: str, is_gone: bool) -> None:
-        self.world.heartbeat(worker, is_gone=is_gone)
+    @rule(worker=workers, state=st.sampled_from(STATES))
+    def heartbeat(self, worker: str, state: WorkerState) -> None:
+        self.world.heartbeat(worker, state)
+
+    @rule(worker=workers)
+    def drain(self, worker: str) -> None:
+        self.world.drain(worker)
 
     @rule(data=st.data(), worker=workers, kind=st.sampled_from(["drain", "error"]))
     def release(self, data: st.DataObject, worker: str, kind: str) -> None:

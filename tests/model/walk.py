@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from contract.calls import Wanted
 from contract.jobs import JobStatus
-from tests.model.world import COLOURS, LANES, TENANTS, WORKERS, World
+from tests.model.world import COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
 
 class Walk:
@@ -25,6 +25,7 @@ class Walk:
             (5, self._mine),
             (34, self._append),
             (9, self._heartbeat),
+            (2, lambda: self._world.drain(self._rng.choice(WORKERS))),
             (10, self._release),
             (9, self._blame),
             (8, lambda: self._world.sweep()),
@@ -147,7 +148,8 @@ class Walk:
         )
 
     def _heartbeat(self) -> None:
-        self._world.heartbeat(self._rng.choice(WORKERS), is_gone=self._flip(0.1))
+        state = self._rng.choices(STATES, (8, 1, 1))[0]
+        self._world.heartbeat(self._rng.choice(WORKERS), state)
 
     def _release(self) -> None:
         worker, job_id = self._held()

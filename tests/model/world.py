@@ -23,6 +23,7 @@ from contract.calls import (
     Submitted,
     Swept,
     Wanted,
+    WorkerState,
 )
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
@@ -36,6 +37,7 @@ from tests.model.audit import Audit
 LANES = ("interactive", "standard")
 TENANTS = ("t", "u")
 WORKERS = ("w1", "w2", "w3")
+STATES: tuple[WorkerState, ...] = ("up", "draining", "gone")
 LEASE_S = 10.0
 COLOURS: tuple[dict[str, str], ...] = ({}, {"colour": "red"}, {"colour": "blue", "size": "1"})
 REF = ObjectRef("store", "key", "0" * 64, 1)
@@ -211,11 +213,12 @@ class World:
         if verdict == "OK" and shift == 0 and not loses_reply:
             self.beliefs[worker][job_id] = (epoch, next_number)
 
-    def heartbeat(self, worker: str, *, is_gone: bool = False) -> None:
+    def drain(self, worker: str) -> None:
+        self._both("drain", [worker])
+
+    def heartbeat(self, worker: str, state: WorkerState = "up") -> None:
         held = [(job_id, epoch) for job_id, (epoch, _) in sorted(self.beliefs[worker].items())]
-        lost = self._both(
-            "heartbeat", worker, "m", held, lease_s=LEASE_S, info="{}", is_gone=is_gone
-        )
+        lost = self._both("heartbeat", worker, "m", held, lease_s=LEASE_S, info="{}", state=state)
         for job_id in lost:
             del self.beliefs[worker][job_id]
 
@@ -281,6 +284,10 @@ class World:
         return self.loop.run_until_complete(run())
 
     def _compare_records(self) -> None:
+        rows: Any = self.client.zrange(self.keys.workers("m"), 0, -1)
+        there_live = {row.decode() for row in rows}
+        here_live = self.reference.live_workers("m")
+        assert there_live == here_live, f"workers: {there_live}, the reference {here_live}"
         fields = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes")
         records = self.reference.records
         with self.client.pipeline(transaction=False) as pipe:

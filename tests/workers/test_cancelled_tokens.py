@@ -1,0 +1,92 @@
+"""Tokens that nobody wants: at most a step and a publish behind a cancel, and they are counted."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis.asyncio
+from tokenizers import Tokenizer
+
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.tasks import end
+from tests.fakes import hash_tokenizer
+from tests.fleet import TENANT, Caller
+from tests.hash_worker import hash_worker_settings
+from workers.engine_keeper import EngineKeeper
+from workers.held_job import HeldJob
+from workers.holding import EngineLink, Holding
+from workers.lane import Lane
+from workers.messages import StopJob, ToEngine, TokenOut
+from workers.publisher import Publisher
+
+pytestmark = pytest.mark.anyio
+
+
+class Engine:
+    """Stands where the engine process is: a test says what it computes, and sees what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[ToEngine] = []
+
+    def send(self, messages: list[ToEngine]) -> None:
+        self.heard += messages
+
+
+async def test_a_cancel_costs_a_step_and_a_publish_at_most(
+    redis_client: redis.asyncio.Redis, redis_server: Any, functions: Functions, keys: Keys
+) -> None:
+    """One token was computed while the caller cancelled, one more while its append was refused."""
+    caller = Caller(functions, redis_client, keys)
+    settings = hash_worker_settings(redis_server.url)
+    lane, engine = Lane(settings, "w1"), Engine()
+    link = EngineLink(settings.engine_options(), client=engine)  # type: ignore[arg-type]
+    holding = Holding(link)
+    publisher = Publisher(lane, holding)
+    keeper = EngineKeeper(settings, lane, link, holding, publisher)
+    publishing = asyncio.create_task(publisher.run())
+    job = await caller.submit("stop me", max_tokens=100)
+    [claimed] = await lane.claim(max_jobs=1, max_tokens=10**6, is_idle=True, config_version="")
+    held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
+    holding.jobs[job.id] = held
+
+    def step(position: int) -> None:
+        keeper._take_in([TokenOut(job.id, claimed.epoch, 0, position, 97)])
+
+    step(0)
+    await caller.has_output(job, 1)
+    await functions.cancel(job.id, TENANT)
+    holding.job_left.clear()
+    step(1)  # computed as the cancel came: its append is refused, and says why
+    await holding.job_left.wait()
+    assert engine.heard == [StopJob(job.id, claimed.epoch)]
+    step(2)  # computed before the engine heard of it
+    assert holding.tokens_after_cancel == 2
+    assert (await caller.view(job)).num_output_tokens == 1
+    await end(publishing)
+    await lane.aclose()
+
+
+async def test_a_cancel_that_is_heard_of_first_counts_what_was_not_logged(
+    redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
+) -> None:
+    """Tokens that wait for a publish when the hint comes; a fenced job's tokens are not counted."""
+    caller = Caller(functions, redis_client, keys)
+    engine = Engine()
+    link = EngineLink(hash_worker_settings("").engine, client=engine)  # type: ignore[arg-type]
+    holding = Holding(link)
+    tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
+    for prompt in ("a", "b"):
+        await caller.submit(prompt)
+    claims = await functions.claim("w", "m", ("standard",), lease_s=9, max_jobs=2, max_tokens=999)
+    cancelled, fenced = (HeldJob(claimed, tokenizer) for claimed in claims)
+    for held in (cancelled, fenced):
+        holding.jobs[held.job.id] = held
+        held.take(TokenOut(held.job.id, held.epoch, 0, 0, 97))
+
+    holding.end(cancelled, "cancelled")
+    holding.drop(fenced)
+    holding.count_late(cancelled.job.id, cancelled.epoch)
+    holding.count_late(fenced.job.id, fenced.epoch)
+    assert holding.tokens_after_cancel == 2
+    assert [type(message) for message in engine.heard] == [StopJob, StopJob]
