@@ -27,15 +27,15 @@ def plant_in_worker() -> None:
 
 def plant_in_gateway() -> None:
     """Makes this process's gateway err, where it shall."""
-    from gateway import broker
+    from gateway.cursor import Cursor
 
     if os.environ[VARIABLE] == Mistake.GATEWAY_SKIPS_AN_EVENT:
-        next_of = broker._Cursor.next_of
+        next_of = Cursor.next_of
 
-        def skip(cursor: broker._Cursor, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        def skip(cursor: Cursor, entries: Sequence[LogEntry]) -> list[LogEntry]:
             return [entry for entry in next_of(cursor, entries) if entry.number % 20 != 7]
 
-        setattr(broker._Cursor, "next_of", skip)  # noqa: B010
+        setattr(Cursor, "next_of", skip)  # noqa: B010
 
 
 def _forget(_: object, entries: list[LogEntry]) -> None:
