@@ -1,0 +1,45 @@
+"""A job whose log is longer than one read of it is resumed from all of it."""
+
+import pytest
+import redis.asyncio
+
+from contract.calls import Append
+from contract.events import ChoiceDelta, Tokens
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import TENANT, Caller
+from tests.hash_worker import hash_worker_settings
+from workers import lane
+from workers.lane import Lane
+
+pytestmark = pytest.mark.anyio
+
+PAGE = 20
+
+
+@pytest.mark.parametrize("num_events", [PAGE - 1, PAGE, 3 * PAGE, 3 * PAGE + 7])
+async def test_a_long_log_is_read_whole(
+    num_events: int,
+    redis_client: redis.asyncio.Redis,
+    redis_server: EmbeddedRedis,
+    functions: Functions,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In order, without a gap, also where it ends with a page."""
+    monkeypatch.setattr(lane, "_READ_EVENTS", PAGE)
+    job = await Caller(functions, redis_client, keys).submit("a story", max_tokens=100)
+    [claimed] = await functions.claim(
+        "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=1000
+    )
+    events = [Tokens((ChoiceDelta(0, k, (65 + k % 26,), "x"),)) for k in range(num_events)]
+    for number, event in enumerate(events, start=1):
+        await functions.append("w1", [Append(job.id, claimed.epoch, number, event, 1)], lease_s=10)
+    reader = Lane(hash_worker_settings(redis_server.url), "w2")
+
+    log = await reader.read_log(job.id, TENANT)
+
+    await reader.aclose()
+    assert [entry.number for entry in log] == list(range(1, num_events + 1))
+    assert [entry.event for entry in log] == events
