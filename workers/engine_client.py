@@ -1,6 +1,7 @@
 """The supervisor's end of the engine process: starts it, speaks frames, sees it end."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -76,5 +77,6 @@ class EngineClient:
             return await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
             log.warning("the engine process did not end in %.1f s: killed", grace_s)
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+                self._process.kill()
             return await self._process.wait()
