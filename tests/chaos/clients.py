@@ -150,7 +150,7 @@ class Leaver(Client):
     async def live(self, story: Story, ask: Ask) -> None:
         body = {**ask.body, "stream": True}
         try:
-            async with asyncio.timeout(self._rng.uniform(0.1, 1.5)):
+            async with asyncio.timeout(self._rng.uniform(0.1, 4.0)):
                 await self._stream(story, "POST", ask.endpoint, json=body)
         except (Broken, Gone, TimeoutError):
             pass
