@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from contract.errors import JobRefused
 from contract.events import LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 
@@ -23,16 +24,38 @@ class Verdict(StrEnum):
 WorkerState = Literal["up", "draining", "gone"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may ask of all models together; 0: no limit."""
+
+    requests_per_min: int = 0
+    tokens_per_min: int = 0  # prompt and output; a job's cost is charged first, then trued up
+    concurrent_tokens: int = 0  # costs of its unfinished jobs
+    lane_share: float = 0.0  # of a lane's bound in tokens, that it may hold waiting; 0: all
+
+    def __post_init__(self) -> None:
+        if min(self.requests_per_min, self.tokens_per_min, self.concurrent_tokens) < 0:
+            raise ValueError("a limit may not be negative")
+        if not 0.0 <= self.lane_share <= 1.0:
+            raise ValueError(f"lane_share is a share, not {self.lane_share}")
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What `submit` is told beside the job itself. Tokens, seconds."""
+    """What `submit` is told beside the job itself. Tokens, seconds.
 
-    cost_tokens: int
-    max_output_tokens: int
+    A job's cost is its prompt and the output to expect: the functions know what outputs were like.
+    """
+
+    max_output_tokens: int  # of all choices
     deadline_s: float
     retention_s: float
     max_attempts: int = 3
-    lane_bound_tokens: int = 0  # 0: no bound
+    lane_bound_tokens: int = 0  # waiting in the lane; 0: no bound
+    lane_bound_s: float = 0.0  # predicted wait; 0: no bound
+    limits: TenantLimits = TenantLimits()
+    needs_worker: bool = False  # refused where no worker of the model lives
+    cold_start_s: float = 0.0  # until a first worker is up, where none lives
     idempotency_key: str = ""
     body_hash: str = ""
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
@@ -40,13 +63,65 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """What goes before a waiting job, nearly: fairness mixes tenants as their costs come.
+
+    `eta_s`: seconds until it starts, from the measured rates; None where none was measured.
+    """
+
+    num_jobs_ahead: int = 0
+    num_tokens_ahead: int = 0
+    eta_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """A limit per minute: what is left of it, and when all of it will be there again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """A tenant's limits per minute as they stand after a call; None: it has no such limit."""
+
+    requests: RateLimit | None = None
+    tokens: RateLimit | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
-    """An accepted job; `is_new` is False where the same call was accepted before."""
+    """An accepted job; `is_new` is False where the same call was accepted before, which says
+    nothing of its place."""
 
     job_id: str
     is_new: bool
-    num_jobs_ahead: int = 0
-    num_tokens_ahead: int = 0
+    position: Position = Position()
+    rates: RateLimits = RateLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What submit would answer now: where it would refuse, why, and how long all would take."""
+
+    refusal: JobRefused | None
+    position: Position
+    service_s: float | None  # from its start to its end; None where unknown
+    cost_tokens: int  # prompt and the output to expect
+    rates: RateLimits
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCapacity:
+    """What a worker says of its speed and its room; 0: not measured, not known."""
+
+    tokens_per_s: float = 0.0  # of jobs' costs, when it has all the work that it can take
+    stream_tokens_per_s: float = 0.0  # of output, that one stream gets
+    max_tokens: int = 0  # of jobs that it holds at once
+    max_jobs: int = 0
+    lanes: tuple[str, ...] = ()  # most urgent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +224,7 @@ class JobView:
     message: str
     metadata: Mapping[str, str]
     result: ObjectRef | None  # where the log before its end is kept; None: here
+    position: Position | None = None  # of a queued job, where it is known
 
     @property
     def is_terminal(self) -> bool:

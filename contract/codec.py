@@ -58,6 +58,11 @@ def decode_metadata(raw: bytes) -> dict[str, str]:
         raise WireError(f"unreadable metadata: {type(exc).__name__}") from exc
 
 
+def encode_terms(terms: Mapping[str, str | int | float]) -> bytes:
+    """What submit is told beside the job: a map by name, read by Lua."""
+    return _encoder.encode(terms)
+
+
 def encode_event(event: LogEvent) -> bytes:
     return _encoder.encode(event)
 

@@ -8,6 +8,10 @@ BatchwayError
 """
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contract.calls import RateLimits
 
 
 class ErrorCode(StrEnum):
@@ -16,6 +20,9 @@ class ErrorCode(StrEnum):
     # refused at submission
     LANE_FULL = "lane_full"
     NO_WORKERS = "no_workers"
+    TENANT_QUOTA = "tenant_quota"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"
+    UNKNOWN_LANE = "unknown_lane"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
     MEMORY_FULL = "memory_full"
     DISK_FULL = "disk_full"
@@ -49,9 +56,24 @@ class WireError(BatchwayError):
 
 
 class JobRefused(BatchwayError):
-    """The broker or the engine did not take the job."""
+    """The broker or the engine did not take the job.
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    `limit` names the limit that it met, `retry_after_s` when another try may do: computed from
+    measured rates, without jitter, and None where unknown or never. `rates` are RateLimits.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        limit: str = "",
+        retry_after_s: float | None = None,
+        rates: "RateLimits | None" = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.rates = rates

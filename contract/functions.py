@@ -16,40 +16,41 @@ from contract.calls import (
     Claimed,
     JobView,
     Page,
+    Quote,
     Release,
     Submission,
     Submitted,
     Swept,
     Verdict,
     Wanted,
+    WorkerCapacity,
     WorkerState,
 )
 from contract.codec import (
-    WIRE_VERSION,
     decode_entry,
     encode_event,
-    encode_job,
-    encode_metadata,
     encode_ref,
 )
 from contract.connection import broker_errors
-from contract.errors import BrokerFull, ErrorCode, JobRefused
+from contract.errors import BrokerFull, ErrorCode
 from contract.events import LogEntry
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
+from contract.terms import asked
 
 LIBRARY = "batchway_v1"
 _LUA = Path(__file__).parent / "lua"
 FIRST_HASH = "00000000"
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
-IDEMPOTENCY_TTL_S = 24 * 3600
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
 
 def library_source() -> str:
-    """The library as one text: the shared part, then the functions by name."""
-    files = [_LUA / "_shared.lua", *sorted(_LUA.glob("[a-z]*.lua"))]
+    """The library as one text: the shared parts, then the functions by name."""
+    shared = [_LUA / f"_{name}.lua" for name in ("shared", "ledger", "admission", "memory")]
+    files = [*shared, *sorted(_LUA.glob("[a-z]*.lua"))]
     return "\n".join(path.read_text() for path in files)
 
 
@@ -84,35 +85,33 @@ class Functions:
             return await call(f"{LIBRARY}_{name}", 1, self._keys.tag, *args)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Accepts a job. Raises JobRefused (lane_full, idempotency_mismatch), BrokerFull."""
-        s = submission
-        reply = await self._call(
-            "submit",
-            *(job.id, job.tenant, job.model, job.lane),
-            *(s.cost_tokens, job.num_prompt_tokens, s.max_output_tokens),
-            *(int(s.deadline_s * 1000), int(s.retention_s * 1000), s.max_attempts),
-            *(s.lane_bound_tokens, s.idempotency_key, s.body_hash, IDEMPOTENCY_TTL_S * 1000),
-            *(WIRE_VERSION, int(s.attendance_s * 1000), encode_job(job)),
-            *(encode_metadata(s.metadata), "" if job.stored_prompt is None else "1"),
-        )
+        """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
+        reply = await self._call("submit", *asked(job, submission))
         match reply:
-            case [b"OK", job_id, jobs, tokens]:
-                return Submitted(job_id.decode(), True, jobs, tokens)
+            case [b"OK", job_id, place, rates]:
+                limits = decode_rates(submission, rates)
+                return Submitted(job_id.decode(), True, decode_position(place), limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
-                raise JobRefused(
-                    ErrorCode.IDEMPOTENCY_MISMATCH,
-                    "this Idempotency-Key was used with another body",
-                )
-            case [b"LANE_FULL", jobs, tokens]:
-                raise JobRefused(
-                    ErrorCode.LANE_FULL,
-                    f"lane {job.lane!r} is full: {jobs} jobs with {tokens} tokens wait in it",
-                )
+                raise idempotency_mismatch()
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
+            case [b"REFUSED", reason, limit, retry_ms, rates]:
+                limits = decode_rates(submission, rates)
+                raise refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
+
+    async def quote(self, job: Job, submission: Submission) -> Quote:
+        """What submit would say of a job; queues nothing and charges nothing."""
+        reply = await self._call("quote", *asked(job, submission), reads=True)
+        reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
+        limits = decode_rates(submission, rates)
+        refused = None
+        if reason != b"OK":
+            refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+        service_s = service_ms / 1000 if service_ms else None
+        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
 
     async def claim(
         self,
@@ -163,12 +162,22 @@ class Functions:
         *,
         lease_s: float,
         info: str,
+        capacity: WorkerCapacity = WorkerCapacity(),  # noqa: B008 - it is frozen
         state: WorkerState = "up",
     ) -> list[str]:
         """Says that a worker lives, holding jobs (id, epoch); returns the ids it has lost."""
+        c = capacity
+        says = (info, c.tokens_per_s, c.stream_tokens_per_s, c.max_tokens, c.max_jobs)
         pairs = [part for pair in held for part in pair]
         reply = await self._call(
-            "heartbeat", incarnation, model, int(lease_s * 1000), state, info, *pairs
+            "heartbeat",
+            incarnation,
+            model,
+            int(lease_s * 1000),
+            state,
+            *says,
+            " ".join(c.lanes),
+            *pairs,
         )
         return [job_id.decode() for job_id in reply]
 
@@ -230,8 +239,9 @@ class Functions:
         reply = await self._call("read", job_id, tenant, after, max_events, reads=True)
         if reply[0] == b"NOT_FOUND":
             return None
-        _, flat, entries = reply
-        return replies.view(flat), [decode_entry(number, h, raw) for number, h, raw in entries]
+        _, flat, entries, place = reply
+        view = replies.view(flat, place)
+        return view, [decode_entry(number, h, raw) for number, h, raw in entries]
 
     async def list_jobs(
         self,

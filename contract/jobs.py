@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
+DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
+
 
 class JobStatus(StrEnum):
     """The states of a job; docs/protocol.md holds the table of transitions."""
@@ -118,6 +120,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     tokenizer_sha256: str  # key of the TokenizerFiles
     created_s: int
+    lanes: tuple[str, ...] = DEFAULT_LANES  # that its workers serve, most urgent first
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,19 @@ class Keys:
     def counters(self, model: str, lane: str) -> str:
         return f"{self.tag}:counters:{model}:{lane}"
 
+    def line(self, model: str, lane: str, tenant: str) -> str:
+        return f"{self.tag}:line:{model}:{lane}:{tenant}"
+
+    def tenant(self, tenant: str) -> str:
+        return f"{self.tag}:tenant:{tenant}"
+
+    def lengths(self, model: str, lane: str, tenant: str = "") -> str:
+        """Of a tenant's outputs in a lane, or of all of the lane."""
+        return f"{self.tag}:lengths:{model}:{lane}:{tenant}"
+
+    def pool(self, model: str) -> str:
+        return f"{self.tag}:pool:{model}"
+
     def idempotency(self, tenant: str, key: str) -> str:
         return f"{self.tag}:idem:{tenant}:{key}"
 

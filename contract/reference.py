@@ -10,18 +10,32 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from contract.admission import (
+    WORKER_TTL_MS,
+    Ahead,
+    Candidate,
+    Lengths,
+    Load,
+    Pool,
+    Tenant,
+    predicted_output,
+    wait_ms,
+)
 from contract.calls import (
     Append,
     Blame,
     Claimed,
     JobView,
     Page,
+    Position,
+    Quote,
     Release,
     Submission,
     Submitted,
     Swept,
     Verdict,
     Wanted,
+    WorkerCapacity,
     WorkerState,
 )
 from contract.codec import decode_entry, encode_event
@@ -29,6 +43,7 @@ from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 
 MAX_RELEASES = 32
 SUSPECT = "suspect"
@@ -46,6 +61,9 @@ class Record:
     lane: str
     created_ms: int
     deadline_ms: int
+    cost: int = 0  # prompt + output to expect, reserved from submission to end
+    charge: int | None = None  # of the cost, once it has ended; the rest was refunded
+    turn: tuple[int, int] = (0, 0)  # jobs and tokens that must leave its line before it
     state: JobStatus = JobStatus.QUEUED
     queue: str = ""  # a tenant's, BACK or SUSPECT, while queued and while running
     owner: str = ""
@@ -70,6 +88,12 @@ class Record:
         return self.state in TERMINAL_STATUSES
 
     @property
+    def done(self) -> int:
+        """Tokens of its cost that are computed: the prompt with the first output."""
+        num_prompt = self.job.num_prompt_tokens
+        return min(self.cost, num_prompt + self.num_tokens) if self.num_tokens else 0
+
+    @property
     def next_number(self) -> int:
         return len(self.log) + 1
 
@@ -88,8 +112,12 @@ class Reference:
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
         self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
-        self._workers: dict[str, dict[str, int]] = {}
+        self._workers: dict[str, dict[str, tuple[int, WorkerCapacity]]] = {}
         self._known_workers: set[str] = set()  # also those that drain
+        self._pools: dict[str, Pool] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self._lengths: dict[tuple[str, str, str], Lengths] = {}
+        self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
         self.memory_is_full = False
@@ -102,25 +130,57 @@ class Reference:
         known = self._keys.get((job.tenant, s.idempotency_key)) if s.idempotency_key else None
         if known is not None:
             if known[1] != s.body_hash:
-                raise JobRefused(ErrorCode.IDEMPOTENCY_MISMATCH, "")
+                raise idempotency_mismatch()
             return Submitted(known[0], False)
         if job.id in self.records:
             return Submitted(job.id, False)
         if self.memory_is_full:
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
-        num_jobs, num_tokens = self._backlog(job.model, job.lane)
-        if 0 < s.lane_bound_tokens < num_tokens + s.cost_tokens:
-            raise JobRefused(ErrorCode.LANE_FULL, "")
+        candidate = self._candidate(job, s)
+        self._check(job, candidate)
         deadline_ms = self.now_ms + int(s.deadline_s * 1000)
-        record = Record(job, s, job.lane, self.now_ms, deadline_ms)
+        record = Record(job, s, job.lane, self.now_ms, deadline_ms, candidate.cost)
         if s.attendance_s > 0:
             record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
         self.records[job.id] = record
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
+        candidate.tenant.charge(s, record.cost, self.now_ms)
         self._activate(record)
         self._enqueue(record, job.tenant)
-        return Submitted(job.id, True, num_jobs, num_tokens)
+        rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
+        return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
+
+    def quote(self, job: Job, submission: Submission) -> Quote:
+        candidate = self._candidate(job, submission)
+        refused = None
+        try:
+            self._check(job, candidate)
+        except JobRefused as exc:
+            refused = exc
+        return Quote(
+            refused,
+            _place(candidate.ahead, candidate.wait_ms),
+            candidate.service_ms / 1000 or None,
+            candidate.cost,
+            decode_rates(submission, candidate.tenant.rates(submission, self.now_ms)),
+        )
+
+    def position(self, job_id: str, tenant: str) -> Position | None:
+        """What `read` says of a job's place."""
+        record = self._owned(job_id, tenant)
+        if record is None or record.state is not JobStatus.QUEUED:
+            return None
+        if record.queue in (BACK, SUSPECT):
+            return None
+        model, lane = record.job.model, record.lane
+        left = self._left.get((model, lane, tenant), (0, 0))
+        own = max(0, record.turn[0] - left[0]), max(0, record.turn[1] - left[1])
+        pool = self._pool(model)
+        tenants = len(self._counters.get((model, lane), {}))
+        ahead = Ahead.of(self._loads(model), pool, lane, own, tenants, (1, record.cost))
+        cold_ms = int(record.submission.cold_start_s * 1000)
+        return _place(ahead, wait_ms(pool, ahead, record.cost, cold_ms))
 
     def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         record = self._owned(job_id, tenant)
@@ -218,7 +278,7 @@ class Reference:
                 if queue is None:
                     break
                 record = self.records[self._queues[(model, lane, queue)][0]]
-                cost = record.submission.cost_tokens
+                cost = record.cost
                 if cost > max_tokens:
                     return claimed
                 taken = self._take(record, incarnation, lease_ms)
@@ -251,6 +311,7 @@ class Reference:
         *,
         lease_s: float,
         info: str,
+        capacity: WorkerCapacity = WorkerCapacity(),  # noqa: B008 - it is frozen
         state: WorkerState = "up",
     ) -> list[str]:
         lease_ms = int(lease_s * 1000)
@@ -258,11 +319,14 @@ class Reference:
         workers.pop(incarnation, None)
         self._known_workers.discard(incarnation)
         if state == "up":
-            workers[incarnation] = self.now_ms
+            workers[incarnation] = self.now_ms, capacity
         if state != "gone":
             self._known_workers.add(incarnation)
-            for other in [w for w, seen in workers.items() if seen <= self.now_ms - 6 * lease_ms]:
+            late_ms = self.now_ms - 6 * lease_ms
+            for other in [w for w, (seen_ms, _) in workers.items() if seen_ms <= late_ms]:
                 del workers[other]
+            self._pools.setdefault(model, Pool()).lanes = capacity.lanes
+        self._pools.setdefault(model, Pool()).measure(self._live(model))
         lost = []
         for job_id, epoch in held:
             record = self.records.get(job_id)
@@ -412,6 +476,7 @@ class Reference:
             record,
             End(status, code, message, record.job.num_prompt_tokens, record.num_tokens),
         )
+        self._settle(record, status)
         if record.state is JobStatus.QUEUED:
             self._leave_queue(record)
         record.state, record.owner = status, ""
@@ -437,10 +502,28 @@ class Reference:
 
     def _enqueue(self, record: Record, queue: str) -> None:
         record.state, record.queue = JobStatus.QUEUED, queue
+        line = self._line(record)
+        if line is not None:
+            left = self._left.get(line, (0, 0))
+            waiting = [self.records[i] for i in self._queue_of(record, queue)]
+            record.turn = left[0] + len(waiting), left[1] + sum(r.cost for r in waiting)
         self._queue_of(record, queue).append(record.job.id)
 
     def _leave_queue(self, record: Record) -> None:
-        self._queue_of(record, record.queue).remove(record.job.id)
+        queue = self._queue_of(record, record.queue)
+        queue.remove(record.job.id)
+        line = self._line(record)
+        if line is not None and queue:
+            left = self._left.get(line, (0, 0))
+            self._left[line] = left[0] + 1, left[1] + record.cost
+        elif line is not None:
+            self._left.pop(line, None)
+
+    def _line(self, record: Record) -> tuple[str, str, str] | None:
+        """Its tenant's line in its lane, where it waits there."""
+        if record.queue in (BACK, SUSPECT):
+            return None
+        return record.job.model, record.lane, record.job.tenant
 
     def _activate(self, record: Record) -> None:
         counters = self._counters.setdefault((record.job.model, record.lane), {})
@@ -484,13 +567,75 @@ class Reference:
                 return [taken]
         return []
 
-    def _backlog(self, model: str, lane: str) -> tuple[int, int]:
-        waiting = [
-            r
-            for r in self.records.values()
-            if r.state is JobStatus.QUEUED and (r.job.model, r.lane) == (model, lane)
-        ]
-        return len(waiting), sum(r.submission.cost_tokens for r in waiting)
+    # --- admission ----------------------------------------------------------------------------
+
+    def _candidate(self, job: Job, s: Submission) -> Candidate:
+        model, lane, tenant = job.model, job.lane, job.tenant
+        known = [self._lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
+        num_output = predicted_output(known, s.max_output_tokens)
+        line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
+        own = len(line), sum(r.cost for r in line)
+        pool = self._pool(model)
+        tenants = len(self._counters.get((model, lane), {}))
+        return Candidate(
+            submission=s,
+            lane=lane,
+            cost=job.num_prompt_tokens + num_output,
+            num_output=num_output,
+            num_choices=job.params.n,
+            tenant=self._tenants.setdefault(tenant, Tenant()),
+            line_tokens=own[1],
+            ahead=Ahead.of(self._loads(model), pool, lane, own, tenants),
+            pool=pool,
+            now_ms=self.now_ms,
+        )
+
+    def _check(self, job: Job, candidate: Candidate) -> None:
+        """Raises JobRefused."""
+        refused = candidate.refusal()
+        if refused is not None:
+            s = candidate.submission
+            rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
+            raise refusal(job, refused.reason, refused.limit, refused.retry_ms, rates)
+
+    def _settle(self, record: Record, status: JobStatus) -> None:
+        """The bill: free where no worker took it."""
+        num_prompt = record.job.num_prompt_tokens
+        record.charge = num_prompt + record.num_tokens if record.epoch else 0
+        tenant = self._tenants[record.job.tenant]
+        tenant.settle(record.submission, record.cost, record.charge)
+        if status is JobStatus.SUCCEEDED:
+            for name in (record.job.tenant, ""):
+                key = (record.job.model, record.lane, name)
+                self._lengths.setdefault(key, Lengths()).learn(record.num_tokens)
+
+    def _live(self, model: str) -> list[WorkerCapacity]:
+        since_ms = self.now_ms - WORKER_TTL_MS
+        workers = self._workers.get(model, {})
+        by_time = sorted(workers, key=lambda name: (workers[name][0], name))
+        return [workers[name][1] for name in by_time if workers[name][0] >= since_ms]
+
+    def _pool(self, model: str) -> Pool:
+        pool = self._pools.setdefault(model, Pool())
+        pool.num_live = len(self._live(model))
+        return pool
+
+    def _loads(self, model: str) -> dict[str, Load]:
+        loads: dict[str, Load] = {}
+        for record in self.records.values():
+            if record.job.model != model or record.is_terminal:
+                continue
+            load = loads.setdefault(record.lane, Load())
+            if record.state is JobStatus.QUEUED:
+                load.queued_jobs += 1
+                load.queued_tokens += record.cost
+            else:
+                load.running_jobs += 1
+                load.running_tokens += record.cost
+                load.done_tokens += record.done
+        return loads
+
+    # --- who may what -------------------------------------------------------------------------
 
     def _handed_out(self, record: Record) -> Claimed:
         return Claimed(
@@ -561,3 +706,7 @@ def _log(record: Record, event: LogEvent) -> None:
     raw = encode_event(event)
     digest = hashlib.sha1(record.hash.encode() + raw, usedforsecurity=False).hexdigest()[:8]
     record.log.append(decode_entry(record.next_number, digest.encode(), raw))
+
+
+def _place(ahead: Ahead, wait: int) -> Position:
+    return decode_position((ahead.jobs, ahead.tokens, wait))

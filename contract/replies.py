@@ -1,10 +1,12 @@
 """What the functions answer, from lists of bytes to types. The calls are in functions.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from contract.calls import Claimed, JobView, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
 from contract.jobs import TERMINAL_STATUSES, JobStatus
+from contract.refusals import decode_position
 
 
 def claimed(reply: list[Any]) -> list[Claimed]:
@@ -31,7 +33,7 @@ def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
     return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
 
 
-def view(flat: list[bytes]) -> JobView:
+def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
     """A record as `read` and `list` say it: field, value, … Raises WireError."""
     record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
 
@@ -55,4 +57,5 @@ def view(flat: list[bytes]) -> JobView:
         message=record["message"].decode(),
         metadata=decode_metadata(record["metadata"]),
         result=decode_ref(record["result"]) if record["result"] else None,
+        position=decode_position(place) if place else None,
     )

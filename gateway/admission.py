@@ -66,7 +66,6 @@ async def prepare(
     )
     num_output = params.n * params.max_tokens
     return job, Submission(
-        cost_tokens=len(prompt_ids) + num_output,
         max_output_tokens=num_output,
         deadline_s=terms.deadline_s,
         retention_s=terms.retention_s,

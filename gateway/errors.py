@@ -4,6 +4,7 @@ ApiError is what the gateway raises on purpose; `to_api_error` translates what `
 """
 
 import logging
+import math
 import random
 from collections.abc import Mapping
 
@@ -22,6 +23,9 @@ log = logging.getLogger("batchway.gateway")
 # Every ErrorCode of the contract as an HTTP status; a meta-test keeps this complete.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.LANE_FULL: 429,
+    ErrorCode.TENANT_QUOTA: 429,
+    ErrorCode.DEADLINE_INFEASIBLE: 429,
+    ErrorCode.UNKNOWN_LANE: 400,
     ErrorCode.NO_WORKERS: 503,
     ErrorCode.IDEMPOTENCY_MISMATCH: 422,
     ErrorCode.MEMORY_FULL: 503,
@@ -130,11 +134,12 @@ def to_api_error(exc: BatchwayError) -> ApiError:
     match exc:
         case ApiError():
             return exc
-        case JobRefused(code=ErrorCode.LANE_FULL):
-            # When the lane will have room is unknown until drain rates are measured.
-            return _dropped(429, exc.code, exc.message, None)
         case JobRefused():
-            return ApiError(STATUS_BY_CODE[exc.code], exc.code, exc.message)
+            status = STATUS_BY_CODE[exc.code]
+            if status not in (429, 503):
+                return ApiError(status, exc.code, exc.message)
+            retry_s = None if exc.retry_after_s is None else math.ceil(exc.retry_after_s)
+            return _dropped(status, exc.code, exc.message, retry_s)
         case BrokerFull():
             return broker_full(exc)
         case BrokerUnavailable():

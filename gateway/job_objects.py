@@ -40,7 +40,7 @@ def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[
         "endpoint": job.endpoint,
         "model": job.model,
         "lane": job.lane,
-        "position": submitted.num_jobs_ahead if is_waiting else None,
+        "position": submitted.position.num_jobs_ahead if is_waiting else None,
         "eta_s": None,
         "events_url": events_url(submitted.job_id),
     }

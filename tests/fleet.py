@@ -142,7 +142,6 @@ class Caller:
         await self.functions.submit(
             job,
             Submission(
-                cost_tokens=len(job.prompt_ids) + cap,
                 max_output_tokens=cap,
                 deadline_s=deadline_s,
                 retention_s=600,

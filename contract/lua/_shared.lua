@@ -8,12 +8,6 @@ local GROUP = 'workers'  -- one consumer group per queue stream; the owner stand
 local CONSUMER = 'worker'
 local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
 
-local JOB_FIELDS = {
-  'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'epoch', 'attempt', 'releases',
-  'lapses', 'crashes', 'next', 'hash', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
-  'max_attempts', 'deadline', 'ttl_ms', 'has_objects',
-}
-
 -- What a job's owner is told of it.
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
@@ -22,8 +16,15 @@ local VIEW_FIELDS = {
 
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
-  'max_tokens', 'max_attempts', 'deadline', 'ttl_ms',
+  'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered',
 }
+local JOB_FIELDS = {
+  'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
+  'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
+  'max_attempts', 'deadline', 'ttl_ms', 'metered', 'has_objects',
+}
+
+local ledger = {}  -- what jobs cost and hold; _ledger.lua
 
 -- Tests move the clock by an offset, or stop it: '=1700000000000'.
 local function now_ms(tag)
@@ -40,7 +41,7 @@ local function load_job(tag, id)
   if not values[1] then return nil end
   local job = {id = id, key = key}
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
-  for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) end
+  for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
   return job
 end
@@ -54,12 +55,6 @@ local function view(key)
     table.insert(record, values[i] or '')
   end
   return record
-end
-
-local function count(tag, job, what, sign)
-  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
-  redis.call('HINCRBY', key, what .. '_jobs', sign)
-  redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
 end
 
 -- Appends one event to the job's log and announces it, event and all.
@@ -97,11 +92,12 @@ local function enqueue(tag, job, stream)
     redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
   end
   job.stream = stream
+  ledger.line_up(tag, job)
   job.entry = redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
   job.state = 'queued'
   job.owner = ''
   redis.call('HSET', job.key, 'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry)
-  count(tag, job, 'queued', 1)
+  ledger.count(tag, job, 'queued', 1)
   redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
 end
 
@@ -116,7 +112,7 @@ local function leave(tag, job)
   if job.crashes + job.lapses > 0 then
     redis.call('SREM', tag .. ':alone:' .. job.model, job.id)
   end
-  count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
+  ledger.count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
 end
 
 -- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …} and the entry
@@ -152,7 +148,7 @@ local function forget(tag, id, tenant, has_objects, entry)
   if has_objects then redis.call('SADD', tag .. ':litter', id) end
 end
 
--- The only way into a terminal state: terminal event, record, queue, counters, expiry. A result
+-- The only way into a terminal state: terminal event, bill, record, queue, counters, expiry. A result
 -- (msgpack ObjectRef, '': none) says where the log up to the end is kept instead of here.
 local function terminal(tag, job, status, code, message, now, result)
   log_event(tag, job,
@@ -164,6 +160,7 @@ local function terminal(tag, job, status, code, message, now, result)
   else
     compact(tag, job)
   end
+  ledger.settle(tag, job, status)
   leave(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)

@@ -26,7 +26,9 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
 
   redis.call('ZADD', tag .. ':leases', now + lease_ms, id)
   if event ~= '' then
+    local done = ledger.done(job)
     job.tokens = job.tokens + num_tokens
+    ledger.progress(tag, job, ledger.done(job) - done)
     redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
     if num_tokens > 0 then redis.call('HSETNX', job.key, 'first_token', now) end
     log_event(tag, job, event)

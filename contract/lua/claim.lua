@@ -36,8 +36,8 @@ local function take(tag, key, waiting, incarnation, lease_ms, now, config)
     terminal(tag, job, 'expired', '', '', now)
     return nil
   end
-  count(tag, job, 'queued', -1)
-  count(tag, job, 'running', 1)
+  ledger.count(tag, job, 'queued', -1)
+  ledger.count(tag, job, 'running', 1)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
     'attempt', job.attempt, 'config', config)

@@ -1,11 +1,33 @@
 -- heartbeat: a worker lives; renews the leases of the jobs it runs.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (takes no more jobs) | 'gone'
---       5 what it says of itself (JSON)  then 2 for each job: id, epoch
+--       5 what it says of itself (JSON)
+--       6 tokens per second that it drains, 7 that one stream gets (0: not measured)
+--       8 tokens, 9 jobs that it holds at most (0: unknown)
+--       10 lanes that it serves, most urgent first, with a space between
+--       then 2 for each job: id, epoch
 -- reply ids of the jobs that are no longer its own
+local POOL_TTL_MS = 3600 * 1000  -- a rate that no worker has confirmed for so long is forgotten
+
+-- What one worker of the model does and holds: the mean over those that live and know.
+local function measure_pool(tag, model, now)
+  local sums, known = {}, {}
+  local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf', 'BYSCORE')
+  for _, incarnation in ipairs(live) do
+    for name, value in pairs(numbers(tag .. ':worker:' .. incarnation, POOL)) do
+      sums[name] = (sums[name] or 0) + value
+      known[name] = (known[name] or 0) + (value > 0 and 1 or 0)
+    end
+  end
+  for name, sum in pairs(sums) do
+    if sum > 0 then redis.call('HSET', tag .. ':pool:' .. model, name, sum / known[name]) end
+  end
+  redis.call('PEXPIRE', tag .. ':pool:' .. model, POOL_TTL_MS)
+end
+
 local function heartbeat(keys, argv)
-  local tag, incarnation, lease_ms = keys[1], argv[1], tonumber(argv[3])
-  local workers, worker = tag .. ':workers:' .. argv[2], tag .. ':worker:' .. incarnation
+  local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
+  local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
   local now = now_ms(tag)
   if argv[4] == 'gone' then
     redis.call('ZREM', workers, incarnation)
@@ -16,12 +38,15 @@ local function heartbeat(keys, argv)
     else
       redis.call('ZREM', workers, incarnation)
     end
-    redis.call('HSET', worker, 'model', argv[2], 'seen', now, 'state', argv[4], 'info', argv[5])
+    redis.call('HSET', worker, 'model', model, 'seen', now, 'state', argv[4], 'info', argv[5],
+      POOL[1], argv[6], POOL[2], argv[7], POOL[3], argv[8], POOL[4], argv[9])
     redis.call('PEXPIRE', worker, 6 * lease_ms)
     redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 6 * lease_ms)
+    redis.call('HSET', tag .. ':pool:' .. model, 'lanes', argv[10])
   end
+  measure_pool(tag, model, now)
   local lost = {}
-  for i = 6, #argv, 2 do
+  for i = 11, #argv, 2 do
     if fence(load_job(tag, argv[i]), incarnation, argv[i + 1]) then
       table.insert(lost, argv[i])
     else

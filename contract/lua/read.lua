@@ -2,7 +2,20 @@
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
 -- reply {'NOT_FOUND'} or not theirs
---       {'OK', {field, value, …}, {{event number, hash, event}, …}}
+--       {'OK', {field, value, …}, {{event number, hash, event}, …}, place}
+--       place  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
+--              its tenant's line, else {}; it costs the same however long the line
+local function place(tag, id, key)
+  local job = load_job(tag, id)
+  if job.state ~= 'queued' or not is_in_line(job) then return {} end
+  local pool = admission.pool(tag, job.model, now_ms(tag))
+  local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
+  local line = numbers(line_key(tag, job), {'left_jobs', 'left_tokens'})
+  local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),
+    math.max(0, mark.turn_tokens - line.left_tokens), 1)
+  return {ahead.jobs, ahead.tokens, admission.wait_ms(pool, ahead, job.cost, mark.cold_ms)}
+end
+
 local function read(keys, argv)
   local tag, id = keys[1], argv[1]
   local key = tag .. ':job:' .. id
@@ -23,7 +36,7 @@ local function read(keys, argv)
       end
     end
   end
-  return {'OK', view(key), entries}
+  return {'OK', view(key), entries, place(tag, id, key)}
 end
 redis.register_function{
   function_name = 'batchway_v1_read', callback = read, flags = {'no-writes'},

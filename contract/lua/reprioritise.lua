@@ -30,9 +30,9 @@ local function reprioritise(keys, argv)
       enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
     end
   else
-    count(tag, job, 'running', -1)
+    ledger.count(tag, job, 'running', -1)
     job.lane = argv[3]
-    count(tag, job, 'running', 1)
+    ledger.count(tag, job, 'running', 1)
     redis.call('HSET', job.key, 'lane', job.lane)
   end
   return {'OK'}

@@ -58,9 +58,7 @@ async def test_every_function_stays_in_its_slot(cluster_client: redis.asyncio.Re
     """A key of another slot would be refused by a server in cluster mode."""
     await ensure_library(cluster_client)
     functions = Functions(cluster_client, Keys("test"))
-    submission = Submission(
-        cost_tokens=13, max_output_tokens=10, deadline_s=60, retention_s=60, attendance_s=30
-    )
+    submission = Submission(max_output_tokens=10, deadline_s=60, retention_s=60, attendance_s=30)
     lanes = ("standard", "interactive")
     first, second = make_job(), make_job()
     for job in (first, second):

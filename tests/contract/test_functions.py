@@ -30,7 +30,6 @@ def make_job(tenant: str = "t", lane: str = "standard", num_prompt: int = 3) -> 
 
 def make_submission(**overrides: object) -> Submission:
     fields: dict[str, object] = {
-        "cost_tokens": 13,
         "max_output_tokens": 10,
         "deadline_s": 60.0,
         "retention_s": 60.0,
@@ -259,7 +258,7 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
     """Neither more jobs nor more tokens than asked; what does not fit waits at the head."""
     jobs = [make_job() for _ in range(4)]
     for job in jobs:
-        await functions.submit(job, make_submission(cost_tokens=10))
+        await functions.submit(job, make_submission(max_output_tokens=7))
     assert len(await claim(functions, max_tokens=25)) == 2
     assert len(await claim(functions, max_tokens=9)) == 0
     assert [c.job.id for c in await claim(functions, max_jobs=1)] == [jobs[2].id]

@@ -53,7 +53,7 @@ async def foreign_job(functions: Functions) -> str:
         params=SamplingParams(max_tokens=4, seed=0),
         created_s=0,
     )
-    await functions.submit(job, Submission(5, 4, deadline_s=60, retention_s=60))
+    await functions.submit(job, Submission(4, deadline_s=60, retention_s=60))
     return job.id
 
 
@@ -119,7 +119,7 @@ async def test_a_rare_job_is_found_behind_many(
         created_s=0,
     )
     for _ in range(520):
-        await functions.submit(replace(job, id=new_job_id()), Submission(5, 4, 60, 60))
+        await functions.submit(replace(job, id=new_job_id()), Submission(4, 60, 60))
     page = await listed(http, **{"metadata[rare]": "yes"})
     assert (ids(page), page["has_more"]) == ([rare], False)
 

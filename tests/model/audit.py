@@ -38,18 +38,28 @@ class Audit:
         counters: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         owners: dict[str, set[str]] = defaultdict(set)
         alone: dict[str, set[str]] = defaultdict(set)
+        lines: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        reserved: dict[str, int] = defaultdict(int)
         for job_id, job in jobs.items():
             kind = self._check_place(job_id, job, waiting, pending, leases)
             self._check_log(job_id, job)
             self._check_bounds(job_id, job)
             assert (job_id in deadlines) == (kind != "terminal"), "a deadline for each open job"
+            self._check_bill(job, kind)
             if kind == "terminal":
                 assert min(self._ttls[job_id]) > 0, "I15: a finished job and its log expire"
                 continue
             counts = counters[(job["model"], job["lane"])]
             counts[f"{kind}_jobs"] += 1
             counts[f"{kind}_tokens"] += int(job["cost"])
+            reserved[job["tenant"]] += int(job["cost"])
+            line = f"{job['model']}:{job['lane']}:{job['tenant']}"
+            if kind == "queued" and job["stream"] == f"q:{line}":
+                lines[line][0] += 1
+                lines[line][1] += int(job["cost"])
             if kind == "running":
+                done = int(job["prompt_tokens"]) + int(job["tokens"])
+                counts["done_tokens"] += min(int(job["cost"]), done) if int(job["tokens"]) else 0
                 owners[job["owner"]].add(job_id)
                 if job["stream"].endswith(":suspect"):
                     alone[job["model"]].add(job_id)
@@ -57,6 +67,8 @@ class Audit:
         known = waiting.keys() | pending.keys() | leases | deadlines
         assert known <= jobs.keys(), "nothing waits or runs without a record"
         self._check_counters(counters)
+        self._check_lines(lines)
+        self._check_tenants(reserved)
         self._check_sets("own:", owners)
         self._check_sets("alone:", alone)
 
@@ -71,7 +83,7 @@ class Audit:
         passing = ("job:*", "log:*", "jobs:*", "kept", "leases", "deadlines", "attended")
         left = [
             key.decode()
-            for pattern in (*passing, "own:*", "q:*", "back:*", "alone:*")
+            for pattern in (*passing, "own:*", "q:*", "back:*", "alone:*", "line:*")
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
@@ -224,6 +236,36 @@ class Audit:
             want = expected.pop((model, lane), {})
             assert counted == {name: want.get(name, 0) for name in counted}, "I11: counters"
         assert not expected, "I11: every lane is counted"
+
+    def _check_bill(self, job: dict[str, str], kind: str) -> None:
+        """What was reserved is charged or refunded at the end, and not before."""
+        if kind != "terminal":
+            assert "charge" not in job, "a bill comes at the end"
+            return
+        used = int(job["prompt_tokens"]) + int(job["tokens"]) if int(job["epoch"]) else 0
+        assert int(job["charge"]) == used, "what was used is charged"
+        assert int(job["cost"]) == used + int(job["refund"]), "cost = charge + refund"
+
+    def _check_lines(self, expected: dict[str, list[int]]) -> None:
+        """I11: each tenant's line in a lane has the jobs and tokens that wait in it."""
+        prefix = f"{self.keys.tag}:line:"
+        found = {}
+        for key in self.client.keys(f"{prefix}*"):
+            raw: Any = self.client.hmget(key, "jobs", "tokens")
+            found[key.decode()[len(prefix) :]] = [int(value) for value in raw]
+        assert found == expected, "I11: lines"
+
+    def _check_tenants(self, expected: dict[str, int]) -> None:
+        """I11: what a tenant has reserved is the cost of its unfinished jobs."""
+        prefix = self.keys.tenant("")
+        found = {}
+        for key in self.client.keys(f"{prefix}*"):
+            raw: Any = self.client.hgetall(key)
+            figures = {name.decode(): float(value) for name, value in raw.items()}
+            assert min(figures.values()) >= 0, "no figure of a tenant is negative"
+            found[key.decode()[len(prefix) :]] = int(figures["reserved"])
+            assert (self.client.ttl(key) > 0) == (figures["reserved"] == 0), "I15: idle ones go"
+        assert {tenant: n for tenant, n in found.items() if n} == expected, "I11: reservations"
 
     def _check_sets(self, kind: str, expected: dict[str, set[str]]) -> None:
         """I11: the sets by owner, and of the jobs run alone, hold what the records say."""

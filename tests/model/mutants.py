@@ -109,7 +109,11 @@ MUTANTS = [
     Mutant(
         "a cancel forgets the job's worker", "'cancelled', now_ms(tag))", "'expired', now_ms(tag))"
     ),
-    Mutant("a key accepts another body", "body == argv[13] and 'EXISTS' or 'MISMATCH'", "'EXISTS'"),
+    Mutant(
+        "a key accepts another body",
+        "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",
+        "'EXISTS'",
+    ),
     Mutant("memory is never full", "return known == 'full'", "return false"),
     Mutant("an idle tenant saves up credit", "least[2] or 0, job.tenant", "0, job.tenant"),
     Mutant("service is not charged", "redis.call('ZINCRBY', active, cost, tenant)", ""),

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
-from contract.calls import Wanted
+from contract.calls import TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
 from tests.model.world import COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
@@ -14,12 +15,20 @@ class Walk:
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
         self._rng = random.Random(seed)
+        self._limits = TenantLimits(
+            requests_per_min=self._rng.choice([0, 0, 3]),
+            tokens_per_min=self._rng.choice([0, 45]),
+            concurrent_tokens=self._rng.choice([0, 0, 28]),
+            lane_share=self._rng.choice([0.0, 0.4]),
+        )
         self._steps: list[tuple[int, Callable[[], None]]] = [
-            (16, self._submit),
+            (24, self._submit),
+            (3, lambda: self._submit(is_quote=True)),
+            (5, self._read),
             (10, self._cancel),
             (10, self._reprioritise),
             (2, self._attend),
-            (5, self._delete),
+            (6, self._delete),
             (5, self._list),
             (16, self._claim),
             (5, self._mine),
@@ -55,7 +64,7 @@ class Walk:
             return worker, self._rng.choice(held)
         return worker, self._job_id()
 
-    def _submit(self) -> None:
+    def _submit(self, is_quote: bool = False) -> None:
         rng = self._rng
         key = (
             rng.choice(["k1", "k2"]) + str(len(self._world.job_ids) // 5) if self._flip(0.3) else ""
@@ -67,16 +76,34 @@ class Walk:
             rng.choice(TENANTS),
             rng.choice(LANES),
             rng.choice([5, 8, 12, 30]),
-            rng.choice([8, 60, 200]),
+            rng.choice([2, 8, 60, 200]),
             attendance_s=rng.choice([0, 0, 9]),
             key=key,
             body=rng.choice("ab") if key else "",
-            bound=rng.choice([0, 0, 30]),
             repeats=repeats,
             retention_s=rng.choice([30, 600]),
             colour=rng.randrange(len(COLOURS)),
             is_stored=self._flip(0.2),
+            is_quote=is_quote,
+            **self._terms(),
         )
+
+    def _terms(self) -> dict[str, Any]:
+        """Some jobs come under this world's limits and bounds, the others under none."""
+        terms: dict[str, Any] = {"cold_start_s": self._rng.choice([0, 4])}
+        terms["needs_worker"] = self._flip(0.15)
+        if self._flip(0.5):
+            terms["limits"] = self._limits
+        if self._flip(0.3):
+            terms["lane_bound_tokens"] = self._rng.choice([30, 45])
+        if self._flip(0.3):
+            terms["lane_bound_s"] = self._rng.choice([0.5, 3])
+        return terms
+
+    def _read(self) -> None:
+        queued = [i for i, r in self._world.reference.records.items() if r.state == "queued"]
+        job_id = self._rng.choice(queued) if queued and self._flip(0.9) else self._job_id()
+        self._world.read(job_id, self._rng.choice(TENANTS))
 
     def _ended_or_any(self) -> str:
         """Often a job that has ended, each way of ending alike: callers come late."""
@@ -148,8 +175,16 @@ class Walk:
         )
 
     def _heartbeat(self) -> None:
-        state = self._rng.choices(STATES, (8, 1, 1))[0]
-        self._world.heartbeat(self._rng.choice(WORKERS), state)
+        rng = self._rng
+        capacity = WorkerCapacity(
+            tokens_per_s=rng.choice([0, 0, 7, 30.5]),
+            stream_tokens_per_s=rng.choice([0, 0, 1.5, 20]),
+            max_tokens=rng.choice([0, 40]),
+            max_jobs=rng.choice([0, 3]),
+            lanes=LANES[:1] if self._flip(0.1) else LANES,
+        )
+        state = rng.choices(STATES, (8, 1, 1))[0]
+        self._world.heartbeat(rng.choice(WORKERS), state, capacity)
 
     def _release(self) -> None:
         worker, job_id = self._held()

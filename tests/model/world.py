@@ -5,6 +5,7 @@ is somebody else's: Hypothesis, or a random walk.
 """
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,11 +19,13 @@ from contract.calls import (
     Blame,
     Claimed,
     Page,
+    Quote,
     Release,
     Submission,
     Submitted,
     Swept,
     Wanted,
+    WorkerCapacity,
     WorkerState,
 )
 from contract.connection import connect
@@ -104,12 +107,14 @@ class World:
         attendance_s: float = 0.0,
         key: str = "",
         body: str = "",
-        bound: int = 0,
         repeats: str | None = None,
         retention_s: float = 600,
         colour: int = 0,
         is_stored: bool = False,
+        is_quote: bool = False,
+        **terms: Any,
     ) -> None:
+        """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them."""
         self._num_jobs += 1
         job = Job(
             id=repeats or f"job-0-{self._num_jobs:032x}",
@@ -123,17 +128,19 @@ class World:
             created_s=0,
         )
         submission = Submission(
-            cost_tokens=cost,
             max_output_tokens=cost - 3,
             deadline_s=deadline_s,
             retention_s=retention_s,
             max_attempts=2,
-            lane_bound_tokens=bound,
             idempotency_key=key,
             body_hash=body,
             attendance_s=attendance_s,
             metadata=COLOURS[colour],
+            **terms,
         )
+        if is_quote:
+            self._both("quote", job, submission)
+            return
         reply = self._both("submit", job, submission)
         if repeats is None and getattr(reply, "is_new", False):
             self.job_ids.append(job.id)
@@ -216,9 +223,15 @@ class World:
     def drain(self, worker: str) -> None:
         self._both("drain", [worker])
 
-    def heartbeat(self, worker: str, state: WorkerState = "up") -> None:
+    def heartbeat(
+        self,
+        worker: str,
+        state: WorkerState = "up",
+        capacity: WorkerCapacity = WorkerCapacity(),  # noqa: B008 - it is frozen
+    ) -> None:
         held = [(job_id, epoch) for job_id, (epoch, _) in sorted(self.beliefs[worker].items())]
-        lost = self._both("heartbeat", worker, "m", held, lease_s=LEASE_S, info="{}", state=state)
+        says: dict[str, Any] = {"info": "{}", "capacity": capacity, "state": state}
+        lost = self._both("heartbeat", worker, "m", held, lease_s=LEASE_S, **says)
         for job_id in lost:
             del self.beliefs[worker][job_id]
 
@@ -261,8 +274,8 @@ class World:
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
         """Calls function and reference; compares replies and records, audits Redis."""
         self._hold_clock()
-        there = self._call(getattr(self.functions, name), *args, **options)
-        here = _outcome(lambda: getattr(self.reference, name)(*args, **options))
+        there = _comparable(self._call(getattr(self.functions, name), *args, **options))
+        here = _comparable(_outcome(lambda: getattr(self.reference, name)(*args, **options)))
         if sort:
             there, here = _by_id(there), _by_id(here)
         assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
@@ -274,11 +287,13 @@ class World:
             self.audit.check()
         return there
 
-    def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T | str:
-        async def run() -> T | str:
+    def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> Any:
+        async def run() -> Any:
             try:
                 return await call(*args, **options)
-            except (JobRefused, BrokerFull) as refused:
+            except JobRefused as refused:
+                return _refusal(refused)
+            except BrokerFull as refused:
                 return refused.code
 
         return self.loop.run_until_complete(run())
@@ -288,7 +303,7 @@ class World:
         there_live = {row.decode() for row in rows}
         here_live = self.reference.live_workers("m")
         assert there_live == here_live, f"workers: {there_live}, the reference {here_live}"
-        fields = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes")
+        fields = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes", "cost")
         records = self.reference.records
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in records:
@@ -304,11 +319,21 @@ class World:
                 "attempt": str(record.attempt),
                 "lapses": str(record.lapses),
                 "crashes": str(record.crashes),
+                "cost": str(record.cost),
             }
             assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
         litter: Any = self.client.smembers(self.keys.litter)
         forgotten = {job_id.decode() for job_id in litter}
         assert forgotten == self.reference.litter, forgotten ^ self.reference.litter
+
+    def read(self, job_id: str, tenant: str) -> None:
+        """Compares what is said of a job's place."""
+        self._hold_clock()
+        found = self.loop.run_until_complete(self.functions.read(job_id, tenant))
+        there = found[0].position if found is not None else None
+        here = self.reference.position(job_id, tenant)
+        assert there == here, f"{job_id}: Redis sees it at {there}, the reference at {here}"
+        self.replies["read " + ("nothing" if there is None else "place")] += 1
 
     def _believe(self, worker: str, claimed: list[Claimed]) -> None:
         for item in claimed:
@@ -318,10 +343,25 @@ class World:
 def _outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (JobRefused, BrokerFull) as refused:
+    except JobRefused as refused:
+        return _refusal(refused)
+    except BrokerFull as refused:
         return refused.code
     except BatchwayError as error:
         return type(error).__name__
+
+
+def _refusal(refused: JobRefused) -> tuple[Any, ...]:
+    """All that a refusal says."""
+    figures = (refused.limit, refused.retry_after_s, refused.rates)
+    return ("refused", str(refused.code), refused.message, *figures)
+
+
+def _comparable(reply: Any) -> Any:
+    """Exceptions are equal to themselves only: a quote's becomes what it says."""
+    if isinstance(reply, Quote) and reply.refusal is not None:
+        return dataclasses.replace(reply, refusal=_refusal(reply.refusal))  # type: ignore[arg-type]
+    return reply
 
 
 def _by_id(claimed: Any) -> Any:
@@ -336,6 +376,9 @@ def _kinds(reply: Any) -> list[str]:
         return ["alone" if reply.is_alone else "job"]
     if isinstance(reply, Submitted):
         return ["new" if reply.is_new else "known"]
+    if isinstance(reply, Quote):
+        refused: Any = reply.refusal
+        return _kinds(refused) if refused else ["OK"]
     if isinstance(reply, Swept):
         found = {
             "lapsed": reply.num_lapsed,
@@ -346,6 +389,9 @@ def _kinds(reply: Any) -> list[str]:
         return [word for word, number in found.items() if number] or ["nothing"]
     if isinstance(reply, Page):
         return [("some" if reply.views else "none") + (" and more" if reply.position else "")]
+    if isinstance(reply, tuple) and reply[0] == "refused":
+        _, code, _, limit = reply[:4]
+        return [f"{code} {limit}" if code in ("tenant_quota", "lane_full") else code]
     if isinstance(reply, tuple):
         return [str(reply[0])]
     if isinstance(reply, bool):

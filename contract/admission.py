@@ -1,0 +1,277 @@
+"""Whether a job may come in, what it costs and when it would start: contract/lua/_admission.lua
+and _ledger.lua once more, in Python.
+
+Pure: figures in, verdicts out; who keeps the figures is somebody else's (contract/reference.py, a
+simulator). Tests hold it against the functions, answer by answer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from contract.calls import Submission, WorkerCapacity
+from contract.errors import ErrorCode
+from contract.refusals import UNKNOWN_MS
+
+WORKER_TTL_MS = 15_000
+MIN_LENGTHS = 5  # outputs seen before their length says anything
+
+
+@dataclass(slots=True)
+class Lengths:
+    """What is known of output lengths: nine in ten stay below the estimate, nearly."""
+
+    estimate: float = 0.0
+    num_seen: int = 0
+
+    def learn(self, num_tokens: int) -> None:
+        """A fifth of the way up to a longer output, a fiftieth down to a shorter one."""
+        gap = num_tokens - self.estimate
+        step = gap * (0.2 if gap > 0 else 0.02)
+        self.estimate = float(num_tokens) if self.num_seen == 0 else self.estimate + step
+        self.num_seen += 1
+
+
+def predicted_output(known: Sequence[Lengths], max_tokens: int) -> int:
+    """The output to expect: by the first of those known that has seen enough, else the cap."""
+    for lengths in known:
+        if lengths.num_seen >= MIN_LENGTHS:
+            return max(1, min(max_tokens, math.ceil(lengths.estimate)))
+    return max_tokens
+
+
+@dataclass(slots=True)
+class Meter:
+    """What was used of a limit per minute; it leaks by the limit each minute (GCRA)."""
+
+    used: float = 0.0
+    at_ms: int = 0
+
+    def level(self, limit: int, now_ms: int) -> float:
+        if limit == 0:
+            return 0.0
+        return max(0.0, self.used - max(0, now_ms - self.at_ms) * limit / 60_000)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """What a tenant has used and holds, in all lanes of all models."""
+
+    requests: Meter = field(default_factory=Meter)
+    tokens: Meter = field(default_factory=Meter)
+    reserved: int = 0  # costs of unfinished jobs
+
+    def rates(self, submission: Submission, now_ms: int) -> list[int]:
+        """{requests left, ms until all are there again, tokens left, ms}; zeros without limit."""
+        limits = submission.limits
+        rates = []
+        for meter, limit in (
+            (self.requests, limits.requests_per_min),
+            (self.tokens, limits.tokens_per_min),
+        ):
+            level = meter.level(limit, now_ms)
+            rates.append(max(0, math.floor(limit - level)))
+            rates.append(math.ceil(level * 60_000 / limit) if limit else 0)
+        return rates
+
+    def charge(self, submission: Submission, cost: int, now_ms: int) -> None:
+        limits = submission.limits
+        self.reserved += cost
+        for meter, limit, amount in (
+            (self.requests, limits.requests_per_min, 1),
+            (self.tokens, limits.tokens_per_min, cost),
+        ):
+            if limit:
+                meter.used, meter.at_ms = meter.level(limit, now_ms) + amount, now_ms
+
+    def settle(self, submission: Submission, cost: int, charge: int) -> None:
+        self.reserved -= cost
+        if submission.limits.tokens_per_min:
+            self.tokens.used = max(0.0, self.tokens.used - (cost - charge))
+
+
+@dataclass(slots=True)
+class Load:
+    """What waits and runs in a lane. Tokens are those of jobs' costs; `done` of the running."""
+
+    queued_jobs: int = 0
+    queued_tokens: int = 0
+    running_jobs: int = 0
+    running_tokens: int = 0
+    done_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """The workers of a model: what one of them does and holds on average, and how many live."""
+
+    means: dict[str, float] = field(default_factory=dict)
+    lanes: tuple[str, ...] = ()
+    num_live: int = 0
+
+    def measure(self, live: Sequence[WorkerCapacity]) -> None:
+        """The mean of what those that live and know say; nothing is forgotten for want of one."""
+        for name in ("tokens_per_s", "stream_tokens_per_s", "max_tokens", "max_jobs"):
+            known = [value for worker in live if (value := getattr(worker, name)) > 0]
+            if known:
+                self.means[name] = sum(known) / len(known)
+
+    def mean(self, name: str) -> float:
+        return self.means.get(name, 0.0)
+
+    def drain_ms(self, num_tokens: float) -> int:
+        """Until so many are drained, by the first worker where it has yet to come."""
+        rate = self.mean("tokens_per_s") * max(1, self.num_live)
+        return math.ceil(num_tokens * 1000 / rate) if rate else UNKNOWN_MS
+
+    def service_ms(self, num_output: int, num_choices: int) -> int:
+        """How long a job runs; 0 where unknown, so that nothing is refused for it."""
+        rate = self.mean("stream_tokens_per_s")
+        return math.ceil(num_output * 1000 / num_choices / rate) if rate else 0
+
+    def knows(self, lane: str) -> bool:
+        return not self.lanes or lane in self.lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What goes before a job, and what its lane and the workers hold."""
+
+    jobs: int
+    tokens: int
+    lane_tokens: int
+    running_jobs: int
+    running_tokens: int
+    rest_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        loads: Mapping[str, Load],
+        pool: Pool,
+        lane: str,
+        own: tuple[int, int],
+        num_tenants: int,
+        itself: tuple[int, int] = (0, 0),
+    ) -> "Ahead":
+        """`own`: jobs and tokens of its tenant before it; `itself`: as counted in its lane."""
+        mine = loads.get(lane, Load())
+        before = pool.lanes[: pool.lanes.index(lane)] if lane in pool.lanes else ()
+        counted = pool.lanes if lane in pool.lanes else (lane,)
+        higher = [loads.get(name, Load()) for name in before]
+        running = [loads.get(name, Load()) for name in counted]
+        jobs = max(0, min(own[0] * max(1, num_tenants), mine.queued_jobs - itself[0]))
+        tokens = max(0, min(own[1] * max(1, num_tenants), mine.queued_tokens - itself[1]))
+        return cls(
+            jobs=jobs + sum(load.queued_jobs for load in higher),
+            tokens=tokens + sum(load.queued_tokens for load in higher),
+            lane_tokens=mine.queued_tokens,
+            running_jobs=sum(load.running_jobs for load in running),
+            running_tokens=sum(load.running_tokens for load in running),
+            rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
+        )
+
+
+def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
+    """Until a job starts: at once where workers have room; else when what is ahead has been taken
+    and one of the running jobs has ended."""
+    num_before = ahead.jobs + ahead.running_jobs
+    max_jobs = pool.mean("max_jobs") * pool.num_live
+    max_tokens = pool.mean("max_tokens") * pool.num_live
+    fits = num_before < max_jobs and ahead.tokens + ahead.running_tokens + cost <= max_tokens
+    if pool.num_live > 0 and (num_before == 0 or fits):
+        return 0
+    if pool.num_live == 0 and num_before == 0:
+        return cold_ms
+    rest = ahead.rest_tokens / ahead.running_jobs if ahead.running_jobs else 0
+    wait = pool.drain_ms(ahead.tokens + rest)
+    if wait == UNKNOWN_MS:
+        return UNKNOWN_MS
+    return wait + (cold_ms if pool.num_live == 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Reason, the limit that was met, and ms until another try may do."""
+
+    reason: ErrorCode
+    limit: str = ""
+    retry_ms: int = UNKNOWN_MS
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A job before its admission: all that the decision rests on."""
+
+    submission: Submission
+    lane: str
+    cost: int
+    num_output: int  # of it, to expect
+    num_choices: int
+    tenant: Tenant
+    line_tokens: int  # of its tenant that wait in its lane
+    ahead: Ahead
+    pool: Pool
+    now_ms: int
+
+    @property
+    def wait_ms(self) -> int:
+        cold_ms = int(self.submission.cold_start_s * 1000)
+        return wait_ms(self.pool, self.ahead, self.cost, cold_ms)
+
+    @property
+    def service_ms(self) -> int:
+        return self.pool.service_ms(self.num_output, self.num_choices)
+
+    def refusal(self) -> Refusal | None:
+        """Why it may not come in; None where it may."""
+        if not self.pool.knows(self.lane):
+            return Refusal(ErrorCode.UNKNOWN_LANE, " ".join(self.pool.lanes))
+        if self.pool.num_live == 0 and self.submission.needs_worker:
+            return Refusal(ErrorCode.NO_WORKERS)
+        return self._tenant_refusal() or self._lane_refusal() or self._deadline_refusal()
+
+    def _tenant_refusal(self) -> Refusal | None:
+        limits = self.submission.limits
+        for limit, meter, amount in (
+            ("requests_per_min", self.tenant.requests, 1),
+            ("tokens_per_min", self.tenant.tokens, self.cost),
+        ):
+            a_minute = getattr(limits, limit)
+            level = meter.level(a_minute, self.now_ms)
+            if 0 < a_minute < level + amount:
+                retry_ms = math.ceil((level + amount - a_minute) * 60_000 / a_minute)
+                return self._over(limit, retry_ms if amount <= a_minute else UNKNOWN_MS)
+        bound, held = limits.concurrent_tokens, self.tenant.reserved
+        if 0 < bound < held + self.cost:
+            return self._over("concurrent_tokens", self._drain_ms(held, bound))
+        share = limits.lane_share * self.submission.lane_bound_tokens
+        if 0 < share < self.line_tokens + self.cost:
+            return self._over("lane_share", self._drain_ms(self.line_tokens, share))
+        return None
+
+    def _over(self, limit: str, retry_ms: int) -> Refusal:
+        return Refusal(ErrorCode.TENANT_QUOTA, limit, retry_ms)
+
+    def _lane_refusal(self) -> Refusal | None:
+        bound, held = self.submission.lane_bound_tokens, self.ahead.lane_tokens
+        if 0 < bound < held + self.cost:
+            return Refusal(ErrorCode.LANE_FULL, "lane_tokens", self._drain_ms(held, bound))
+        bound_ms = int(self.submission.lane_bound_s * 1000)
+        if 0 < bound_ms < self.wait_ms:
+            return Refusal(ErrorCode.LANE_FULL, "lane_wait", self.wait_ms - bound_ms)
+        return None
+
+    def _deadline_refusal(self) -> Refusal | None:
+        deadline_ms = int(self.submission.deadline_s * 1000)
+        late_ms = self.wait_ms + self.service_ms - deadline_ms
+        if self.wait_ms == UNKNOWN_MS or late_ms <= 0:
+            return None
+        retry_ms = UNKNOWN_MS if self.service_ms > deadline_ms else late_ms
+        return Refusal(ErrorCode.DEADLINE_INFEASIBLE, "", retry_ms)
+
+    def _drain_ms(self, held: int, bound: float) -> int:
+        """Until a bound has room for the job; never where it is too small for it alone."""
+        if self.cost > bound:
+            return UNKNOWN_MS
+        return self.pool.drain_ms(held + self.cost - bound)

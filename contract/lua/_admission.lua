@@ -1,0 +1,183 @@
+-- Whether a job may come in, and when it would start. Reads only; contract/admission.py says the
+-- same in Python.
+
+local UNKNOWN = -1
+local WORKER_TTL_MS = 15000  -- a worker unheard of for so long does not count as live
+local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
+local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
+
+local admission = {}
+
+-- The fields of a hash as numbers, 0 where there is none.
+local function numbers(key, names)
+  local found = {}
+  for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do
+    found[names[i]] = tonumber(value or 0)
+  end
+  return found
+end
+
+-- The workers of a model: how many live, and what one of them does and holds on average.
+function admission.pool(tag, model, now)
+  local pool = numbers(tag .. ':pool:' .. model, POOL)
+  pool.lanes = redis.call('HGET', tag .. ':pool:' .. model, 'lanes') or ''
+  pool.live = redis.call('ZCOUNT', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf')
+  return pool
+end
+
+-- What goes before a job with so many of its own tenant before it: as much of each other tenant
+-- that waits in its lane, and all that waits in the lanes before. Fairness makes it so, nearly.
+-- `itself` is 1 where the job is among those counted.
+function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
+  local lane = numbers(tag .. ':counters:' .. job.model .. ':' .. job.lane, LOAD)
+  local tenants = math.max(1, redis.call('ZCARD', tag .. ':active:' .. job.model .. ':' .. job.lane))
+  local ahead = {
+    jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
+    tokens = math.max(0, math.min(own_tokens * tenants, lane.queued_tokens - itself * job.cost)),
+    lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
+    running_jobs = 0, rest_tokens = 0, running_tokens = 0,
+  }
+  local is_before = string.find(' ' .. pool.lanes .. ' ', ' ' .. job.lane .. ' ', 1, true) ~= nil
+  local names = is_before and pool.lanes or job.lane
+  for name in string.gmatch(names, '%S+') do
+    local load = numbers(tag .. ':counters:' .. job.model .. ':' .. name, LOAD)
+    is_before = is_before and name ~= job.lane
+    if is_before then
+      ahead.jobs = ahead.jobs + load.queued_jobs
+      ahead.tokens = ahead.tokens + load.queued_tokens
+    end
+    ahead.running_jobs = ahead.running_jobs + load.running_jobs
+    ahead.running_tokens = ahead.running_tokens + load.running_tokens
+    ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
+  end
+  return ahead
+end
+
+-- Tokens per second of all workers that live; of the first, where one has yet to come.
+local function drain_rate(pool)
+  return pool.tokens_per_s * math.max(1, pool.live)
+end
+
+-- ms until so many tokens are drained.
+local function drain_ms(pool, tokens)
+  if drain_rate(pool) == 0 then return UNKNOWN end
+  return math.ceil(tokens * 1000 / drain_rate(pool))
+end
+
+-- ms until a job starts: at once where the workers have room; else when what is ahead has been
+-- taken, and one of the running jobs has ended to make place. UNKNOWN without a measured rate.
+function admission.wait_ms(pool, ahead, cost, cold_ms)
+  local has_room = ahead.jobs + ahead.running_jobs == 0 or (
+    ahead.jobs + ahead.running_jobs < pool.max_jobs * pool.live
+    and ahead.tokens + ahead.running_tokens + cost <= pool.max_tokens * pool.live)
+  if pool.live > 0 and has_room then return 0 end
+  if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
+  local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
+  local wait = drain_ms(pool, ahead.tokens + rest)
+  if wait == UNKNOWN then return UNKNOWN end
+  return wait + (pool.live == 0 and cold_ms or 0)
+end
+
+-- ms that a job runs; 0 where unknown, so that nothing is refused for it.
+function admission.service_ms(pool, output, choices)
+  if pool.stream_tokens_per_s == 0 then return 0 end
+  return math.ceil(output * 1000 / choices / pool.stream_tokens_per_s)
+end
+
+-- What a meter of so many a minute has in it now: it leaks by its limit each minute.
+local function level(used, at, limit, now)
+  if limit == 0 then return 0 end
+  return math.max(0, used - math.max(0, now - at) * limit / 60000)
+end
+
+-- ms until an amount fits into a meter; UNKNOWN where it never does.
+local function meter_ms(level_now, amount, limit)
+  if amount > limit then return UNKNOWN end
+  return math.ceil((level_now + amount - limit) * 60000 / limit)
+end
+
+-- The tenant's meters as they are now, and what it holds.
+function admission.tenant(tag, tenant, terms, now)
+  local found = numbers(tag .. ':tenant:' .. tenant,
+    {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved'})
+  return {
+    requests = level(found.requests, found.requests_ms, terms.requests_per_min, now),
+    tokens = level(found.tokens, found.tokens_ms, terms.tokens_per_min, now),
+    reserved = found.reserved,
+  }
+end
+
+-- What is left of the tenant's limits a minute: remaining and ms until all is there again, for
+-- requests, then tokens; zeros where there is no limit.
+function admission.rates(tenant, terms)
+  local rates = {}
+  for _, what in ipairs({'requests', 'tokens'}) do
+    local limit = terms[what .. '_per_min']
+    table.insert(rates, math.max(0, math.floor(limit - tenant[what])))
+    table.insert(rates, limit == 0 and 0 or math.ceil(tenant[what] * 60000 / limit))
+  end
+  return rates
+end
+
+local function tenant_refusal(pool, tenant, line_tokens, cost, terms)
+  if terms.requests_per_min > 0 and tenant.requests + 1 > terms.requests_per_min then
+    return 'requests_per_min', meter_ms(tenant.requests, 1, terms.requests_per_min)
+  end
+  if terms.tokens_per_min > 0 and tenant.tokens + cost > terms.tokens_per_min then
+    return 'tokens_per_min', meter_ms(tenant.tokens, cost, terms.tokens_per_min)
+  end
+  local concurrent = terms.concurrent_tokens
+  if concurrent > 0 and tenant.reserved + cost > concurrent then
+    return 'concurrent_tokens',
+      cost > concurrent and UNKNOWN or drain_ms(pool, tenant.reserved + cost - concurrent)
+  end
+  local share = terms.lane_share * terms.lane_tokens
+  if share > 0 and line_tokens + cost > share then
+    return 'lane_share', cost > share and UNKNOWN or drain_ms(pool, line_tokens + cost - share)
+  end
+end
+
+local function lane_refusal(pool, ahead, wait, cost, terms)
+  local bound = terms.lane_tokens
+  if bound > 0 and ahead.lane_tokens + cost > bound then
+    return 'lane_tokens',
+      cost > bound and UNKNOWN or drain_ms(pool, ahead.lane_tokens + cost - bound)
+  end
+  if terms.lane_wait_ms > 0 and wait > terms.lane_wait_ms then
+    return 'lane_wait', wait - terms.lane_wait_ms
+  end
+end
+
+local function knows_lane(pool, lane)
+  return pool.lanes == '' or string.find(' ' .. pool.lanes .. ' ', ' ' .. lane .. ' ', 1, true)
+end
+
+-- What would become of a job (id, tenant, model, lane, cost): the tenant's meters, its place in
+-- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused.
+function admission.weigh(tag, job, terms, now)
+  local pool = admission.pool(tag, job.model, now)
+  local output = ledger.predicted_output(tag, job, terms.max_tokens)
+  job.cost = terms.prompt_tokens + output
+  local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
+    {'jobs', 'tokens'})
+  local tenant = admission.tenant(tag, job.tenant, terms, now)
+  local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
+  local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
+  local service = admission.service_ms(pool, output, terms.choices)
+  local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
+  local function refused(reason, limit, retry_ms)
+    found.refusal = {reason, limit, retry_ms}
+    return found
+  end
+  if not knows_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
+  if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
+  local limit, retry_ms = tenant_refusal(pool, tenant, line.tokens, job.cost, terms)
+  if limit then return refused('tenant_quota', limit, retry_ms) end
+  limit, retry_ms = lane_refusal(pool, ahead, wait, job.cost, terms)
+  if limit then return refused('lane_full', limit, retry_ms) end
+  local late_ms = wait + service - terms.deadline_ms
+  if wait ~= UNKNOWN and late_ms > 0 then
+    return refused('deadline_infeasible', '', service > terms.deadline_ms and UNKNOWN or late_ms)
+  end
+  return found
+end

@@ -1,0 +1,106 @@
+-- What jobs cost and hold. A job's cost (prompt + predicted output, tokens) is reserved by submit
+-- and settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's line in
+-- it and of the tenant always equal the sets that they count.
+
+local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
+local TENANT_TTL_MS = 24 * 3600 * 1000
+local MIN_LENGTHS = 5  -- outputs seen before their length says anything
+
+-- Whether the job waits in its tenant's own line: not given back, not under suspicion.
+local function is_in_line(job)
+  return job.stream == 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
+end
+
+local function line_key(tag, job)
+  return tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
+end
+
+-- How much of a running job's cost is computed: the prompt, once there is output, and the output.
+function ledger.done(job)
+  if job.tokens == 0 then return 0 end
+  return math.min(job.cost, job.prompt_tokens + job.tokens)
+end
+
+function ledger.progress(tag, job, tokens)
+  if tokens == 0 then return end
+  redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
+end
+
+-- Counts a job into (1) or out of (-1) what is 'queued' or 'running' in its lane.
+function ledger.count(tag, job, what, sign)
+  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
+  redis.call('HINCRBY', key, what .. '_jobs', sign)
+  redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
+  if what == 'running' then
+    ledger.progress(tag, job, sign * ledger.done(job))
+  elseif is_in_line(job) then
+    local line = line_key(tag, job)
+    redis.call('HINCRBY', line, 'tokens', sign * job.cost)
+    if sign < 0 then
+      redis.call('HINCRBY', line, 'left_jobs', 1)
+      redis.call('HINCRBY', line, 'left_tokens', job.cost)
+    end
+    if redis.call('HINCRBY', line, 'jobs', sign) == 0 then redis.call('DEL', line) end
+  end
+end
+
+-- Notes where a job enters its tenant's line: how much will have left it when its turn comes.
+function ledger.line_up(tag, job)
+  if not is_in_line(job) then return end
+  local line = redis.call('HMGET', line_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
+  redis.call('HSET', job.key, 'turn_jobs', (line[1] or 0) + (line[3] or 0),
+    'turn_tokens', (line[2] or 0) + (line[4] or 0))
+end
+
+-- What is known of output lengths, and of how many outputs.
+local function lengths(tag, model, lane, tenant)
+  local known = redis.call('GET', tag .. ':lengths:' .. model .. ':' .. lane .. ':' .. tenant)
+  local estimate, seen = string.match(known or '', '^(%S+) (%d+)$')
+  return tonumber(estimate or 0), tonumber(seen or 0)
+end
+
+-- The output tokens to expect of a job: what nine outputs in ten of its tenant stay below, or of
+-- its lane; the cap where too few were seen.
+function ledger.predicted_output(tag, job, max_tokens)
+  for _, tenant in ipairs({job.tenant, ''}) do
+    local estimate, seen = lengths(tag, job.model, job.lane, tenant)
+    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate))) end
+  end
+  return max_tokens
+end
+
+-- The estimate goes a fifth of the way up to a longer output and a fiftieth down to a shorter one.
+local function learn_length(tag, job, tenant)
+  local estimate, seen = lengths(tag, job.model, job.lane, tenant)
+  local gap = job.tokens - estimate
+  estimate = seen == 0 and job.tokens or estimate + gap * (gap > 0 and 0.2 or 0.02)
+  redis.call('SET', tag .. ':lengths:' .. job.model .. ':' .. job.lane .. ':' .. tenant,
+    string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
+end
+
+-- Reserves a new job's cost with its tenant.
+function ledger.reserve(tag, job)
+  local tenant = tag .. ':tenant:' .. job.tenant
+  redis.call('HINCRBY', tenant, 'reserved', job.cost)
+  redis.call('PERSIST', tenant)
+end
+
+-- The bill at a job's end: what it has used is charged, the rest of its cost refunded (more than
+-- the cost may be charged: outputs outgrow predictions). A job that no worker took is free.
+function ledger.settle(tag, job, status)
+  local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
+  local refund = job.cost - charge
+  redis.call('HSET', job.key, 'charge', charge, 'refund', refund)
+  local tenant = tag .. ':tenant:' .. job.tenant
+  if job.metered == 1 then
+    local used = tonumber(redis.call('HGET', tenant, 'tokens') or 0)
+    redis.call('HSET', tenant, 'tokens', math.max(0, used - refund))
+  end
+  if redis.call('HINCRBY', tenant, 'reserved', -job.cost) <= 0 then
+    redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
+  end
+  if status == 'succeeded' then
+    learn_length(tag, job, job.tenant)
+    learn_length(tag, job, '')
+  end
+end
