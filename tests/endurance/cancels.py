@@ -24,6 +24,7 @@ from contract.jobs import JobStatus
 from gateway.auth import DEFAULT_TENANT
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.pool import MODEL, Pool, pool
+from tests.endurance.side_by_side import side_by_side
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Answer, until
 
@@ -157,12 +158,8 @@ async def _cancel_all(
             say(f"{report.ways.total()} of {count} cancels")
 
     limits = httpx.Limits(max_connections=None)
-    async with (
-        httpx.AsyncClient(base_url=found.url, timeout=60, limits=limits) as http,
-        asyncio.TaskGroup() as group,
-    ):
-        for _ in range(NUM_CALLERS):
-            group.create_task(caller(http))
+    async with httpx.AsyncClient(base_url=found.url, timeout=60, limits=limits) as http:
+        await side_by_side(*(caller(http) for _ in range(NUM_CALLERS)))
     return cancelled
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from contract.jobs import Job, JobStatus
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.pool import Pool, pool
+from tests.endurance.side_by_side import side_by_side
 from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import WorkerProcess
 
@@ -70,11 +71,8 @@ async def run_drains(
     async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False, **settings) as found:
         is_over = asyncio.Event()
         numbers = itertools.count()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(NUM_JOBS):
-                group.create_task(_run_jobs(found, numbers, is_over, report))
-            await _drain_workers(found, count, report, say)
-            is_over.set()
+        callers = [_run_jobs(found, numbers, is_over, report) for _ in range(NUM_JOBS)]
+        await side_by_side(_drain_workers(found, count, is_over, report, say), *callers)
         found.audit()
     return report
 
@@ -126,7 +124,11 @@ async def _check(found: Pool, job: Job, report: DrainReport) -> None:
 
 
 async def _drain_workers(
-    found: Pool, count: int, report: DrainReport, say: Callable[[str], None]
+    found: Pool,
+    count: int,
+    is_over: asyncio.Event,
+    report: DrainReport,
+    say: Callable[[str], None],
 ) -> None:
     """Tells the oldest worker to end, while another comes in its place."""
     rng = random.Random(f"{report.seed} drains")
@@ -139,6 +141,7 @@ async def _drain_workers(
         await found.caller.num_workers(NUM_WORKERS)
         report.num_drains += 1
         say(f"{report.num_drains} of {count} SIGTERMs, {report.num_jobs} jobs")
+    is_over.set()
 
 
 async def _drain(

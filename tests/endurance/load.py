@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import MODEL
 
 BAD_ROW_ID = 1  # a byte that nobody says but to fail; see HashModelOptions
@@ -31,14 +32,14 @@ class Load:
     async def run(self, duration_s: float) -> None:
         """Returns once all callers have ended, and with them their connections."""
         is_over = asyncio.Event()
-        async with (
-            httpx.AsyncClient(base_url=self.url, timeout=60) as http,
-            asyncio.TaskGroup() as group,
-        ):
-            for _ in range(NUM_CALLERS):
-                group.create_task(self._call_on(http, is_over))
+
+        async def set_when_over() -> None:
             await asyncio.sleep(duration_s)
             is_over.set()
+
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+            callers = [self._call_on(http, is_over) for _ in range(NUM_CALLERS)]
+            await side_by_side(set_when_over(), *callers)
 
     async def _call_on(self, http: httpx.AsyncClient, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
