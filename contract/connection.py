@@ -25,6 +25,7 @@ from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
 CONNECT_TIMEOUT_S = 0.25
 COMMAND_TIMEOUT_S = 1.0
 HEALTH_CHECK_S = 10
+MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
 
 
 def connect(
@@ -42,6 +43,7 @@ def connect(
         socket_connect_timeout=connect_timeout_s,
         socket_timeout=command_timeout_s,
         health_check_interval=HEALTH_CHECK_S,
+        max_connections=MAX_CONNECTIONS,
         retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries),
         retry_on_error=[BusyLoadingError],
     )

@@ -125,6 +125,10 @@ class Keys:
         return f"{self.tag}:quarantine"
 
     @property
+    def poison(self) -> str:
+        return f"{self.tag}:poison"
+
+    @property
     def memory(self) -> str:
         """`full` or `free`, for a moment: whether there is memory for more jobs."""
         return f"{self.tag}:memory"

@@ -9,11 +9,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from contract.errors import BrokerUnavailable
 from gateway.settings import GatewaySettings
 from infra import options as opts
+from infra.drain_command import add_drain_options, run_drain
+from infra.jobs_command import add_jobs_options, run_jobs
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options, keys_exist, run_keys
 
 EXIT_USAGE = 2
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
-    commands = {"up": _up, "gateway": _gateway, "worker": _worker, "keys": _keys}
+    commands = {"up": _up, "gateway": _gateway, "worker": _worker}
+    commands |= {"keys": _keys, "jobs": _jobs, "drain": _drain}
     try:
         return commands[options.command](options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
@@ -97,6 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
         f"Whoever sets {PEPPER_VARIABLE} for gateways sets it here too.",
     )
     add_keys_options(keys)
+    add_jobs_options(_add(commands, "jobs", "look at jobs that killed engines, and run them again"))
+    add_drain_options(_add(commands, "drain", "tell workers to end what they run, and to go"))
     return parser
 
 
@@ -244,6 +249,21 @@ def _keys(options: argparse.Namespace) -> int:
     try:
         return run_keys(options, _known_redis(options))
     except (BrokerUnavailable, ValueError) as exc:
+        raise UsageError(str(exc)) from exc
+
+
+def _jobs(options: argparse.Namespace) -> int:
+    return _with_redis(run_jobs, options)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    return _with_redis(run_drain, options)
+
+
+def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
+    try:
+        return run(options, _known_redis(options))
+    except BrokerUnavailable as exc:
         raise UsageError(str(exc)) from exc
 
 

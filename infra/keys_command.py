@@ -6,12 +6,9 @@ is not caught there is lost, for Redis keeps its digest alone.
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from contract.api_keys import DEFAULT_SCOPES, ApiKey, ApiKeys, KeyTerms, Pepper, Scope
@@ -20,6 +17,7 @@ from contract.keys import Keys
 from gateway.settings import variable
 from infra import option_values
 from infra import options as opts
+from infra.tables import date, table, write
 
 PEPPER_VARIABLE = variable("key_pepper")
 ACTIONS = ("create", "list", "revoke", "rotate")
@@ -61,12 +59,7 @@ def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
     opts.add_shared_options(parser, redis_default="refused")
-    parser.add_argument(
-        "--json",
-        metavar="OUT",
-        help="write the result to this file as JSON, for you alone to read; - writes it to "
-        "standard output instead of the table (default: no JSON)",
-    )
+    opts.add_json_option(parser)
     return parser
 
 
@@ -195,7 +188,7 @@ async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
 
 async def _list(api_keys: ApiKeys, options: argparse.Namespace) -> None:
     shown = [_shown(key) for key in await api_keys.all()]
-    _write(options, {"keys": shown}, _table([_COLUMNS, *(_row(key) for key in shown)]))
+    write({"keys": shown}, table([_COLUMNS, *(_row(key) for key in shown)]), options.json)
 
 
 async def _revoke(api_keys: ApiKeys, options: argparse.Namespace) -> None:
@@ -203,7 +196,7 @@ async def _revoke(api_keys: ApiKeys, options: argparse.Namespace) -> None:
         raise KeyUnknown(f"there is no key {options.prefix!r}")
     record = await api_keys.find(options.prefix)
     assert record is not None
-    _write(options, {"key": _shown(record)}, f"{options.prefix} is revoked")
+    write({"key": _shown(record)}, f"{options.prefix} is revoked", options.json)
 
 
 async def _rotate(api_keys: ApiKeys, options: argparse.Namespace) -> None:
@@ -220,7 +213,7 @@ async def _show_new(api_keys: ApiKeys, options: argparse.Namespace, key: str, pr
     record = await api_keys.find(prefix)
     assert record is not None
     print(f"a key of tenant {record.terms.tenant}, shown this once:", file=sys.stderr)
-    _write(options, {"api_key": key, "key": _shown(record)}, key)
+    write({"api_key": key, "key": _shown(record)}, key, options.json)
 
 
 def _lifetime_s(options: argparse.Namespace) -> float | None:
@@ -263,26 +256,6 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         ",".join(key["scopes"]),
         ",".join(key["lanes"]) or "all",
         ", ".join(limits) or "none",
-        _date(key["created_at"]),
-        _date(key["expires_at"]),
+        date(key["created_at"]),
+        date(key["expires_at"]),
     )
-
-
-def _date(seconds: float | None) -> str:
-    if seconds is None:
-        return "never"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _write(options: argparse.Namespace, result: dict[str, Any], text: str) -> None:
-    as_json = json.dumps(result, indent=2)
-    print(as_json if options.json == "-" else text)
-    if options.json not in (None, "-"):
-        Path(options.json).touch(mode=0o600)
-        Path(options.json).write_text(as_json + "\n")

@@ -83,6 +83,15 @@ def add_address_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        metavar="OUT",
+        help="write the result to this file as JSON, for you alone to read; - writes it to "
+        "standard output instead of the table (default: no JSON)",
+    )
+
+
 def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str) -> None:
     parser.add_argument(
         "--drain-s",

@@ -157,5 +157,8 @@ def _about(job: HeldJob) -> str:
             "output_tokens": job.num_output_tokens,
             "max_tokens": job.job.params.max_tokens,
             "n": job.job.params.n,
+            "model": job.job.model,
+            "lane": job.job.lane,
+            "tenant": job.job.tenant,
         }
     )

@@ -24,8 +24,11 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
   terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',
     now)
   redis.call('ZADD', tag .. ':quarantine', now, id)
-  redis.call('ZREMRANGEBYRANK', tag .. ':quarantine', 0, -QUARANTINE_MAX - 1)
-  redis.call('HSET', job.key, 'about', about)
+  redis.call('HSET', tag .. ':poison', id, about)
+  for _, old in ipairs(redis.call('ZRANGE', tag .. ':quarantine', 0, -QUARANTINE_MAX - 1)) do
+    redis.call('ZREM', tag .. ':quarantine', old)
+    redis.call('HDEL', tag .. ':poison', old)
+  end
   return {'failed'}
 end
 

@@ -2,10 +2,13 @@
 
 import argparse
 
-from infra import cli
-from infra.keys_command import ACTIONS
+from infra import cli, jobs_command, keys_command
 
-COMMANDS = ("up", "gateway", "worker", *(f"keys {action}" for action in ACTIONS))
+COMMANDS = (
+    *("up", "gateway", "worker", "drain"),
+    *(f"keys {action}" for action in keys_command.ACTIONS),
+    *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),
+)
 
 
 def command_options(command: str) -> list[argparse.Action]:

@@ -69,6 +69,8 @@ class Audit:
         self._check_counters(counters)
         self._check_lines(lines)
         self._check_tenants(reserved)
+        quarantined = set(self.client.zrange(self.keys.quarantine, 0, -1))
+        assert quarantined == set(self.client.hkeys(self.keys.poison)), "poison is on record"
         self._check_sets("own:", owners)
         self._check_sets("alone:", alone)
 

@@ -1,0 +1,89 @@
+"""`batchway drain`: tells workers to go, and shows how they do. Leaves the draining to them."""
+
+import argparse
+import asyncio
+import sys
+
+from contract.connection import connect
+from contract.keys import Keys
+from contract.roster import Roster, WorkerView
+from infra import options as opts
+from infra.tables import write
+
+EXIT_UNKNOWN = 1
+_POLL_S = 0.5
+
+
+class WorkerUnknown(Exception):
+    """No such worker. The message is one sentence."""
+
+
+def add_drain_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--worker",
+        action="append",
+        metavar="INCARNATION",
+        help="a worker, as its log line `ready` names it; may be repeated (default: refused)",
+    )
+    which.add_argument(
+        "--all", action="store_true", help="every worker that takes jobs (default: refused)"
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="return once they have left, and show what they still hold (default: return at once)",
+    )
+    opts.add_shared_options(parser, redis_default="refused")
+    opts.add_json_option(parser)
+
+
+def run_drain(options: argparse.Namespace, redis_url: str) -> int:
+    """Returns the exit status. Raises BrokerUnavailable."""
+    try:
+        asyncio.run(_run(options, redis_url))
+    except WorkerUnknown as exc:
+        print(f"batchway drain: {exc}", file=sys.stderr)
+        return EXIT_UNKNOWN
+    return 0
+
+
+async def _run(options: argparse.Namespace, redis_url: str) -> None:
+    client = connect(redis_url)
+    try:
+        roster = Roster(client, Keys(options.namespace))
+        told = await _tell(roster, options)
+        if options.wait:
+            await asyncio.gather(*(_follow(roster, incarnation) for incarnation in told))
+        text = f"workers that {'have left' if options.wait else 'are told to go'}: {len(told)}"
+        write({"workers": told, "have_left": options.wait}, text, options.json)
+    finally:
+        await client.aclose()
+
+
+async def _tell(roster: Roster, options: argparse.Namespace) -> list[str]:
+    if options.all:
+        wanted = [view.incarnation for view in await roster.workers()]
+    else:
+        wanted = list(dict.fromkeys(options.worker))
+    are_there = await roster.drain(wanted) if wanted else []
+    missing = [name for name, is_there in zip(wanted, are_there, strict=True) if not is_there]
+    if missing and not options.all:  # of all, one may have left just now
+        raise WorkerUnknown(f"there is no worker {', '.join(missing)}; the others are told to go")
+    return wanted
+
+
+async def _follow(roster: Roster, incarnation: str) -> None:
+    """Says each change on standard error until the worker has left."""
+    before = ""
+    while (view := await roster.worker(incarnation)) is not None:
+        now = _state(view)
+        if now != before:
+            print(f"{incarnation}: {now}", file=sys.stderr)
+        before = now
+        await asyncio.sleep(_POLL_S)
+    print(f"{incarnation}: has left", file=sys.stderr)
+
+
+def _state(view: WorkerView) -> str:
+    return f"{'draining' if view.is_draining else 'is told'}, jobs held: {view.num_jobs_held}"

@@ -1,0 +1,108 @@
+"""`batchway jobs`: what an operator does to jobs. So far: those in quarantine."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from contract.connection import connect
+from contract.keys import Keys
+from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Quarantine
+from infra import option_values
+from infra import options as opts
+from infra.tables import date, table, write
+
+ACTIONS = ("list", "show", "requeue")
+EXIT_REFUSED = 1
+_HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can run again")
+
+
+def add_jobs_options(parser: argparse.ArgumentParser) -> None:
+    """The actions, each with its options."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    summary = "jobs that killed engines"
+    quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
+    actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add(actions, "list", "list the last thousand, the latest first")
+    _add_job(_add(actions, "show", "show one: sizes and hashes, never text"))
+    requeue = _add(actions, "requeue", "run one again, as a new job; a repeat does nothing")
+    _add_job(requeue)
+    requeue.add_argument(
+        "--deadline-s",
+        type=option_values.number(may_be_zero=False),
+        metavar="SECONDS",
+        help="when the new job ends at the latest (default: as long as it had)",
+    )
+
+
+def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
+    """Runs one action; returns the exit status. Raises BrokerUnavailable."""
+    try:
+        asyncio.run(_run(options, redis_url))
+    except (NotInQuarantine, CannotRequeue) as exc:
+        print(f"batchway jobs: {exc}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
+
+
+def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    opts.add_shared_options(parser, redis_default="refused")
+    opts.add_json_option(parser)
+    return parser
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job_id", metavar="JOB", help="its id, as `list` shows it")
+
+
+async def _run(options: argparse.Namespace, redis_url: str) -> None:
+    actions: dict[str, Callable[[Quarantine, argparse.Namespace], Awaitable[None]]]
+    actions = {"list": _list, "show": _show, "requeue": _requeue}
+    client = connect(redis_url)
+    try:
+        await actions[options.action](Quarantine(client, Keys(options.namespace)), options)
+    finally:
+        await client.aclose()
+
+
+async def _list(quarantine: Quarantine, options: argparse.Namespace) -> None:
+    records = await quarantine.list()
+    rows = [_HEADING, *(_row(record) for record in records)]
+    text = table(rows) if records else "no job is in quarantine"
+    write({"jobs": [_shown(record) for record in records]}, text, options.json)
+
+
+async def _show(quarantine: Quarantine, options: argparse.Namespace) -> None:
+    shown = _shown(await quarantine.find(options.job_id))
+    write(shown, table([(name, str(value)) for name, value in shown.items()]), options.json)
+
+
+async def _requeue(quarantine: Quarantine, options: argparse.Namespace) -> None:
+    submitted = await quarantine.requeue(options.job_id, options.deadline_s)
+    how = "is queued" if submitted.is_new else "was queued before"
+    result = {"id": options.job_id, "requeued_as": submitted.job_id, "is_new": submitted.is_new}
+    write(result, f"{options.job_id} {how} as {submitted.job_id}", options.json)
+
+
+def _shown(record: PoisonRecord) -> dict[str, Any]:
+    return {
+        "id": record.job_id,
+        "since": record.since_ms / 1000,
+        **record.about,
+        "can_run_again": record.is_readable,
+        "requeued_as": record.requeued_as,
+    }
+
+
+def _row(record: PoisonRecord) -> tuple[str, ...]:
+    about = {name: str(value) for name, value in record.about.items()}
+    again = (
+        f"as {record.requeued_as}" if record.requeued_as else ("yes", "no")[not record.is_readable]
+    )
+    names = ("model", "lane", "tenant", "prompt_tokens", "output_tokens")
+    values = (about.get(name, "?") for name in names)
+    return (record.job_id, date(record.since_ms / 1000), *values, again)

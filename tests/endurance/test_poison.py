@@ -1,0 +1,17 @@
+"""One poison job among a few hundred; `scripts/poison` takes 10,000."""
+
+import pytest
+
+from tests.endurance.poison import run_poison
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+
+
+@pytest.mark.timeout(240)
+async def test_one_poison_job_fails_no_other() -> None:
+    """Three engines die on it, with others in the same step; it alone is not answered."""
+    report = await run_poison(num_jobs=300, seed=1)
+
+    assert report.violations == []
+    assert report.num_crashes == 3
+    assert report.num_suspected > 0, "it must have had company"
