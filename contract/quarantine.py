@@ -21,7 +21,7 @@ from contract.keys import Keys
 
 LEAST_RETENTION_S = 86_400.0  # of the new job: whoever asked for it comes back for the result
 _FIELDS = (
-    "job", "lane", "cost", "max_tokens", "created", "deadline", "ttl_ms", "max_attempts", "metadata"
+    "job", "lane", "max_tokens", "created", "deadline", "ttl_ms", "max_attempts", "metadata"
 )  # fmt: skip
 
 
@@ -88,7 +88,6 @@ class Quarantine:
         return await Functions(self.client, self.keys).submit(
             msgspec.structs.replace(job, id=requeued_id(job_id), lane=raw["lane"].decode()),
             Submission(
-                cost_tokens=int(raw["cost"]),
                 max_output_tokens=int(raw["max_tokens"]),
                 deadline_s=given_s if deadline_s is None else deadline_s,
                 retention_s=max(LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
