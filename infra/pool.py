@@ -1,0 +1,195 @@
+"""How many workers there should be, and when one will be ready. Arithmetic only: what is seen comes
+in as numbers, what to do goes out as one; nobody is called, and the clock is an argument.
+
+Two demands are added up. What waits: for each lane the tokens that go before its last one, over
+what a worker computes while the lane may wait. What runs: how full the workers are. So the figure
+holds at no workers, too, where a target on an average would have nothing to average.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FULL = 0.8  # of a worker's KV cache: beyond, sequences get in each other's way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPolicy:
+    """What an operator says. Lanes stand in the order of their urgency.
+
+    Raises ValueError for values that cannot work.
+    """
+
+    wait_targets_s: Mapping[str, float]  # how long work of a lane may wait
+    min_workers: int = 0
+    max_workers: int = 4
+    worker_tokens_per_s: float = 1000.0  # until it is measured
+    cold_start_s: float = 300.0  # from asking for a worker to its first token
+    scale_in_after_s: float = 300.0  # that fewer would have done, before there are fewer
+    growth: float = 2.0  # of those that are ready, so many times more may be started at a time
+    crashes: int = 3  # workers that end before they are ready …
+    crash_window_s: float = 1800.0  # … within this time, open the breaker …
+    breaker_s: float = 900.0  # … for so long; then one may try
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_workers <= self.max_workers or self.max_workers < 1:
+            raise ValueError("workers: 0 <= min <= max, and a max of at least 1")
+        if not self.wait_targets_s or min(self.wait_targets_s.values()) <= 0:
+            raise ValueError("each lane needs a wait target over 0 seconds")
+        if self.worker_tokens_per_s <= 0 or self.growth <= 0 or self.crashes < 1:
+            raise ValueError("tokens per second, growth and crashes must be over 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    """What is seen at one moment. Tokens are prompts and outputs that are not computed yet."""
+
+    now_s: float
+    queued_tokens: Mapping[str, int]  # by lane
+    num_desired: int  # asked for at present
+    num_ready: int = 0  # workers that are heard of
+    load: float = 0.0  # of the ready, the sum of how full each is: 0 to 1
+    tokens_per_s: float | None = None  # of one worker, as measured
+    failed_starts_s: Sequence[float] = ()  # when workers ended that had never been ready
+
+    @property
+    def num_starting(self) -> int:
+        return max(0, self.num_desired - self.num_ready)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """What is carried from one decision to the next."""
+
+    needs: tuple[tuple[float, int], ...] = ()  # when so many were needed, falling; see _recall
+    since_s: float | None = None  # of the first decision
+    started_s: float | None = None  # when the oldest of those that are starting was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """So many workers, and why. `eta_s`: until one is ready, None where none will be.
+
+    Those to retire take no more jobs and go when they have ended what they hold.
+    """
+
+    num_workers: int
+    num_to_retire: int
+    reason: str
+    eta_s: float | None
+    backlog_s: float
+    backlog_over_target: float
+    is_breaker_open: bool = False
+    memory: PoolMemory = field(default_factory=PoolMemory)
+
+
+def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()) -> Decision:
+    """The size of the pool from now on."""
+    needed = max(policy.min_workers, min(policy.max_workers, num_needed(policy, view)))
+    is_open = is_breaker_open(policy, view)
+    needs = _recall(policy, view, needed, memory)
+    since_s = view.now_s if memory.since_s is None else memory.since_s
+    if is_open and max(view.num_starting, needed - view.num_desired) > 0:
+        num, reason = min(view.num_desired, view.num_ready), "breaker"
+    elif needed > view.num_desired:
+        num, reason = _grown(policy, view, needed)
+    elif needed == view.num_desired:
+        num, reason = needed, "enough"
+    elif view.now_s - since_s < policy.scale_in_after_s or needs[0][1] >= view.num_desired:
+        num, reason = view.num_desired, "not yet"
+    else:
+        num, reason = needs[0][1], "in"
+    num = min(num, policy.max_workers)
+    started_s = _started_s(view, memory, num)
+    wait_s = backlog_s(policy, view)
+    return Decision(
+        num,
+        0 if is_open else max(0, view.num_ready - num),
+        reason,
+        _eta_s(policy, view, num, started_s),
+        wait_s,
+        backlog_over_target(policy, view),
+        is_open,
+        PoolMemory(needs, since_s, started_s),
+    )
+
+
+def num_needed(policy: PoolPolicy, view: PoolView) -> int:
+    """Workers for what waits and for what runs, without regard to limits."""
+    waiting = max(
+        (tokens / (_rate(policy, view) * target_s) for tokens, target_s in _ahead(policy, view)),
+        default=0.0,
+    )
+    return math.ceil(round(waiting + view.load / FULL, 6))
+
+
+def backlog_s(policy: PoolPolicy, view: PoolView) -> float:
+    """How long the workers that are ready (or one) would take for all that waits."""
+    tokens = sum(view.queued_tokens.values())
+    return tokens / (_rate(policy, view) * max(1, view.num_ready))
+
+
+def backlog_over_target(policy: PoolPolicy, view: PoolView) -> float:
+    """The same of the lane that is worst off, over how long it may wait."""
+    rate = _rate(policy, view) * max(1, view.num_ready)
+    return max((tokens / (rate * target_s) for tokens, target_s in _ahead(policy, view)), default=0)
+
+
+def is_breaker_open(policy: PoolPolicy, view: PoolView) -> bool:
+    """Whether starts have failed so often that another one would only burn money."""
+    lately = [at for at in view.failed_starts_s if view.now_s - at < policy.crash_window_s]
+    if len(lately) < policy.crashes:
+        return False
+    return view.now_s - max(lately) < policy.breaker_s
+
+
+def _rate(policy: PoolPolicy, view: PoolView) -> float:
+    return view.tokens_per_s or policy.worker_tokens_per_s
+
+
+def _ahead(policy: PoolPolicy, view: PoolView) -> list[tuple[float, float]]:
+    """Of each lane with work: tokens up to its end, the more urgent lanes' included; its target."""
+    lanes, total = [], 0.0
+    for lane, target_s in policy.wait_targets_s.items():
+        queued = view.queued_tokens.get(lane, 0)
+        total += queued
+        if queued:
+            lanes.append((total, target_s))
+    return lanes
+
+
+def _recall(
+    policy: PoolPolicy, view: PoolView, needed: int, memory: PoolMemory
+) -> tuple[tuple[float, int], ...]:
+    """The needs of the last while that nothing later exceeds; the first is the largest of all.
+
+    A pool shrinks to the most that was needed lately: to what is needed in one quiet moment, it
+    would swing, and each swing costs a cold start.
+    """
+    after_s = view.now_s - policy.scale_in_after_s
+    kept = [(at_s, num) for at_s, num in memory.needs if at_s > after_s and num > needed]
+    return (*kept, (view.now_s, needed))
+
+
+def _grown(policy: PoolPolicy, view: PoolView, needed: int) -> tuple[int, str]:
+    if view.num_desired == 0:
+        return max(1, min(needed, math.ceil(policy.growth))), "from zero"
+    # While some are starting the backlog grows, whatever they will do about it.
+    most = view.num_ready + max(1, math.ceil(view.num_ready * policy.growth))
+    num = max(view.num_desired, min(needed, most))
+    return num, "out" if num > view.num_desired else "starting"
+
+
+def _started_s(view: PoolView, memory: PoolMemory, num: int) -> float | None:
+    if num <= view.num_ready:
+        return None
+    return view.now_s if memory.started_s is None else memory.started_s
+
+
+def _eta_s(policy: PoolPolicy, view: PoolView, num: int, started_s: float | None) -> float | None:
+    if view.num_ready:
+        return 0.0
+    if started_s is None or not num:
+        return None
+    # One that is overdue may come any moment, but nobody knows when.
+    return max(policy.cold_start_s - (view.now_s - started_s), policy.cold_start_s / 10)

@@ -1,0 +1,259 @@
+"""Plays a trace of arrivals against the pool's arithmetic: what it would cost, whom it would fail.
+
+    python -m infra.pool_replay --trace FILE [--plot FILE]
+
+The file's form is in infra/traces.py. The workers are simulated, the decisions are those of infra/pool.py.
+
+A worker computes so many tokens per second, shared evenly among its requests, none of which gets
+more than its stream can take; a prompt token costs a fraction of one. Requests go to the emptiest
+worker that has room. Nothing is lost and nothing is preempted.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from infra.pool import PoolMemory, PoolPolicy, PoolView, decide
+from infra.traces import Arrival, read_trace, with_gap
+
+_TICK_S = 0.5
+_DECIDE_EVERY_TICKS = 10  # as often as the pool's service looks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """What is assumed of a worker; the defaults are no measurement."""
+
+    tokens_per_s: float = 500.0
+    stream_tokens_per_s: float = 25.0
+    prompt_token_cost: float = 0.05  # of an output token's
+
+    @property
+    def num_streams(self) -> int:
+        """As many as run at full speed."""
+        return int(self.tokens_per_s / self.stream_tokens_per_s)
+
+    def cost(self, arrival: Arrival) -> float:
+        return arrival.output_tokens + self.prompt_token_cost * arrival.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a setting comes to. A request is missed that waits longer than the target to start."""
+
+    name: str
+    gpu_hours: float
+    num_requests: int
+    num_missed: int
+    p99_wait_s: float
+    max_workers: int
+
+    @property
+    def missed_share(self) -> float:
+        return self.num_missed / max(1, self.num_requests)
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    ready_s: float
+    is_retired: bool = False
+    left: list[float] = field(default_factory=list)  # work of each request, in tokens
+
+
+def replay(
+    name: str,
+    arrivals: Sequence[Arrival],
+    policy: PoolPolicy,
+    model: WorkerModel,
+    *,
+    target_s: float,
+    num_at_start: int = 0,
+) -> Outcome:
+    """Plays a trace. A GPU is paid from the moment it is asked for until it is given back."""
+    pool = [_Worker(0.0) for _ in range(num_at_start)]
+    waiting: deque[Arrival] = deque()
+    waits_s: list[float] = []
+    coming = deque(arrivals)
+    memory, num_desired, most, gpu_s, now_s, tick = PoolMemory(), num_at_start, 0, 0.0, 0.0, 0
+    while coming or waiting or any(worker.left for worker in pool):
+        while coming and coming[0].at_s <= now_s:
+            waiting.append(coming.popleft())
+        if tick % _DECIDE_EVERY_TICKS == 0:
+            seen = _view(now_s, pool, waiting, model, num_desired)
+            decision = decide(policy, seen, memory)
+            memory, num_desired = decision.memory, decision.num_workers
+            _resize(pool, num_desired, now_s, policy.cold_start_s)
+        waits_s += _assign(pool, waiting, model, now_s)
+        _compute(pool, model)
+        pool[:] = [worker for worker in pool if worker.left or not worker.is_retired]
+        gpu_s += len(pool) * _TICK_S
+        most = max(most, len(pool))
+        now_s, tick = now_s + _TICK_S, tick + 1
+    waits_s.sort()
+    return Outcome(
+        name,
+        gpu_s / 3600,
+        len(waits_s),
+        sum(wait_s > target_s for wait_s in waits_s),
+        waits_s[int(0.99 * (len(waits_s) - 1))] if waits_s else 0.0,
+        most,
+    )
+
+
+def _view(
+    now_s: float,
+    pool: Sequence[_Worker],
+    waiting: Sequence[Arrival],
+    model: WorkerModel,
+    num_desired: int,
+) -> PoolView:
+    ready = [w for w in pool if w.ready_s <= now_s and not w.is_retired]
+    return PoolView(
+        now_s=now_s,
+        queued_tokens={"interactive": round(sum(map(model.cost, waiting)))},
+        num_desired=num_desired,
+        num_ready=len(ready),
+        load=sum(len(worker.left) for worker in ready) / model.num_streams,
+        tokens_per_s=model.tokens_per_s,
+    )
+
+
+def _resize(pool: list[_Worker], num: int, now_s: float, cold_start_s: float) -> None:
+    active = [worker for worker in pool if not worker.is_retired]
+    pool += [_Worker(now_s + cold_start_s) for _ in range(num - len(active))]
+    # Those that start go first, then the emptiest.
+    active.sort(key=lambda worker: (worker.ready_s <= now_s, len(worker.left)))
+    for worker in active[: max(0, len(active) - num)]:
+        worker.is_retired = True
+
+
+def _assign(
+    pool: Sequence[_Worker], waiting: deque[Arrival], model: WorkerModel, now_s: float
+) -> list[float]:
+    """Starts what there is room for; how long each of those has waited."""
+    ready = [w for w in pool if w.ready_s <= now_s and not w.is_retired]
+    waits_s = []
+    while waiting and ready:
+        worker = min(ready, key=lambda one: len(one.left))
+        if len(worker.left) >= model.num_streams:
+            break
+        arrival = waiting.popleft()
+        worker.left.append(model.cost(arrival))
+        waits_s.append(now_s - arrival.at_s)
+    return waits_s
+
+
+def _compute(pool: Sequence[_Worker], model: WorkerModel) -> None:
+    for worker in pool:
+        if worker.left:
+            speed = min(model.stream_tokens_per_s, model.tokens_per_s / len(worker.left))
+            worker.left = [left - speed * _TICK_S for left in worker.left]
+            worker.left = [left for left in worker.left if left > 0]
+
+
+def compare(
+    arrivals: Sequence[Arrival],
+    policy: PoolPolicy,
+    model: WorkerModel,
+    target_s: float,
+    num_at_start: int,
+) -> list[Outcome]:
+    """The pool in several settings, and fixed ones of each size up to its largest."""
+    half = max(1, policy.max_workers // 4)
+    settings = {
+        "pool": (policy, num_at_start),
+        "pool, from zero": (policy, 0),
+        f"pool, min {half}": (replace(policy, min_workers=half), num_at_start),
+        "pool, in after 60 s": (replace(policy, scale_in_after_s=60.0), num_at_start),
+        "pool, in after 900 s": (replace(policy, scale_in_after_s=900.0), num_at_start),
+        "pool, growth 1": (replace(policy, growth=1.0), num_at_start),
+        "pool, cold start 60 s": (replace(policy, cold_start_s=60.0), num_at_start),
+    }
+    for num in range(1, policy.max_workers + 1):
+        fixed = replace(policy, min_workers=num, max_workers=num)
+        settings[f"fixed {num}"] = (fixed, num)
+    return [
+        replay(
+            name, arrivals, one, model, target_s=target_s, num_at_start=max(num, one.min_workers)
+        )
+        for name, (one, num) in settings.items()
+    ]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """As Markdown."""
+    lines = [
+        "| setting | GPU hours | missed | 99th percentile of waits (s) | most workers |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one.name} | {one.gpu_hours:.2f} | {one.missed_share:.2%} "
+        f"| {one.p99_wait_s:.1f} | {one.max_workers} |"
+        for one in outcomes
+    ]
+    return "\n".join(lines)
+
+
+def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+    """GPU hours against misses. Raises ImportError where matplotlib is not installed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for is_fixed, colour in ((True, "tab:grey"), (False, "tab:blue")):
+        shown = [one for one in outcomes if one.name.startswith("fixed") == is_fixed]
+        axes.plot(
+            [one.gpu_hours for one in shown],
+            [100 * one.missed_share for one in shown],
+            "o-" if is_fixed else "o",
+            color=colour,
+        )
+        for one in shown:
+            point = (one.gpu_hours, 100 * one.missed_share)
+            axes.annotate(one.name, point, textcoords="offset points", xytext=(5, 5), fontsize=8)
+    axes.set(xlabel="GPU hours", ylabel="requests that waited too long (%)", title=title)
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m infra.pool_replay", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--gap-s", type=float, default=0.0, help="play it twice, so far apart")
+    parser.add_argument("--at-start", type=int, default=0, help="workers that are there already")
+    parser.add_argument("--target-s", type=float, default=5.0, help="a request may wait so long")
+    parser.add_argument("--cold-start-s", type=float, default=300.0)
+    parser.add_argument("--max-workers", type=int, default=8)
+    parser.add_argument("--tokens-per-s", type=float, default=500.0, help="of one worker")
+    parser.add_argument("--stream-tokens-per-s", type=float, default=25.0, help="of one request")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=".svg or .png; needs matplotlib")
+    given = parser.parse_args(arguments)
+    arrivals = read_trace(given.trace)
+    if given.gap_s:
+        arrivals = with_gap(arrivals, given.gap_s)
+    policy = PoolPolicy(
+        wait_targets_s={"interactive": given.target_s},
+        max_workers=given.max_workers,
+        cold_start_s=given.cold_start_s,
+    )
+    model = WorkerModel(
+        tokens_per_s=given.tokens_per_s, stream_tokens_per_s=given.stream_tokens_per_s
+    )
+    outcomes = compare(arrivals, policy, model, given.target_s, given.at_start)
+    print(table(outcomes))
+    if given.plot is not None:
+        title = f"{len(arrivals)} requests, cold start {given.cold_start_s:g} s"
+        plot(outcomes, given.plot, title)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
