@@ -33,6 +33,8 @@ class ErrorCode(StrEnum):
     DEADLINE = "deadline"
     RETRIES = "retries"
     POISON = "poison"
+    PAYLOAD_LOST = "payload_lost"
+    PAYLOAD_UNAVAILABLE = "payload_unavailable"
 
 
 class BatchwayError(Exception):

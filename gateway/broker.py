@@ -2,6 +2,8 @@
 
 Every method raises BrokerUnavailable, at once where Redis failed a moment ago. Opens no
 connection before its first call, so that a gateway starts while Redis is down.
+
+Over 300 lines: it is the one door, and what waits behind it has rooms of its own already.
 """
 
 import asyncio
@@ -19,16 +21,18 @@ from contract.api_keys import ApiKeys, Pepper
 from contract.calls import JobView, Page, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import End, LogEntry
 from contract.functions import Functions, ensure_library
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
+from contract.litter import Litter
 from gateway.breaker import Breaker
 from gateway.cursor import Cursor
 from gateway.errors import UnknownJob
 from gateway.hints import Hints
 from gateway.key_ring import KeyRing
+from gateway.payloads import Payloads
 from gateway.settings import GatewaySettings
 from gateway.tokens import ModelTokenizer
 
@@ -66,6 +70,8 @@ class Broker:
         self._catalogue = Catalogue(self._client, self.keys)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
+        self._litter = Litter(self._client, self.keys)
+        self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._breaker = Breaker()
         self._has_library = False
         self._hints = Hints(
@@ -84,19 +90,35 @@ class Broker:
         await self._client.aclose()
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Raises JobRefused."""
-        return await self._call(lambda: self._functions.submit(job, submission))
+        """Raises JobRefused, PayloadUnavailable."""
+        held = await self.payloads.outsourced(job)
+        try:
+            submitted = await self._call(lambda: self._functions.submit(held, submission))
+        except JobRefused:
+            await self._discard(held)
+            raise
+        if submitted.job_id != job.id:
+            await self._discard(held)
+        return submitted
+
+    async def _discard(self, held: Job) -> None:
+        """What was put into the object store for a job that is not taken."""
+        if held.stored_prompt is not None:
+            await self.payloads.discard(held.id)
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]]:
-        """A job and a page of its log. Raises UnknownJob."""
+        """A job and a page of its log, wherever that lies. Raises UnknownJob, PayloadError."""
         found = await self._call(
             lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
         )
         if found is None:
             raise UnknownJob(job_id)
-        return found
+        view, entries = found
+        if view.result is None or not max_events or after >= view.next_number - 2:
+            return found  # what is missing, if anything, is the end
+        return view, await self.payloads.joined(view, after, max_events, entries)
 
     async def log(self, job_id: str, tenant: str, *, up_to: int) -> AsyncIterator[LogEntry]:
         """What the log holds now of the events 1 to `up_to`. Raises UnknownJob."""
@@ -146,7 +168,11 @@ class Broker:
         found = await self._call(lambda: self._functions.delete(job_id, tenant))
         if found is False:
             raise UnknownJob(job_id)
-        return None if found is True else found
+        if found is not True:
+            return found
+        if await self.payloads.discard(job_id):
+            await self._call(lambda: self._litter.cleared([job_id]))
+        return None
 
     async def events(
         self, job_id: str, tenant: str, after: int = 0, after_hash: str | None = None

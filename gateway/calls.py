@@ -136,7 +136,7 @@ async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
         raise ApiError(
             409, "result_expired", message, headers={"x-should-retry": "false"}
         ) from None
-    return view.job
+    return await gateway.whole(view.job)
 
 
 def idempotency_key(request: Request) -> str:
@@ -184,4 +184,4 @@ def _canceller(gateway: Gateway, job: Job) -> Callable[[], Awaitable[None]]:
 
 
 def _log_accepted(job: Job) -> None:
-    log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, len(job.prompt_ids))
+    log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, job.num_prompt_tokens)

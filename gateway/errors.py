@@ -17,6 +17,7 @@ from starlette.responses import Response
 from contract.errors import BatchwayError, BrokerFull, BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
 from contract.jobs import JobStatus
+from payloads.store import PayloadError, PayloadLost
 
 log = logging.getLogger("batchway.gateway")
 
@@ -36,6 +37,8 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.DEADLINE: 504,
     ErrorCode.RETRIES: 500,
     ErrorCode.POISON: 500,
+    ErrorCode.PAYLOAD_LOST: 500,
+    ErrorCode.PAYLOAD_UNAVAILABLE: 503,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -144,6 +147,13 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return broker_full(exc)
         case BrokerUnavailable():
             return broker_unavailable()
+        case PayloadLost():
+            message = "the prompt or the result of this job is lost"
+            return ApiError(500, ErrorCode.PAYLOAD_LOST, message, headers=_NO_RETRY)
+        case PayloadError():
+            message = "the object store does not answer"
+            code = ErrorCode.PAYLOAD_UNAVAILABLE
+            return _dropped(503, code, message, random.randint(1, 2))
         case UnknownJob():
             return not_found("this job", "job_not_found")
     return internal_error()

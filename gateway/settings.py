@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
+from payloads.opening import open_store
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
@@ -24,6 +26,9 @@ class GatewaySettings:
     sync_retention_s: float = 600.0
     job_retention_s: float = 86_400.0
     max_retention_s: float = 30 * 86_400.0
+    object_store: str = ""  # a directory or s3://bucket/prefix; "": all lies in Redis
+    object_min_bytes: int = 16 * 1024
+    result_url_s: float = 3_600.0
     max_body_bytes: int = 256 * 1024
     body_timeout_s: float = 10.0
     max_output_tokens: int = 32_768
@@ -42,6 +47,10 @@ class GatewaySettings:
             raise ValueError("the API key must have at least 16 characters")
         if self.key_pepper is not None and len(self.key_pepper) < 16:
             raise ValueError("BATCHWAY_KEY_PEPPER must have at least 16 characters")
+        try:
+            open_store(self.object_store)
+        except ValueError as exc:
+            raise ValueError(f"{variable('object_store')}: {exc}") from exc
         may_be_zero = {"require_key", "lane_bound_tokens", "drain_s", "outage_grace_s"}
         for spec in fields(self):
             value = getattr(self, spec.name)

@@ -25,6 +25,11 @@ class Gateway:
     broker: Broker
     drain: Drain
 
+    async def whole(self, job: Job) -> Job:
+        """The job with its prompt, where its answers show any of it. Raises PayloadError."""
+        is_shown = job.return_token_ids or needs_tokenizer(job)
+        return await self.broker.payloads.whole(job) if is_shown else job
+
     async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
         """The tokenizer where the job's answer needs one: token texts, an echo."""
         if not needs_tokenizer(job):
@@ -97,7 +102,7 @@ async def job_stream(
     gateway: Gateway, view: JobView, after: int, after_hash: str | None
 ) -> AsyncGenerator[bytes, None]:
     """The events of `GET /v1/jobs/{id}/events`, from event `after` on."""
-    job = view.job
+    job = await gateway.whole(view.job)
     chunks = Chunks(job, await gateway.tokenizer_for(job))
     await _prime(gateway, chunks, job, after)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)

@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_address_options(up)
     opts.add_up_options(up)
     opts.add_shared_options(up, redis_default="a server of its own")
+    opts.add_object_store_option(up, "a directory beside its own Redis")
     opts.add_drain_option(
         up,
         opts.WORKER_DEFAULTS.drain_s,
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     opts.add_address_options(gateway)
     opts.add_shared_options(gateway, redis_default="refused")
+    opts.add_object_store_option(gateway, "all lies in Redis")
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DEFAULTS.drain_s,
@@ -87,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")
+    opts.add_object_store_option(worker, "all lies in Redis")
     opts.add_worker_options(worker)
     opts.add_drain_option(
         worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
@@ -146,6 +149,7 @@ def _up(options: argparse.Namespace) -> int:
     stack = StackOptions(
         redis_url=options.redis_url,
         data_dir=options.data_dir,
+        object_store=options.object_store,
         listener=_bind(settings, options),
         allowed_hosts=settings.allowed_hosts,
         num_workers=options.workers,
@@ -180,7 +184,10 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
     """The gateway's settings: from the environment, where no option says otherwise."""
     try:
         return GatewaySettings.from_env(
-            redis_url=url, namespace=options.namespace, drain_s=options.drain_s
+            redis_url=url,
+            namespace=options.namespace,
+            drain_s=options.drain_s,
+            object_store=options.object_store,
         )
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
@@ -237,6 +244,7 @@ def _worker(options: argparse.Namespace) -> int:
         drain_s=options.drain_s,
         drain_release_s=options.drain_release_s,
         spot_notice=options.spot_notice,
+        object_store=options.object_store,
         batching_path=options.batching,
     )
     if options.engine_module is not None:

@@ -93,6 +93,11 @@ class EmbeddedRedis:
         return f"unix://{self._directory / 'redis.sock'}"
 
     @property
+    def files(self) -> Path:
+        """Where its data are kept: as long as they are, what belongs to them may lie there too."""
+        return self._data_dir or self._directory
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -21,6 +21,7 @@ from infra.console import Console
 from infra.embedded_redis import EmbeddedRedis, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
+from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import until_ready
 from infra.welcome import welcome
 
@@ -37,6 +38,7 @@ class StackOptions:
 
     redis_url: str | None  # None: a Redis of our own
     data_dir: Path | None
+    object_store: str  # '': a directory of our own, beside our own Redis
     listener: socket.socket  # bound and listening; the gateway takes over a copy
     allowed_hosts: tuple[str, ...]  # names that the gateway answers to; (): its default
     num_workers: int
@@ -60,7 +62,7 @@ class LocalStack:
     async def serve(self) -> None:
         """Starts all parts and keeps them running until cancelled. Raises PartLost."""
         url = await self._find_redis()
-        self._make_children(url)
+        self._make_children(url, self._find_store())
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
@@ -112,6 +114,12 @@ class LocalStack:
         )
         return url
 
+    def _find_store(self) -> str:
+        """Where long prompts and results lie; with a Redis of yours in it, if not told where."""
+        if self._options.object_store or self._redis is None:
+            return self._options.object_store
+        return str(self._redis.files / "objects")
+
     async def _keep_redis(self, server: EmbeddedRedis) -> None:
         """Starts the server again, with its file, whenever it ends. Raises PartLost."""
         restarts = Restarts()
@@ -135,8 +143,10 @@ class LocalStack:
     def _children(self) -> list[Child]:
         return [*self._workers, *([self._gateway] if self._gateway else [])]
 
-    def _make_children(self, redis_url: str) -> None:
-        environ = _child_environ(os.environ, redis_url, self._lifeline_fd)
+    def _make_children(self, redis_url: str, object_store: str) -> None:
+        environ = _child_environ(os.environ, redis_url, self._lifeline_fd) | {
+            OBJECT_STORE_VARIABLE: object_store
+        }
         keyless = {n: value for n, value in environ.items() if n not in _SECRET_VARIABLES}
         self._workers = [
             self._child(f"worker-{number}", "worker", self._options.worker_arguments, keyless)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
+from payloads.opening import open_store
 from workers.settings import LANES
 from workers.spot_notice import BadNoticeSource, SpotNotice
 
@@ -51,6 +52,14 @@ def redis_url(raw: str) -> str:
         raise argparse.ArgumentTypeError(
             "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
         )
+    return raw
+
+
+def object_store(raw: str) -> str:
+    try:
+        open_store(raw)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
     return raw
 
 

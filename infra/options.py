@@ -16,6 +16,7 @@ from infra.option_values import (
     model_name,
     namespace,
     number,
+    object_store,
     redis_url,
     spot_notice,
 )
@@ -26,6 +27,7 @@ from workers.settings import LANES, WorkerSettings
 
 DEMO_NAME = "demo"
 NAMESPACE_VARIABLE = variable("namespace")
+OBJECT_STORE_VARIABLE = variable("object_store")
 DRAIN_VARIABLE = variable("drain_s")
 DRAIN_RELEASE_VARIABLE = variable("drain_release_s")
 SPOT_NOTICE_VARIABLE = variable("spot_notice")
@@ -64,6 +66,17 @@ def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -
         choices=_LOG_LEVELS,
         default="info",
         help="the least important lines that are shown (default: info)",
+    )
+
+
+def add_object_store_option(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--object-store",
+        type=object_store,
+        default=os.environ.get(OBJECT_STORE_VARIABLE) or "",
+        metavar="DIR_OR_S3",
+        help="where long prompts and results lie: a directory that gateways and workers share, or "
+        f"s3://bucket/prefix (default: the variable {OBJECT_STORE_VARIABLE}, else {default})",
     )
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from contract.calls import Claimed
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
-from contract.jobs import FinishReason
+from contract.jobs import FinishReason, ObjectRef
 from workers.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut
 from workers.text import ChoiceText
 
@@ -78,6 +78,9 @@ class HeldJob:
         self.epoch = claimed.epoch
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone
+        self.was_kept = False  # its log was offered to the object store
+        self.is_being_kept = False  # and the store has not answered yet
+        self.result: ObjectRef | None = None  # where it lies there
         self._deadline_s = claimed.deadline_s
         asks = params.prompt_logprobs is not None
         self._scores = _Scores(len(self.job.prompt_ids) - 1 if asks else 0)
@@ -88,7 +91,7 @@ class HeldJob:
 
     @property
     def cost_tokens(self) -> int:
-        return len(self.job.prompt_ids) + self.job.params.n * self.job.params.max_tokens
+        return self.job.num_prompt_tokens + self.job.params.n * self.job.params.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

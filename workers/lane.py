@@ -17,7 +17,9 @@ from contract.events import LogEntry
 from contract.functions import Functions, ensure_library
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
+from contract.litter import Litter
 from contract.roster import Roster
+from payloads.store import ObjectStore
 from workers.messages import Ready
 from workers.settings import WorkerSettings
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _READ_EVENTS = 500
+_LITTER_JOBS = 20  # in one go
 
 
 class Lane:
@@ -126,6 +129,13 @@ class Lane:
         return await self._functions.blame(
             self.incarnation, items, max_crashes=self._settings.max_crashes
         )
+
+    async def clear_litter(self, store: ObjectStore) -> None:
+        """Deletes objects of forgotten jobs. Raises PayloadUnavailable."""
+        litter = Litter(self._client, self._keys)
+        for job_id in await litter.some(_LITTER_JOBS):
+            await asyncio.to_thread(store.delete_job, job_id)
+            await litter.cleared([job_id])
 
     async def sweep(self) -> None:
         swept = await self._functions.sweep()

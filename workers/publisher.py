@@ -15,6 +15,7 @@ from contract.jobs import JobStatus
 from workers.held_job import HeldJob
 from workers.holding import Holding
 from workers.lane import Lane
+from workers.results import ResultKeeper
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,10 @@ _RETRY_S = 0.1
 class Publisher:
     """Gathers news of held jobs and appends them; jobs that have ended leave what is held."""
 
-    def __init__(self, lane: Lane, holding: Holding) -> None:
+    def __init__(self, lane: Lane, holding: Holding, results: ResultKeeper) -> None:
         self._lane = lane
         self._holding = holding
+        self._results = results
         self._news: dict[str, HeldJob] = {}
         self._failures: dict[str, tuple[str, str]] = {}
         self._has_news = asyncio.Event()
@@ -69,13 +71,19 @@ class Publisher:
             elif job_id in self._failures:
                 fin = JobStatus.FAILED
                 code, message = self._failures.pop(job_id)
-            elif job.is_complete:
+            elif job.is_complete and self._results.is_due(job):
+                if event is None:
+                    self._results.begin(job, self.note)
+                else:
+                    self.note(job)  # when this event is in its log
+            elif job.is_complete and not job.is_being_kept:
                 fin = JobStatus.SUCCEEDED
             if event is not None or fin:
                 jobs.append(job)
                 number = job.next_number
+                result = job.result if fin is JobStatus.SUCCEEDED else None
                 items.append(
-                    Append(job_id, job.epoch, number, event, num_tokens, fin, code, message)
+                    Append(job_id, job.epoch, number, event, num_tokens, fin, code, message, result)
                 )
         return jobs, items
 

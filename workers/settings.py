@@ -26,6 +26,8 @@ class WorkerSettings:
     drain_release_s: float = 10.0  # before that, what still runs is given back
     spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none
     engine_module: str = "workers.engine_process"  # run as `python -m`
+    object_store: str = ""  # a directory or s3://…; '': none
+    object_min_bytes: int = 16 * 1024  # results below this stay in Redis
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there
 
     def engine_options(self) -> EngineOptions:

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from contract import tasks
 from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable
+from payloads.opening import open_store
 from workers import logs
 from workers.configuration import ConfigurationError
 from workers.drain import Drain
@@ -23,9 +24,12 @@ from workers.holding import EngineLink, Holding
 from workers.lane import Lane
 from workers.leases import LeaseKeeper
 from workers.messages import Reconfigure
+from workers.prompts import PromptFetcher
 from workers.publisher import Publisher
+from workers.results import ResultKeeper
 from workers.settings import WorkerSettings, new_incarnation
 from workers.spot_notice import SpotNotice
+from workers.tidying import tidy
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,8 @@ async def run_worker(settings: WorkerSettings) -> int:
 
 
 class Supervisor:
-    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong, and
-    BadNoticeSource."""
+    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong,
+    BadNoticeSource, and ValueError where the setting of the object store is wrong."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -61,7 +65,12 @@ class Supervisor:
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
         self._holding = Holding(self._engine)
-        self._publisher = Publisher(self._lane, self._holding)
+        self._store = open_store(settings.object_store)
+        self._results = ResultKeeper(self._store, settings.object_min_bytes, self._lane)
+        self._publisher = Publisher(self._lane, self._holding, self._results)
+        self._prompts = PromptFetcher(
+            self._store, self._lane, self._holding, self._publisher, self._run
+        )
         self._drain = Drain(settings.drain_s, settings.drain_release_s)
         parts = (settings, self._lane, self._engine, self._holding, self._publisher)
         self._keeper = EngineKeeper(*parts)
@@ -96,6 +105,7 @@ class Supervisor:
             self._publisher.run(),
             *self._leases.duties(),
             self._watch_notice(),
+            tidy(self._store, self._lane),
             self._drained(),
         ]
         running = [asyncio.create_task(duty) for duty in duties]
@@ -152,6 +162,13 @@ class Supervisor:
 
     async def _start(self, claimed: Claimed) -> None:
         assert self._keeper.tokenizer is not None
+        if claimed.job.stored_prompt is None:
+            await self._run(claimed)
+        else:
+            self._prompts.begin(claimed, HeldJob(claimed, self._keeper.tokenizer))
+
+    async def _run(self, claimed: Claimed) -> None:
+        assert self._keeper.tokenizer is not None
         job_id = claimed.job.id
         job = HeldJob(claimed, self._keeper.tokenizer)
         if claimed.next_number > 1:
@@ -188,6 +205,8 @@ class Supervisor:
 
     async def _close(self) -> None:
         """Leaves within the budget: gives back what is held, ends the engine, says goodbye."""
+        await self._prompts.aclose()
+        await self._results.aclose()
         self._publisher.clear()
         held = self._holding.clear()
         client = self._engine.client

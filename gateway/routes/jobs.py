@@ -1,10 +1,12 @@
 """POST /v1/jobs; GET /v1/jobs/{id}, …/events; POST …/cancel."""
 
+import asyncio
 import re
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from contract.calls import JobView
 from contract.jobs import Endpoint, JobStatus
 from gateway import sse
 from gateway.admission import Terms
@@ -16,7 +18,7 @@ from gateway.errors import ApiError, draining, invalid_value
 from gateway.job_objects import checked_id, job_object
 from gateway.schemas import JobBody, parse_call, parse_job
 from gateway.settings import GatewaySettings
-from gateway.streams import job_stream
+from gateway.streams import Gateway, job_stream
 
 router = APIRouter()
 
@@ -56,9 +58,10 @@ async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response
     gateway = gateway_of(request)
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
-    shown = job_object(view) | {"result": None}
+    shown = job_object(view) | {"result": None, "result_url": await _result_url(gateway, view)}
     if view.is_terminal and view.num_output_tokens:
-        answer = Answer(view.job, await gateway.tokenizer_for(view.job))
+        job = await gateway.whole(view.job)
+        answer = Answer(job, await gateway.tokenizer_for(job))
         async for entry in gateway.broker.log(job_id, caller.tenant, up_to=view.next_number - 1):
             answer.add(entry)
         shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
@@ -94,6 +97,12 @@ async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Respo
         raise ApiError(409, "already_terminal", message, headers=headers)
     view, _ = await broker.read(job_id, caller.tenant)
     return json_response(job_object(view))
+
+
+async def _result_url(gateway: Gateway, view: JobView) -> str | None:
+    """Where a result that lies in the object store can be had without a key, for a while."""
+    ttl_s = gateway.settings.result_url_s
+    return await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
 
 
 def _retention_s(settings: GatewaySettings, asked: JobBody) -> float:

@@ -19,6 +19,7 @@ from workers.holding import EngineLink, Holding
 from workers.lane import Lane
 from workers.messages import StopJob, ToEngine, TokenOut
 from workers.publisher import Publisher
+from workers.results import ResultKeeper
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +43,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     lane, engine = Lane(settings, "w1"), Engine()
     link = EngineLink(settings.engine_options(), client=engine)  # type: ignore[arg-type]
     holding = Holding(link)
-    publisher = Publisher(lane, holding)
+    publisher = Publisher(lane, holding, ResultKeeper(None, 0, lane))
     keeper = EngineKeeper(settings, lane, link, holding, publisher)
     publishing = asyncio.create_task(publisher.run())
     job = await caller.submit("stop me", max_tokens=100)

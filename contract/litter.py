@@ -1,0 +1,34 @@
+"""Forgotten jobs whose objects are still to be deleted.
+
+`delete` and `sweep` write the list; whoever knows the object store works it off, and takes a job
+off it only when the store has answered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from contract.connection import broker_errors
+from contract.keys import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Litter:
+    """The list of one partition. Every method raises BrokerUnavailable."""
+
+    client: redis.asyncio.Redis
+    keys: Keys
+
+    async def some(self, max_jobs: int) -> list[str]:
+        """Ids of jobs, any so many."""
+        with broker_errors():
+            found: Any = await self.client.srandmember(self.keys.litter, max_jobs)
+        return [job_id.decode() for job_id in found or ()]
+
+    async def cleared(self, job_ids: Sequence[str]) -> None:
+        """These jobs have no objects any more."""
+        if job_ids:
+            with broker_errors():
+                await self.client.srem(self.keys.litter, *job_ids)

@@ -1,0 +1,1 @@
+"""Where prompts and results lie that are too large for Redis. Gateways and workers share it."""

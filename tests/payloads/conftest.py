@@ -1,0 +1,37 @@
+"""Both stores, each empty; what holds for one holds for the other."""
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from payloads.directory import DirectoryStore
+from payloads.opening import open_store
+from payloads.s3 import S3Store
+from tests.payloads.bucket import CREDENTIALS, make_bucket, running_s3
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[tuple[str, str]]:
+    """The endpoint and a bucket there."""
+    with running_s3() as endpoint:
+        yield endpoint, make_bucket(endpoint)
+
+
+@pytest.fixture
+def s3_setting(s3_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store under a prefix of its own."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    endpoint, bucket = s3_bucket
+    return f"s3://{bucket}/{secrets.token_hex(4)}/a?endpoint={endpoint}"
+
+
+@pytest.fixture(params=["directory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> DirectoryStore | S3Store:
+    is_s3 = request.param == "s3"
+    setting = request.getfixturevalue("s3_setting") if is_s3 else str(tmp_path / "objects")
+    opened = open_store(setting)
+    assert opened is not None
+    return opened

@@ -1,0 +1,255 @@
+"""Long prompts and results through a real gateway and a real worker, over either store."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from msgspec import structs
+
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from payloads.directory import DirectoryStore
+from payloads.opening import open_store
+from payloads.store import PayloadLost
+from tests.fakes import HashModelOptions
+from tests.fleet import Caller, fleet, until
+from tests.gateway.conftest import make_settings, running_gateway
+
+pytestmark = pytest.mark.anyio
+
+MIN_BYTES = 512
+NUM_TOKENS = 60
+PROMPT = "a long prompt " * 60
+MODEL = HashModelOptions(eos_rate=0.0, max_model_len=2048, num_blocks=160)
+SLOW_MODEL = structs.replace(MODEL, step_s=0.03)
+
+
+def settings_of(store: str, **fields: Any) -> dict[str, Any]:
+    return {"object_store": store, "object_min_bytes": MIN_BYTES, **fields}
+
+
+async def submit(http: httpx.AsyncClient, prompt: str = PROMPT, **fields: Any) -> str:
+    body = {"model": "m", "prompt": prompt, "max_tokens": NUM_TOKENS, "seed": 7, **fields}
+    answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
+    """The job once it has ended."""
+
+    async def has_ended() -> bool:
+        answer = await http.get(f"/v1/jobs/{job_id}")
+        return answer.status_code != 200 or answer.json()["timings"]["finished_at"] is not None
+
+    await until(has_ended)
+    answer = await http.get(f"/v1/jobs/{job_id}")
+    assert answer.status_code == 200, answer.text
+    job: dict[str, Any] = answer.json()
+    return job
+
+
+def jobs_in(directory: Path) -> list[str]:
+    """Ids of the jobs that have objects."""
+    return [path.name for path in directory.glob("job-*")]
+
+
+async def stream(http: httpx.AsyncClient, job_id: str, after: str = "0") -> list[str]:
+    answer = await http.get(f"/v1/jobs/{job_id}/events", params={"starting_after": after})
+    assert answer.status_code == 200, answer.text
+    parts = answer.text.split("\n\n")
+    return [part for part in parts if part and not part.startswith((":", "event: queued"))]
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+async def test_long_prompts_and_results_lie_in_the_store(
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """Results and streams are those of a job that lies in Redis; the URL needs no key."""
+    setting = request.getfixturevalue("s3_setting") if kind == "s3" else str(tmp_path / "objects")
+    fields = settings_of(setting)
+    caller = Caller(functions, redis_client, keys)
+    async with fleet(redis_server.url, 1, MODEL, **fields):
+        await caller.num_workers(1)
+        with (
+            running_gateway(make_settings(redis_server.url, **fields)) as url,
+            running_gateway(make_settings(redis_server.url)) as plain_url,
+        ):
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=30) as http,
+                httpx.AsyncClient(base_url=plain_url, timeout=30) as plain,
+            ):
+                echo: dict[str, Any] = {"echo": True, "logprobs": 1, "return_token_ids": True}
+                job_id, in_redis = await submit(http, **echo), await submit(plain, **echo)
+                job, other = await ended(http, job_id), await ended(http, in_redis)
+                # The worker keeps the second job's result too; its prompt lies in Redis.
+                assert job["result"]["choices"] == other["result"]["choices"]
+                assert job["result"]["choices"][0]["text"].startswith(PROMPT)
+                assert await redis_client.hstrlen(keys.job(job_id), "job") < 600
+                assert await redis_client.hstrlen(keys.job(in_redis), "job") > 1000
+                assert await redis_client.xlen(keys.log(job_id)) == 1
+
+                whole = await stream(http, job_id)
+                middle = next(p for p in whole if "id: 20." in p)
+                after = middle.split("id: ")[1].split("\n")[0]
+                assert await stream(http, job_id, after) == whole[whole.index(middle) + 1 :]
+
+                shown = await http.get(httpx.URL(url).join(job["result_url"]))
+                choice = shown.json()["choices"][0]
+                assert choice["token_ids"] == job["result"]["choices"][0]["token_ids"]
+
+                assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
+                gone = await http.get(httpx.URL(url).join(job["result_url"]))
+                assert gone.status_code in (404, 500)
+                assert await redis_client.scard(keys.litter) == 0
+
+
+async def test_what_is_lost_fails_its_job_alone(
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """A damaged prompt fails its job with a reason, a missing result its reader; others go on."""
+    fields = settings_of(str(tmp_path))
+    caller = Caller(functions, redis_client, keys)
+    with running_gateway(make_settings(redis_server.url, **fields)) as url:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            fleet(redis_server.url, 1, MODEL, **fields) as [worker],
+        ):
+            await caller.num_workers(1)
+            lost = await submit(http)
+            await ended(http, lost)
+            next((tmp_path / lost).glob("result-*")).unlink()
+            with running_gateway(make_settings(redis_server.url, **fields)) as second_url:
+                # Of a gateway that has not read it before; a stream has begun by then.
+                answer = await http.get(f"{second_url}/v1/jobs/{lost}")
+                assert answer.status_code == 500
+                assert answer.json()["error"]["code"] == "payload_lost"
+                answer = await http.get(f"{second_url}/v1/jobs/{lost}/events")
+                assert '"code":"payload_lost"' in answer.text.split("\n\n")[-3]
+            await worker.stop()
+            damaged, whole = await submit(http), await submit(http)
+            (tmp_path / damaged / "prompt").write_bytes(b"another")
+            async with fleet(redis_server.url, 1, MODEL, **fields):
+                failed, done = await asyncio.gather(ended(http, damaged), ended(http, whole))
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "payload_lost")
+    assert done["status"] == "succeeded"
+
+
+async def test_a_worker_without_the_store_says_so(
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """A worker with another directory cannot have the prompt: the job's error, not a crash."""
+    caller = Caller(functions, redis_client, keys)
+    gateway = make_settings(redis_server.url, **settings_of(str(tmp_path / "one")))
+    async with fleet(redis_server.url, 1, MODEL, **settings_of(str(tmp_path / "two"))):
+        await caller.num_workers(1)
+        with running_gateway(gateway) as url:
+            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+                failed = await ended(http, await submit(http))
+                short = await ended(http, await submit(http, prompt="short", max_tokens=2))
+    assert failed["error"]["code"] == "payload_lost"
+    assert short["status"] == "succeeded"
+
+
+async def test_a_result_of_a_killed_worker_is_written_again_by_the_next(
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """The next worker has a higher epoch, and the record points to its object alone."""
+    fields = settings_of(str(tmp_path))
+    caller = Caller(functions, redis_client, keys)
+    with running_gateway(make_settings(redis_server.url, **fields)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            async with fleet(redis_server.url, 1, SLOW_MODEL, **fields) as [first]:
+                await caller.num_workers(1)
+                job_id = await submit(http)
+
+                async def has_output() -> bool:
+                    found = await functions.read(job_id, "default")
+                    return found is not None and found[0].num_output_tokens > 0
+
+                await until(has_output)
+                first.kill()
+            async with fleet(redis_server.url, 1, MODEL, **fields):
+                job = await ended(http, job_id)
+    assert (job["status"], job["attempt"]) == ("succeeded", 2)
+    found = await functions.read(job_id, "default")
+    assert found is not None
+    assert found[0].result is not None
+    assert found[0].result.key == f"{job_id}/result-2"
+
+
+async def test_objects_go_with_their_job(
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """When its retention is over the sweep names it, and a worker deletes what it kept."""
+    fields = settings_of(str(tmp_path))
+    caller = Caller(functions, redis_client, keys)
+    with running_gateway(make_settings(redis_server.url, job_retention_s=60.0, **fields)) as url:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            fleet(redis_server.url, 1, MODEL, **fields),
+        ):
+            await caller.num_workers(1)
+            job_id = await submit(http)
+            await ended(http, job_id)
+            found = await functions.read(job_id, "default")
+            assert found is not None
+            assert found[0].result is not None
+            await redis_client.incrby(keys.clock_offset, 61_000)
+
+            async def is_gone() -> bool:
+                return jobs_in(tmp_path) == []
+
+            await until(is_gone)
+            store = open_store(str(tmp_path))
+            assert isinstance(store, DirectoryStore)
+            with pytest.raises(PayloadLost):
+                store.get(found[0].result)
+
+
+async def test_a_refused_job_leaves_no_object(
+    tmp_path: Path,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """The prompt is written before the job is submitted, and deleted where it is not taken."""
+    fields = settings_of(str(tmp_path), lane_bound_tokens=1500)
+    caller = Caller(functions, redis_client, keys)
+    async with fleet(redis_server.url, 1, MODEL):
+        await caller.num_workers(1)
+    with running_gateway(make_settings(redis_server.url, **fields)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            taken = await submit(http)
+            body = {"model": "m", "prompt": PROMPT, "max_tokens": NUM_TOKENS}
+            job = {"endpoint": "/v1/completions", "body": body}
+            refused = await http.post("/v1/jobs", json=job)
+            assert refused.status_code == 429
+    assert jobs_in(tmp_path) == [taken]

@@ -1,0 +1,149 @@
+"""Objects are written whole, read as written or not at all, and deleted with their job."""
+
+import os
+import time
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from contract.jobs import ObjectRef
+from payloads.directory import DirectoryStore
+from payloads.opening import open_store
+from payloads.s3 import S3Store
+from payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
+
+JOB = "job-0-" + "0" * 32
+OTHER = "job-0-" + "1" * 32
+DATA = b"some bytes\x00\xff" * 1000
+
+
+def test_an_object_is_read_as_it_was_written(store: DirectoryStore | S3Store) -> None:
+    """By its reference, as often as one likes; a rewrite is another object."""
+    ref = store.put(prompt_key(JOB), DATA)
+    assert (store.get(ref), store.get(ref)) == (DATA, DATA)
+    assert ref.num_bytes == len(DATA)
+    again = store.put(prompt_key(JOB), b"other")
+    assert store.get(again) == b"other"
+    with pytest.raises(PayloadLost, match="damaged"):
+        store.get(ref)
+
+
+def test_a_missing_object_is_lost(store: DirectoryStore | S3Store) -> None:
+    """Not unavailable: waiting does not help."""
+    ref = store.put(prompt_key(JOB), DATA)
+    with pytest.raises(PayloadLost, match="not there"):
+        store.get(replace(ref, key=prompt_key(OTHER)))
+
+
+def test_a_job_is_deleted_with_its_objects_alone(store: DirectoryStore | S3Store) -> None:
+    """Prompt and results of every epoch; twice does no harm."""
+    refs = [store.put(key, DATA) for key in (prompt_key(JOB), result_key(JOB, 1))]
+    other = store.put(result_key(OTHER, 2), DATA)
+    store.delete_job(JOB)
+    store.delete_job(JOB)
+    for ref in refs:
+        with pytest.raises(PayloadLost):
+            store.get(ref)
+    assert store.get(other) == DATA
+
+
+def test_a_reference_of_another_store_says_so(
+    store: DirectoryStore | S3Store, tmp_path: Path
+) -> None:
+    """Two machines with the same path but no shared file system, or two buckets."""
+    ref = DirectoryStore(tmp_path / "another").put(prompt_key(JOB), DATA)
+    with pytest.raises(PayloadLost, match="another store"):
+        store.get(ref)
+
+
+@pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"{JOB}/../x", f"{JOB}/x", ""])
+def test_a_key_that_is_none_of_ours_reads_nothing(
+    store: DirectoryStore | S3Store, key: str
+) -> None:
+    """Whoever can write to Redis cannot read files."""
+    with pytest.raises(PayloadLost, match="names no object"):
+        store.get(ObjectRef(store.name, key, "0" * 64, 1))
+
+
+def test_a_directory_is_not_readable_by_others(tmp_path: Path) -> None:
+    """Prompts are nobody's business."""
+    store = DirectoryStore(tmp_path / "objects")
+    store.put(prompt_key(JOB), DATA)
+    paths = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o077 for path in paths} == {0}
+
+
+def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path: Path) -> None:
+    """And the message says why, without the path."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PayloadUnavailable, match=r"Not a directory|File exists"):
+        DirectoryStore(tmp_path / "file" / "objects").put(prompt_key(JOB), DATA)
+
+
+def test_two_processes_agree_on_a_directory(tmp_path: Path) -> None:
+    """Whoever comes first names it."""
+    first, second = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    assert first.name == second.name
+    assert second.get(first.put(prompt_key(JOB), DATA)) == DATA
+
+
+def test_what_crashes_have_left_goes_with_time(tmp_path: Path) -> None:
+    """Objects that no job knows of, by their age alone."""
+    store = DirectoryStore(tmp_path)
+    old, young = store.put(prompt_key(JOB), DATA), store.put(prompt_key(OTHER), DATA)
+    long_ago_s = time.time() - 1000
+    os.utime(tmp_path / JOB, (long_ago_s, long_ago_s))
+    assert store.delete_older(900) == 1
+    with pytest.raises(PayloadLost):
+        store.get(old)
+    assert store.get(young) == DATA
+
+
+def test_a_signed_url_of_a_directory_opens_one_object_for_a_while(tmp_path: Path) -> None:
+    """Nothing of it can be changed, and it expires."""
+    store = DirectoryStore(tmp_path)
+    ref = store.put(result_key(JOB, 1), DATA)
+    parts = urlsplit(store.url(ref, ttl_s=60))
+    key, query = parts.path.removeprefix("/v1/objects/"), dict(parse_qsl(parts.query))
+    assert store.opened(key, query) == ref
+    assert store.opened(result_key(OTHER, 1), query) is None
+    for name in query:
+        assert store.opened(key, query | {name: query[name] + "0"}) is None
+    expired = urlsplit(store.url(ref, ttl_s=-1))
+    assert store.opened(key, dict(parse_qsl(expired.query))) is None
+
+
+def test_a_presigned_url_of_s3_needs_no_credentials(s3_setting: str) -> None:
+    """Signed for so long; the server checks neither here, but the URL carries both."""
+    store = open_store(s3_setting)
+    assert store is not None
+    ref = store.put(result_key(JOB, 1), DATA)
+    url = store.url(ref, ttl_s=90)
+    assert httpx.get(url).content == DATA
+    query = dict(parse_qsl(urlsplit(url).query))
+    assert query["X-Amz-Expires"] == "90"
+    assert query["X-Amz-Signature"]
+
+
+def test_an_s3_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has no such bucket."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    store = open_store("s3://nowhere?endpoint=http://127.0.0.1:1")
+    assert store is not None
+    with pytest.raises(PayloadUnavailable, match="does not answer"):
+        store.put(prompt_key(JOB), DATA)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["relative/path", "gs://bucket", "s3://", "s3://b?region=x", "s3://b?endpoint=a&endpoint=b"],
+)
+def test_a_setting_that_names_no_store_is_refused(setting: str) -> None:
+    """At the start, by the setting's form."""
+    with pytest.raises(ValueError, match="store is"):
+        open_store(setting)

@@ -1,0 +1,102 @@
+"""Fetches prompts that lie in the object store. Their jobs are held meanwhile, so that leases are
+renewed and room is kept; a prompt that cannot be had is an error of its job alone.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from contract import tasks
+from contract.calls import Claimed, Release
+from contract.errors import BrokerUnavailable, ErrorCode
+from contract.jobs import StoredPrompt
+from payloads.prompts import decode_prompt
+from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
+from workers.held_job import HeldJob
+from workers.holding import Holding
+from workers.lane import Lane
+from workers.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+_MAX_AT_ONCE = 8
+_ATTEMPTS = 3
+_RETRY_S = 0.5
+
+
+class PromptFetcher:
+    """`run` is called with each claim once its job has its prompt."""
+
+    def __init__(
+        self,
+        store: ObjectStore | None,
+        lane: Lane,
+        holding: Holding,
+        publisher: Publisher,
+        run: Callable[[Claimed], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._lane = lane
+        self._holding = holding
+        self._publisher = publisher
+        self._run = run
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    def begin(self, claimed: Claimed, place: HeldJob) -> None:
+        """Fetches the prompt of a job; `place` holds its place meanwhile."""
+        self._holding.jobs[claimed.job.id] = place
+        task = asyncio.create_task(self._fetch(claimed, place))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        if self._tasks:
+            await tasks.end(*self._tasks)
+
+    async def _fetch(self, claimed: Claimed, place: HeldJob) -> None:
+        job = claimed.job
+        assert job.stored_prompt is not None
+        try:
+            async with self._slots:
+                prompt_ids = await self._prompt_ids(job.stored_prompt)
+            if self._holding.get(job.id, claimed.epoch) is place:
+                whole = replace(job, prompt_ids=prompt_ids)
+                await self._run(dataclasses.replace(claimed, job=whole))
+        except PayloadLost as exc:
+            log.error("prompt lost job_id=%s: %s", job.id, exc)
+            self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt is lost")
+        except PayloadUnavailable as exc:
+            log.warning("no prompt job_id=%s: %s", job.id, exc)
+            await self._give_back(place)
+        except BrokerUnavailable:
+            self._holding.drop(place)  # its lease will lapse
+
+    async def _prompt_ids(self, prompt: StoredPrompt) -> tuple[int, ...]:
+        """Raises PayloadError."""
+        if self._store is None:
+            raise PayloadUnavailable("this worker is given no object store")
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                data = await asyncio.to_thread(self._store.get, prompt.ref)
+                prompt_ids = decode_prompt(data)
+                if len(prompt_ids) != prompt.num_tokens:
+                    raise PayloadLost("the object holds another prompt")
+                return prompt_ids
+            except PayloadUnavailable:
+                if attempt == _ATTEMPTS:
+                    raise
+                await asyncio.sleep(_RETRY_S * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _give_back(self, place: HeldJob) -> None:
+        """Uses up an attempt: on the last one the job fails."""
+        text = "its prompt could not be read from the object store"
+        release = Release(place.job.id, place.epoch, "error", ErrorCode.PAYLOAD_UNAVAILABLE, text)
+        try:
+            await self._lane.release([release])
+        finally:
+            self._holding.drop(place)
