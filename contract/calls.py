@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from contract.callbacks import Callback
 from contract.errors import JobRefused
 from contract.events import LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
@@ -60,6 +61,7 @@ class Submission:
     body_hash: str = ""
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
     metadata: Mapping[str, str] = field(default_factory=dict)  # the caller's, to find it by
+    callback: Callback | None = None  # whom to tell of the end
 
 
 @dataclass(frozen=True, slots=True)

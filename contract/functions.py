@@ -49,7 +49,9 @@ BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may
 
 def library_source() -> str:
     """The library as one text: the shared parts, then the functions by name."""
-    shared = [_LUA / f"_{name}.lua" for name in ("shared", "ledger", "admission", "memory")]
+    shared = [
+        _LUA / f"_{name}.lua" for name in ("shared", "ledger", "outbox", "admission", "memory")
+    ]
     files = [*shared, *sorted(_LUA.glob("[a-z]*.lua"))]
     return "\n".join(path.read_text() for path in files)
 

@@ -134,6 +134,22 @@ class Keys:
         return f"{self.tag}:memory"
 
     @property
+    def outbox(self) -> str:
+        return f"{self.tag}:outbox"
+
+    def outbox_record(self, job_id: str) -> str:
+        return f"{self.tag}:out:{job_id}"
+
+    def due(self, destination: str) -> str:
+        return f"{self.tag}:due:{destination}"
+
+    def flying(self, destination: str) -> str:
+        return f"{self.tag}:flying:{destination}"
+
+    def dead_letters(self, tenant: str) -> str:
+        return f"{self.tag}:dead:{tenant}"
+
+    @property
     def run_id(self) -> str:
         return f"{self.tag}:runid"
 

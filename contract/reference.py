@@ -21,6 +21,7 @@ from contract.admission import (
     predicted_output,
     wait_ms,
 )
+from contract.callbacks import MessageKind
 from contract.calls import (
     Append,
     Blame,
@@ -43,6 +44,7 @@ from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.reference_outbox import OutboxReference
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 
 MAX_RELEASES = 32
@@ -109,6 +111,7 @@ class Reference:
         self.now_ms = 0
         self.records: dict[str, Record] = {}
         self.litter: set[str] = set()  # forgotten jobs that keep something in the object store
+        self.outbox = OutboxReference()
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
         self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
@@ -407,6 +410,8 @@ class Reference:
                 record.first_token_ms = self.now_ms
             record.state = JobStatus.STREAMING
             _log(record, item.event)
+            if not item.fin and _passes_progress(record, item.num_tokens):
+                self._post(record, MessageKind.PROGRESS)
         if item.fin:
             self._end(record, item.fin, item.code, item.message)
             record.result = item.result
@@ -458,6 +463,9 @@ class Reference:
         record.attempt += 1
         record.claimed_ms = self.now_ms if record.claimed_ms is None else record.claimed_ms
         record.lease_ms = self.now_ms + lease_ms
+        callback = record.submission.callback
+        if record.epoch == 1 and callback is not None and callback.tells_start:
+            self._post(record, MessageKind.STARTED)
         return self._handed_out(record)
 
     def _give_back(self, record: Record, queue: str) -> None:
@@ -482,6 +490,10 @@ class Reference:
         record.state, record.owner = status, ""
         record.code, record.message, record.finished_ms = code, message, self.now_ms
         record.lease_ms = record.attended_until_ms = None
+        self._post(record, MessageKind(status.value))
+
+    def _post(self, record: Record, kind: MessageKind) -> None:
+        self.outbox.post(record.job, record.submission, kind, self.now_ms)
 
     def _is_over(self, record: Record) -> bool:
         """Whether a job has ended so long ago that it is kept no more."""
@@ -700,6 +712,12 @@ def _view(record: Record) -> JobView:
         metadata=dict(record.submission.metadata),
         result=record.result,
     )
+
+
+def _passes_progress(record: Record, num_new: int) -> bool:
+    callback = record.submission.callback
+    every = 0 if callback is None else callback.progress_tokens
+    return every > 0 and record.num_tokens % every < num_new
 
 
 def _log(record: Record, event: LogEvent) -> None:

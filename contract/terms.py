@@ -1,5 +1,6 @@
 """What submit and quote are told, as their arguments. Names and units are those of submit.lua."""
 
+from contract.callbacks import encode_callback
 from contract.calls import Submission
 from contract.codec import WIRE_VERSION, encode_job, encode_metadata, encode_terms
 from contract.jobs import Job
@@ -31,6 +32,10 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "needs_worker": s.needs_worker,
         "cold_ms": int(s.cold_start_s * 1000),
         "is_stored": job.stored_prompt is not None,
+        "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
+        "callback_started": s.callback is not None and s.callback.tells_start,
+        "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
     }
-    packed = encode_job(job), encode_terms(terms), encode_metadata(s.metadata)
+    callback = b"" if s.callback is None else encode_callback(s.callback)
+    packed = encode_job(job), encode_terms(terms), encode_metadata(s.metadata), callback
     return job.id, job.tenant, job.model, job.lane, *packed

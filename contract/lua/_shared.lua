@@ -17,14 +17,17 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered',
+  'callback_every',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'has_objects',
+  'callback_to', 'callback_every',
 }
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
+local outbox = {}  -- what callers are to be told; _outbox.lua
 
 -- Tests move the clock by an offset, or stop it: '=1700000000000'.
 local function now_ms(tag)
@@ -148,8 +151,8 @@ local function forget(tag, id, tenant, has_objects, entry)
   if has_objects then redis.call('SADD', tag .. ':litter', id) end
 end
 
--- The only way into a terminal state: terminal event, bill, record, queue, counters, expiry. A result
--- (msgpack ObjectRef, '': none) says where the log up to the end is kept instead of here.
+-- The only way into a terminal state: terminal event, bill, record, queue, counters, callback,
+-- expiry. A result (msgpack ObjectRef, '': none) says where the log up to the end is kept instead of here.
 local function terminal(tag, job, status, code, message, now, result)
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
@@ -170,6 +173,7 @@ local function terminal(tag, job, status, code, message, now, result)
   redis.call('PEXPIRE', tag .. ':log:' .. job.id, job.ttl_ms)
   redis.call('ZADD', tag .. ':kept', now + job.ttl_ms, kept_entry(job))
   job.state = status
+  outbox.post(tag, job, status, now, code, message)
 end
 
 -- Ends a job from outside its worker, and tells the worker.

@@ -32,6 +32,10 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
     redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
     if num_tokens > 0 then redis.call('HSETNX', job.key, 'first_token', now) end
     log_event(tag, job, event)
+    local every = fin == '' and job.callback_every or 0
+    if every > 0 and job.tokens % every < num_tokens then
+      outbox.post(tag, job, 'progress', now, '', '')
+    end
   end
   if fin ~= '' then terminal(tag, job, fin, code, message, now, result) end
   return {'OK', job.next}

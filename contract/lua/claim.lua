@@ -41,7 +41,10 @@ local function take(tag, key, waiting, incarnation, lease_ms, now, config)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
     'attempt', job.attempt, 'config', config)
-  redis.call('HSETNX', job.key, 'claimed', now)
+  local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
+  if is_first and redis.call('HGET', job.key, 'callback_started') == '1' then
+    outbox.post(tag, job, 'started', now, '', '')
+  end
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
   redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
   return handed_out(tag, job, now)

@@ -10,7 +10,9 @@
 --       lane_share (of lane_tokens that one tenant may hold waiting; 0: all),
 --       needs_worker (refuse where no worker lives), cold_ms (until a first worker is up),
 --       is_stored (its prompt lies in the object store)
---       7 metadata (msgpack map, '': none)
+--       callback_to ('': no callback), callback_started (tell of the start),
+--       callback_every (tell of progress every so many output tokens; 0: never)
+--       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
@@ -31,7 +33,7 @@ local function known(tag, job, terms)
   return nil, idem
 end
 
-local function accept(tag, job, terms, packed, metadata, tenant, now)
+local function accept(tag, job, terms, argv, tenant, now)
   local deadline = now + terms.deadline_ms
   redis.call('HSET', job.key, 'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
@@ -39,8 +41,13 @@ local function accept(tag, job, terms, packed, metadata, tenant, now)
     'prompt_tokens', terms.prompt_tokens, 'max_tokens', terms.max_tokens,
     'max_attempts', terms.max_attempts, 'deadline', deadline, 'ttl_ms', terms.ttl_ms,
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
-    'metered', terms.tokens_per_min > 0 and 1 or 0, 'job', packed,
-    'metadata', metadata, 'has_objects', terms.is_stored and '1' or '')
+    'metered', terms.tokens_per_min > 0 and 1 or 0, 'job', argv[5],
+    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '')
+  if terms.callback_to ~= '' then
+    redis.call('HSET', job.key, 'callback', argv[8], 'callback_to', terms.callback_to,
+      'callback_started', terms.callback_started and 1 or 0,
+      'callback_every', terms.callback_every)
+  end
   redis.call('ZADD', tag .. ':jobs:' .. job.tenant, now, job.id)
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
   if terms.attendance_ms > 0 then
@@ -70,7 +77,7 @@ local function submit(keys, argv)
     local reason, limit, retry_ms = unpack(found.refusal)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
-  accept(tag, job, terms, argv[5], argv[7], found.tenant, now)
+  accept(tag, job, terms, argv, found.tenant, now)
   if idem then redis.call('SET', idem, job.id .. ' ' .. terms.body_hash, 'PX', terms.idem_ttl_ms) end
   local ahead = found.ahead
   return {'OK', job.id, {ahead.jobs, ahead.tokens, found.wait}, admission.rates(found.tenant, terms)}

@@ -64,6 +64,7 @@ class Audit:
                 if job["stream"].endswith(":suspect"):
                     alone[job["model"]].add(job_id)
         self._check_lists(jobs)
+        self._check_outbox(jobs)
         known = waiting.keys() | pending.keys() | leases | deadlines
         assert known <= jobs.keys(), "nothing waits or runs without a record"
         self._check_counters(counters)
@@ -85,7 +86,15 @@ class Audit:
         passing = ("job:*", "log:*", "jobs:*", "kept", "leases", "deadlines", "attended")
         left = [
             key.decode()
-            for pattern in (*passing, "own:*", "q:*", "back:*", "alone:*", "line:*")
+            for pattern in (
+                *passing,
+                *("outbox", "due:*", "flying:*"),
+                "own:*",
+                "q:*",
+                "back:*",
+                "alone:*",
+                "line:*",
+            )
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
@@ -106,7 +115,7 @@ class Audit:
         jobs = {}
         for index, job_id in enumerate(job_ids):
             raw, rows, job_ttl, log_ttl = replies[4 * index : 4 * index + 4]
-            for binary in (b"job", b"metadata", b"result"):
+            for binary in (b"job", b"metadata", b"result", b"callback"):
                 raw[binary] = raw[binary].hex().encode() if binary in raw else b""
             jobs[job_id] = {name.decode(): value.decode() for name, value in raw.items()}
             self._rows[job_id] = rows
@@ -277,3 +286,64 @@ class Audit:
             for key in self.client.keys(f"{prefix}*")
         }
         assert found == expected, f"I11: {kind}"
+
+    def _check_outbox(self, jobs: dict[str, dict[str, str]]) -> None:
+        """I12: one record for each end with a callback, in the one place that its state says."""
+        places = {name: self._zsets(f"{name}:") for name in ("due", "flying", "dead")}
+        records = self._outbox_records()
+        wanted = {i for i, job in jobs.items() if "callback_to" in job and job["state"] in TERMINAL}
+        assert wanted <= records.keys(), "I12: an end with a callback has a record"
+        for job_id, record in records.items():
+            state, job = record["state"], jobs.get(job_id)  # None: forgotten since
+            assert job is None or "callback_to" in job, "I12: only what has a callback has a record"
+            has_ended = job is None or job["state"] in TERMINAL
+            told = TERMINAL if has_ended else {"started", "progress"}
+            assert record["kind"] in told, "I12: it tells of the end once there is one"
+            assert job is None or not has_ended or record["kind"] == job["state"], "I12"
+            assert state in ("due", "taken", "idle", "delivered", "dead"), "I12"
+            assert state != "idle" or not has_ended, "I12: no end is forgotten"
+            assert state != "delivered" or "callback" not in record, "no secret outlives its use"
+            found = {name for name, zsets in places.items() for z in zsets.values() if job_id in z}
+            place = {"due": {"due"}, "taken": {"flying"}, "dead": {"dead"}}.get(state, set())
+            assert found == place, f"I12: a {state} record is in {found}"
+            assert not has_ended or record["ttl"] != "-1", "I15: it expires"
+        for zsets in places.values():
+            assert all(z.keys() <= records.keys() for z in zsets.values()), "I12: nothing else"
+        self._check_turns(places["due"], places["flying"])
+
+    def _check_turns(
+        self, due: dict[str, dict[str, float]], flying: dict[str, dict[str, float]]
+    ) -> None:
+        """A destination is looked at once something of it is due, or a lease of it lapses."""
+        rows: Any = self.client.zrange(self.keys.outbox, 0, -1, withscores=True)
+        turns = {to.decode(): at for to, at in rows}
+        assert turns.keys() == due.keys() | flying.keys(), "a turn for each destination"
+        raw: Any = self.client.get(self.keys.clock_offset)
+        now_ms = float(raw[1:])
+        for to, at in turns.items():
+            first = min([*due.get(to, {}).values(), *flying.get(to, {}).values()])
+            is_full = bool(flying.get(to))  # its next look may wait for what is on its way
+            last = min(flying[to].values()) if is_full else first
+            assert at <= max(now_ms, last), "no destination is forgotten"
+
+    def _outbox_records(self) -> dict[str, dict[str, str]]:
+        prefix = self.keys.outbox_record("")
+        keys = self.client.keys(f"{prefix}*")
+        with self.client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hgetall(key)
+                pipe.pttl(key)
+            replies: Any = pipe.execute()
+        records = {}
+        for key, raw, ttl in zip(keys, replies[::2], replies[1::2], strict=True):
+            fields = {n.decode(): v.decode(errors="replace") for n, v in raw.items()}
+            records[key.decode()[len(prefix) :]] = fields | {"ttl": str(ttl)}
+        return records
+
+    def _zsets(self, kind: str) -> dict[str, dict[str, float]]:
+        prefix = f"{self.keys.tag}:{kind}"
+        found = {}
+        for key in self.client.keys(f"{prefix}*"):
+            rows: Any = self.client.zrange(key, 0, -1, withscores=True)
+            found[key.decode()[len(prefix) :]] = {i.decode(): score for i, score in rows}
+        return found

@@ -10,6 +10,7 @@ class Mutant:
     name: str
     text: str
     instead: str
+    is_postal: bool = False  # in the outbox, where another walk looks more closely
 
     def apply(self, source: str) -> str:
         assert source.count(self.text) == 1, f"{self.name}: the text is there once"

@@ -1,6 +1,7 @@
 """The functions in Redis against the reference, step by step, with every invariant audited."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from contract.calls import Wanted, WorkerState
 from contract.functions import library_source
+from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
 from tests.model.mutants import MUTANTS, Mutant
+from tests.model.outbox_mutants import OUTBOX_MUTANTS
+from tests.model.postal_walk import PostalWalk
+from tests.model.postmen import NOBODY
 from tests.model.walk import Walk
-from tests.model.world import LANES, STATES, TENANTS, WORKERS, World
+from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
 workers = st.sampled_from(WORKERS)
 tenants = st.sampled_from(TENANTS)
@@ -60,6 +65,14 @@ REPLIES = {
     "list_jobs": ("some", "none", "some and more", "none and more", "None"),
     "sweep": ("lapsed", "expired", "unattended", "forgotten", "nothing"),
 }
+OUTBOX_REPLIES = {
+    "outbox_take": ("some", "nothing"),
+    "outbox_start": ("a message", "None"),
+    "outbox_renew": ("OK", "lost"),
+    "outbox_done": ("OK", "SUPERSEDED", "FENCED", "GONE"),
+    "outbox_dead": ("some", "nothing"),
+    "outbox_replay": ("None", "due", "taken", "idle", "delivered"),
+}
 TIMES = 50
 TIMES_OF_A_REFUSAL = 15  # each is a line of one decision, which 1 submit in 4 reaches
 MAX_STEPS = 40_000
@@ -81,6 +94,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         deadline_s=st.sampled_from([5, 60]),
         attendance_s=st.sampled_from([0, 9]),
         key=st.sampled_from(["", "", "k"]),
+        callback=st.sampled_from([None, *CALLBACKS]),
         body=st.sampled_from("ab"),
         is_stored=st.booleans(),
     )
@@ -151,6 +165,26 @@ class ProtocolMachine(RuleBasedStateMachine):
     def blame(self, data: st.DataObject, worker: str) -> None:
         self.world.blame(worker, self._job(data))
 
+    @rule(room=st.sampled_from([1, 9]))
+    def take(self, room: int) -> None:
+        self.world.postmen.take(room)
+
+    @rule(data=st.data())
+    def start_delivery(self, data: st.DataObject) -> None:
+        self.world.postmen.start(self._taken(data))
+
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(["delivered", "retry", "dead"]),
+        delay_s=st.sampled_from([0, 7]),
+    )
+    def end_delivery(self, data: st.DataObject, outcome: Outcome, delay_s: float) -> None:
+        self.world.postmen.done(self._taken(data), outcome, delay_s)
+
+    @rule(data=st.data(), tenant=tenants)
+    def replay(self, data: st.DataObject, tenant: str) -> None:
+        self.world.postmen.replay(self._job(data), tenant)
+
     @rule()
     def sweep(self) -> None:
         self.world.sweep()
@@ -182,6 +216,9 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _job(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from([*self.world.job_ids, "job-0-none"]))
 
+    def _taken(self, data: st.DataObject) -> Taken:
+        return data.draw(st.sampled_from([*self.world.postmen.taken[-5:], NOBODY]))
+
 
 def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -> None:
     """Hypothesis looks for an order that breaks one, or on which function and reference differ."""
@@ -198,12 +235,17 @@ def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -
 
 
 def walk(
-    redis_url: str, seed: int, num_steps: int, source: str | None = None, audit_every: int = 1
+    redis_url: str,
+    seed: int,
+    num_steps: int,
+    source: str | None = None,
+    audit_every: int = 1,
+    draws: type[Walk] | type[PostalWalk] = Walk,
 ) -> Counter[str]:
     """Plays one world; returns how often each reply was heard. Raises what it finds."""
     world = World(redis_url, source or library_source(), audit_every=audit_every)
     try:
-        steps = Walk(world, seed)
+        steps = draws(world, seed)
         for _ in range(num_steps):
             steps.step()
         world.settle()
@@ -224,23 +266,45 @@ def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -
 
     Replies are compared at every step; here Redis is audited at every tenth.
     """
+    heard = hear(redis_server.url, REPLIES, Walk, _times)
+    known = {f"{name} {reply}" for name, replies in REPLIES.items() for reply in replies}
+    heard_here = {reply for reply in heard if not reply.startswith("outbox_")}
+    assert heard_here <= {*known, "mine alone"}, "no reply is unknown to this test"
+
+
+@pytest.mark.timeout(300)
+def test_every_reply_of_the_outbox_is_reached(redis_server: EmbeddedRedis) -> None:
+    """Twenty times each, of the functions that relays call, in a walk that is mostly theirs."""
+    heard = hear(redis_server.url, OUTBOX_REPLIES, PostalWalk, lambda _: 20)
+    known = {f"{name} {reply}" for name, replies in OUTBOX_REPLIES.items() for reply in replies}
+    assert {reply for reply in heard if reply.startswith("outbox_")} <= known
+
+
+def hear(
+    redis_url: str,
+    replies: dict[str, tuple[str, ...]],
+    draws: type[Walk] | type[PostalWalk],
+    times: Callable[[str], int],
+) -> Counter[str]:
+    """Walks until each of the replies was heard often enough."""
     heard: Counter[str] = Counter()
-    wanted = [f"{name} {reply}" for name, replies in REPLIES.items() for reply in replies]
+    wanted = [f"{name} {reply}" for name, said in replies.items() for reply in said]
     num_steps, seed = 0, 1000
-    while missing := [reply for reply in wanted if heard[reply] < _times(reply)]:
+    while missing := [reply for reply in wanted if heard[reply] < times(reply)]:
         assert num_steps < MAX_STEPS, {reply: heard[reply] for reply in missing}
-        heard += walk(redis_server.url, seed, 150, audit_every=10)
+        heard += walk(redis_url, seed, 150, audit_every=10, draws=draws)
         num_steps, seed = num_steps + 150, seed + 1
-    assert heard.keys() <= {*wanted, "mine alone"}, "no reply is unknown to this test"
+    return heard
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
     """Each mutant of the functions is told from the right ones: the oracles are awake."""
     source = mutant.apply(library_source())
+    draws, audit_every = (PostalWalk, 4) if mutant.is_postal else (Walk, 1)
     for seed in range(40):
         try:
-            walk(redis_server.url, seed, 150, source)
+            walk(redis_server.url, seed, 150, source, audit_every, draws)
         except Exception:  # an invariant, a difference, or a call that Redis refuses
             return
     pytest.fail("the walk did not notice")

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.calls import TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
-from tests.model.world import COLOURS, LANES, STATES, TENANTS, WORKERS, World
+from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
 
 class Walk:
@@ -86,6 +86,7 @@ class Walk:
             is_stored=self._flip(0.2),
             is_quote=is_quote,
             **self._terms(),
+            callback=rng.choice([None, None, *CALLBACKS]),
         )
 
     def _terms(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import redis
 import redis.asyncio
 
+from contract.callbacks import Callback, CallbackKind
 from contract.calls import (
     Append,
     Blame,
@@ -36,6 +37,7 @@ from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, S
 from contract.keys import Keys
 from contract.reference import Reference
 from tests.model.audit import Audit
+from tests.model.postmen import Postmen
 
 LANES = ("interactive", "standard")
 TENANTS = ("t", "u")
@@ -44,6 +46,10 @@ STATES: tuple[WorkerState, ...] = ("up", "draining", "gone")
 LEASE_S = 10.0
 COLOURS: tuple[dict[str, str], ...] = ({}, {"colour": "red"}, {"colour": "blue", "size": "1"})
 REF = ObjectRef("store", "key", "0" * 64, 1)
+CALLBACKS = (
+    Callback(kind=CallbackKind.URL, target="https://a/x"),
+    Callback(kind=CallbackKind.URL, target="https://b/x", tells_start=True, progress_tokens=2),
+)
 MAX_CRASHES = 2  # few, so that short walks reach it
 
 T = TypeVar("T")
@@ -74,6 +80,7 @@ class World:
         self.async_client = connect(self.redis_url)
         self.functions = Functions(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)
+        self.postmen = Postmen(self)
         self._freeze_clock()
 
     def close(self) -> None:
@@ -87,9 +94,9 @@ class World:
         """Steps take no time: the clock of the functions moves only when it is told to."""
         seconds, _ = self.client.time()
         self.reference.now_ms = seconds * 1000
-        self._hold_clock()
+        self.hold_clock()
 
-    def _hold_clock(self) -> None:
+    def hold_clock(self) -> None:
         self.client.set(self.keys.clock_offset, f"={self.reference.now_ms}")
 
     def pass_time(self, seconds: float) -> None:
@@ -112,6 +119,7 @@ class World:
         colour: int = 0,
         is_stored: bool = False,
         is_quote: bool = False,
+        callback: Callback | None = None,
         **terms: Any,
     ) -> None:
         """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them."""
@@ -136,6 +144,7 @@ class World:
             body_hash=body,
             attendance_s=attendance_s,
             metadata=COLOURS[colour],
+            callback=callback,
             **terms,
         )
         if is_quote:
@@ -269,11 +278,13 @@ class World:
         self.audit.check_all_ended()
         self.pass_time(10_000)
         self.sweep()
+        self.postmen.deliver_all()
+        self.hold_clock()
         self.audit.check_at_rest()
 
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
         """Calls function and reference; compares replies and records, audits Redis."""
-        self._hold_clock()
+        self.hold_clock()
         there = _comparable(self._call(getattr(self.functions, name), *args, **options))
         here = _comparable(_outcome(lambda: getattr(self.reference, name)(*args, **options)))
         if sort:
@@ -281,11 +292,15 @@ class World:
         assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
         self.job_ids = [job_id for job_id in self.job_ids if job_id in self.reference.records]
         self.replies.update(f"{name} {kind}" for kind in _kinds(there))
+        self.after_step()
+        return there
+
+    def after_step(self) -> None:
         self._num_steps += 1
         if self._num_steps % self.audit_every == 0:
             self._compare_records()
+            self.postmen.compare()
             self.audit.check()
-        return there
 
     def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> Any:
         async def run() -> Any:
@@ -328,7 +343,7 @@ class World:
 
     def read(self, job_id: str, tenant: str) -> None:
         """Compares what is said of a job's place."""
-        self._hold_clock()
+        self.hold_clock()
         found = self.loop.run_until_complete(self.functions.read(job_id, tenant))
         there = found[0].position if found is not None else None
         here = self.reference.position(job_id, tenant)

@@ -1,0 +1,59 @@
+-- outbox_done: an attempt to deliver has ended.
+-- KEYS  1 tag
+-- ARGV  1 job id  2 attempt  3 'delivered' | 'retry' | 'dead'  4 ms to the next attempt
+--       5 what came of it, in a few words
+-- reply {'OK'}          noted, now or before
+--       {'SUPERSEDED'}  another message came meanwhile, which is due now
+--       {'FENCED'}      a later attempt has begun
+--       {'GONE'}        no such record
+local function bury(tag, id, tenant, now)
+  local dead = tag .. ':dead:' .. tenant
+  redis.call('ZADD', dead, now, id)
+  redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - OUTBOX_KEEP_MS)
+  redis.call('PEXPIRE', dead, OUTBOX_KEEP_MS)
+  redis.call('PEXPIRE', tag .. ':out:' .. id, OUTBOX_KEEP_MS)
+end
+
+-- The record's new state. Only an end is kept when it is over: what is told of a start or of
+-- progress has no worth afterwards.
+local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
+  if outcome == 'retry' then
+    redis.call('HINCRBY', key, 'failures', 1)
+    redis.call('ZADD', tag .. ':due:' .. record.to, now + delay_ms, id)
+    return 'due'
+  end
+  if not TERMINAL[record.kind] then return 'idle' end
+  if outcome == 'dead' then
+    bury(tag, id, record.tenant, now)
+  else
+    redis.call('HDEL', key, 'callback')  -- it may hold a secret
+    redis.call('PEXPIRE', key, DELIVERED_KEEP_MS)
+  end
+  return outcome
+end
+
+local function outbox_done(keys, argv)
+  local tag, id, now = keys[1], argv[1], now_ms(keys[1])
+  local key = tag .. ':out:' .. id
+  local record = {}
+  local names = {'state', 'attempt', 'number', 'taken', 'kind', 'to', 'tenant'}
+  for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do record[names[i]] = value end
+  if not record.state then return {'GONE'} end
+  if record.attempt ~= argv[2] then return {'FENCED'} end
+  if record.taken == '' then return {'OK'} end
+  redis.call('ZREM', tag .. ':flying:' .. record.to, id)
+  redis.call('ZREM', tag .. ':due:' .. record.to, id)  -- there again where the lease has lapsed
+  local state
+  if record.taken == record.number then
+    state = outcome_of(tag, key, id, record, argv[3], tonumber(argv[4]), now)
+  else
+    redis.call('ZADD', tag .. ':due:' .. record.to, now, id)
+    state = 'due'
+  end
+  redis.call('HSET', key, 'state', state, 'taken', '', 'note', argv[5])
+  outbox.reschedule(tag, record.to, now, math.huge)
+  return {record.taken == record.number and 'OK' or 'SUPERSEDED'}
+end
+redis.register_function{
+  function_name = 'batchway_v1_outbox_done', callback = outbox_done, flags = {'allow-oom'},
+}

@@ -1,0 +1,54 @@
+-- outbox_take: hands messages that are due to a relay, for so long as its lease. Destinations take
+-- turns, and none is sent more than so many at a time, so that a slow one holds up itself alone.
+-- KEYS  1 tag
+-- ARGV  1 lease (ms)  2 messages at most  3 on their way to one destination at most
+-- reply list of {job id, attempt}
+local MAX_DESTINATIONS = 100  -- looked at in one call
+
+-- What was taken for longer than its lease is due again: whoever had it is gone.
+local function recover(tag, to, now)
+  local flying = tag .. ':flying:' .. to
+  for _, id in ipairs(redis.call('ZRANGE', flying, '-inf', now, 'BYSCORE')) do
+    redis.call('ZREM', flying, id)
+    if redis.call('EXISTS', tag .. ':out:' .. id) == 1 then
+      redis.call('HSET', tag .. ':out:' .. id, 'state', 'due')
+      redis.call('ZADD', tag .. ':due:' .. to, now, id)
+    end
+  end
+end
+
+local function take_one(tag, to, id, until_ms)
+  local key = tag .. ':out:' .. id
+  redis.call('ZREM', tag .. ':due:' .. to, id)
+  local number = redis.call('HGET', key, 'number')
+  if not number then return nil end  -- its time to be kept is over
+  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+  redis.call('HSET', key, 'state', 'taken', 'taken', number)
+  redis.call('ZADD', tag .. ':flying:' .. to, until_ms, id)
+  return {id, attempt}
+end
+
+local function outbox_take(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local lease_ms, room, cap = tonumber(argv[1]), tonumber(argv[2]), tonumber(argv[3])
+  local taken = {}
+  local destinations = redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
+    MAX_DESTINATIONS)
+  for _, to in ipairs(destinations) do
+    recover(tag, to, now)
+    local free = math.min(cap - redis.call('ZCARD', tag .. ':flying:' .. to), room - #taken)
+    if free > 0 then
+      local ids = redis.call('ZRANGE', tag .. ':due:' .. to, '-inf', now, 'BYSCORE', 'LIMIT', 0,
+        free)
+      for _, id in ipairs(ids) do
+        table.insert(taken, take_one(tag, to, id, now + lease_ms))
+      end
+    end
+    outbox.reschedule(tag, to, now, cap)
+    if #taken >= room then break end
+  end
+  return taken
+end
+redis.register_function{
+  function_name = 'batchway_v1_outbox_take', callback = outbox_take, flags = {'allow-oom'},
+}

@@ -1,0 +1,130 @@
+"""Mistakes planted in the functions of the outbox and in what writes to it."""
+
+from tests.model.mutants import Mutant
+
+_TEXTS = [
+    (
+        "an end is told to nobody",
+        "  outbox.post(tag, job, status, now, code, message)\n",
+        "",
+    ),
+    (
+        "progress overtakes what is on its way",
+        "  if is_taken then return end\n",
+        "",
+    ),
+    (
+        "the start is told again",
+        "if is_first and redis.call('HGET'",
+        "if redis.call('HGET'",
+    ),
+    (
+        "progress is told twice",
+        "job.tokens % every < num_tokens",
+        "job.tokens % every <= num_tokens",
+    ),
+    (
+        "progress is told with the end",
+        "fin == '' and job.callback_every or 0",
+        "job.callback_every or 0",
+    ),
+    (
+        "a destination has no bound",
+        "cap - redis.call('ZCARD', tag .. ':flying:' .. to)",
+        "cap",
+    ),
+    (
+        "what is taken stays due",
+        "  redis.call('ZREM', tag .. ':due:' .. to, id)\n  local number",
+        "  local number",
+    ),
+    (
+        "a lost attempt is never made again",
+        "      redis.call('ZADD', tag .. ':due:' .. to, now, id)\n    end\n  end",
+        "    end\n  end",
+    ),
+    (
+        "an old attempt may end a new one",
+        "  if record.attempt ~= argv[2] then return {'FENCED'} end\n",
+        "",
+    ),
+    (
+        "an end said twice counts twice",
+        "  if record.taken == '' then return {'OK'} end\n",
+        "",
+    ),
+    (
+        "an attempt over may begin",
+        "record[1] ~= 'taken' or record[2] ~= argv[2]",
+        "record[2] ~= argv[2]",
+    ),
+    (
+        "a newer message is lost",
+        "if record.taken == record.number then\n    state",
+        "if true then\n    state",
+    ),
+    (
+        "an attempt tells what is old",
+        "  if argv[4] == 'begin' then redis.call('HSET', key, 'taken', record[3]) end\n",
+        "",
+    ),
+    (
+        "a renewed lease takes a newer message for told",
+        "  if argv[4] == 'begin' then redis",
+        "  if true then redis",
+    ),
+    (
+        "a lease is not renewed",
+        (
+            "  redis.call('ZADD', tag .. ':flying:' .. record[4], "
+            "now_ms(tag) + tonumber(argv[3]), id)\n"
+        ),
+        "",
+    ),
+    (
+        "failures are not counted",
+        "    redis.call('HINCRBY', key, 'failures', 1)\n",
+        "",
+    ),
+    (
+        "a dead progress is kept",
+        "  if not TERMINAL[record.kind] then return 'idle' end\n",
+        "",
+    ),
+    (
+        "a secret outlives its use",
+        "    redis.call('HDEL', key, 'callback')  -- it may hold a secret\n",
+        "",
+    ),
+    (
+        "the dead are kept for ever",
+        "  if TERMINAL[kind] then redis.call('PEXPIRE', key, OUTBOX_KEEP_MS) end\n",
+        "",
+    ),
+    (
+        "a foreign tenant replays",
+        "if record[2] ~= argv[2] then return {'NOT_FOUND'} end",
+        "if not record[2] then return {'NOT_FOUND'} end",
+    ),
+    (
+        "a replayed letter stays dead",
+        "  redis.call('ZREM', tag .. ':dead:' .. argv[2], id)\n",
+        "",
+    ),
+    (
+        "a replay wakes nobody",
+        "  outbox.wake(tag, record[3], now)\n",
+        "",
+    ),
+    (
+        "a destination is forgotten",
+        "  outbox.reschedule(tag, record.to, now, math.huge)\n",
+        "",
+    ),
+    (
+        "a full destination is looked at for ever",
+        "if redis.call('ZCARD', flying) >= cap then due = nil end",
+        "due = nil",
+    ),
+]
+OUTBOX_MUTANTS = [Mutant(*texts, is_postal=True) for texts in _TEXTS]
