@@ -2,7 +2,7 @@
 
     python -m infra.pool_replay --trace FILE [--plot FILE]
 
-The file's form is in infra/traces.py. The workers are simulated, the decisions are those of infra/pool.py.
+The file's form is in infra/traces.py. Workers are simulated, the decisions are infra/pool.py's.
 
 A worker computes so many tokens per second, shared evenly among its requests, none of which gets
 more than its stream can take; a prompt token costs a fraction of one. Requests go to the emptiest

@@ -1,0 +1,66 @@
+"""The workers as an ECS service: how many are asked for, how many ended badly. boto3 is slow and
+blocks, so that callers run these in a thread.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+_NOT_OUR_FAULT = (
+    "SpotInterruption",
+    "TerminationNotice",
+    "UserInitiated",
+    "ServiceSchedulerInitiated",
+)
+_MAX_DESCRIBED = 100  # of one call
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTask:
+    """A task that ended by itself, with an error; Unix seconds."""
+
+    arn: str
+    stopped_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EcsService:
+    """One service of one cluster. Every method raises botocore's ClientError or BotoCoreError."""
+
+    client: Any
+    cluster: str
+    service: str
+
+    def num_desired(self) -> int:
+        """How many tasks the service is asked to run. Raises LookupError where there is none."""
+        found = self.client.describe_services(cluster=self.cluster, services=[self.service])
+        if not found["services"]:
+            raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
+        return int(found["services"][0]["desiredCount"])
+
+    def resize(self, num_tasks: int) -> None:
+        """Asks for so many. ECS leaves tasks alone that protect themselves."""
+        self.client.update_service(
+            cluster=self.cluster, service=self.service, desiredCount=num_tasks
+        )
+
+    def failed_tasks(self) -> list[FailedTask]:
+        """Those of the last hour (ECS remembers no more) whose container ended with an error."""
+        listed = self.client.list_tasks(
+            cluster=self.cluster, serviceName=self.service, desiredStatus="STOPPED"
+        )
+        arns = listed["taskArns"][:_MAX_DESCRIBED]
+        if not arns:
+            return []
+        described = self.client.describe_tasks(cluster=self.cluster, tasks=arns)
+        return [
+            FailedTask(task["taskArn"], task["stoppedAt"].timestamp())
+            for task in described["tasks"]
+            if "stoppedAt" in task and _has_failed(task)
+        ]
+
+
+def _has_failed(task: dict[str, Any]) -> bool:
+    if task.get("stopCode") in _NOT_OUR_FAULT:
+        return False
+    codes = [container.get("exitCode") for container in task.get("containers", [])]
+    return task.get("stopCode") == "TaskFailedToStart" or any(codes)

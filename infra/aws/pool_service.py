@@ -1,0 +1,198 @@
+"""Sizes the pool of workers, all the time: looks, decides (infra/pool.py), asks ECS, tells.
+
+    python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
+
+One such process per pool. It holds nothing that cannot be lost: a new one starts by waiting as
+long as a pool waits before it shrinks. What it sees goes to standard output as metrics, in
+CloudWatch's embedded format: a line of JSON that the log's reader turns into figures.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.connection import connect
+from contract.errors import BrokerUnavailable
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.redis_url import redis_url_of
+from infra.aws.ecs_service import EcsService
+from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
+from infra.pool_watch import PoolSight, PoolWatch
+
+log = logging.getLogger("batchway.pool")
+
+EVERY_S = 5.0
+_METRICS = {
+    "DesiredWorkers": "Count",
+    "ReadyWorkers": "Count",
+    "BusyWorkers": "Count",
+    "BacklogS": "Seconds",
+    "BacklogOverTarget": "None",
+    "StrandedTokens": "Count",
+    "BreakerOpen": "Count",
+}
+
+
+@dataclass(slots=True)
+class PoolService:
+    """One pool. `clock_s` is Unix time; `tell` takes a line of metrics."""
+
+    policy: PoolPolicy
+    watch: PoolWatch
+    functions: Functions
+    ecs: EcsService
+    tell: Callable[[str], object] = print
+    clock_s: Callable[[], float] = time.time
+    memory: PoolMemory = field(default_factory=PoolMemory)
+
+    async def run(self) -> None:
+        """Looks for ever; what cannot be reached now is asked again."""
+        while True:
+            try:
+                await self.step()
+            except BrokerUnavailable as exc:
+                log.warning("cannot look: %s", exc)
+            except Exception as exc:  # botocore has many, and none may end this
+                log.warning("cannot act: %s", type(exc).__name__)
+            await asyncio.sleep(EVERY_S)
+
+    async def step(self) -> Decision:
+        """One look and what follows from it. Raises BrokerUnavailable, and what boto3 raises."""
+        sight = await self.watch.look()
+        num_desired = await asyncio.to_thread(self.ecs.num_desired)
+        failed = await asyncio.to_thread(self.ecs.failed_tasks)
+        view = PoolView(
+            now_s=self.clock_s(),
+            queued_tokens=sight.queued_tokens,
+            num_desired=num_desired,
+            num_ready=len(sight.workers),
+            load=sum(worker.load for worker in sight.workers),
+            tokens_per_s=sight.tokens_per_s,
+            failed_starts_s=[task.stopped_s for task in failed],
+        )
+        decision = decide(self.policy, view, self.memory)
+        self.memory = decision.memory
+        if decision.num_workers != num_desired:
+            log.info(
+                "pool %d -> %d (%s) ready=%d", num_desired, decision.num_workers,
+                decision.reason, len(sight.workers),
+            )  # fmt: skip
+            await asyncio.to_thread(self.ecs.resize, decision.num_workers)
+        await self._retire(sight, decision.num_to_retire)
+        self.tell(self._metrics(sight, decision))
+        return decision
+
+    async def _retire(self, sight: PoolSight, num: int) -> None:
+        """The emptiest take no more jobs; they go when they have ended theirs."""
+        if num:
+            emptiest = sorted(sight.workers, key=lambda worker: (worker.num_jobs, worker.load))
+            await self.functions.drain([worker.incarnation for worker in emptiest[:num]])
+
+    def _metrics(self, sight: PoolSight, decision: Decision) -> str:
+        values = {
+            "DesiredWorkers": decision.num_workers,
+            "ReadyWorkers": len(sight.workers),
+            "BusyWorkers": sum(worker.num_jobs > 0 for worker in sight.workers),
+            "BacklogS": round(decision.backlog_s, 3),
+            "BacklogOverTarget": round(decision.backlog_over_target, 3),
+            "StrandedTokens": 0 if sight.workers else sum(sight.queued_tokens.values()),
+            "BreakerOpen": int(decision.is_breaker_open),
+        }
+        about = {
+            "Namespace": "batchway",
+            "Dimensions": [["Model"]],
+            "Metrics": [{"Name": name, "Unit": unit} for name, unit in _METRICS.items()],
+        }
+        stamp = {"Timestamp": int(self.clock_s() * 1000), "CloudWatchMetrics": [about]}
+        return json.dumps({"_aws": stamp, "Model": self.watch.model, **values})
+
+
+def wait_targets(raw: str) -> dict[str, float]:
+    """`lane=seconds,…`, most urgent first. Raises argparse.ArgumentTypeError."""
+    try:
+        pairs = [part.split("=") for part in raw.split(",")]
+        return {lane.strip(): float(seconds) for lane, seconds in pairs}
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"must be lane=seconds,…, not {raw!r}") from exc
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.aws.pool_service",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ecs-cluster", required=True, metavar="NAME")
+    parser.add_argument("--ecs-service", required=True, metavar="NAME")
+    parser.add_argument("--model-name", required=True, metavar="NAME")
+    parser.add_argument("--min-workers", type=int, default=0)
+    parser.add_argument("--max-workers", type=int, default=4)
+    default = "interactive=5,standard=60,batch=900"
+    parser.add_argument("--wait-targets", type=wait_targets, default=wait_targets(default))
+    parser.add_argument("--worker-tokens-per-s", type=float, default=1000.0)
+    parser.add_argument("--cold-start-s", type=float, default=300.0)
+    parser.add_argument("--lanes", default="interactive,standard,batch")
+    return parser
+
+
+def policy_of(given: argparse.Namespace) -> PoolPolicy:
+    """Raises ValueError."""
+    lanes = given.lanes.split(",")
+    if unknown := [lane for lane in lanes if lane not in given.wait_targets]:
+        raise ValueError(f"--wait-targets: none for {unknown[0]!r}")
+    return PoolPolicy(
+        wait_targets_s={lane: given.wait_targets[lane] for lane in lanes},
+        min_workers=given.min_workers,
+        max_workers=given.max_workers,
+        worker_tokens_per_s=given.worker_tokens_per_s,
+        cold_start_s=given.cold_start_s,
+    )
+
+
+async def serve(given: argparse.Namespace, client: Any, redis_url: str, namespace: str) -> None:
+    """Runs until cancelled."""
+    policy = policy_of(given)
+    redis_client = connect(redis_url)
+    keys = Keys(namespace)
+    watch = PoolWatch(redis_client, keys, given.model_name, tuple(policy.wait_targets_s))
+    ecs = EcsService(client, given.ecs_cluster, given.ecs_service)
+    service = PoolService(
+        policy, watch, Functions(redis_client, keys), ecs, tell=lambda line: print(line, flush=True)
+    )
+    try:
+        await service.run()
+    finally:
+        await redis_client.aclose()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = build_parser().parse_args(arguments)
+    url = redis_url_of(os.environ)
+    if url is None:
+        print("which Redis? Set the variable REDIS_URL", file=sys.stderr)
+        return 2
+
+    import boto3
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
+    try:
+        asyncio.run(serve(given, boto3.client("ecs"), url, namespace))
+    except ValueError as exc:
+        print(exc, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

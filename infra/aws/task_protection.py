@@ -1,0 +1,57 @@
+"""Keeps ECS from ending a task that has jobs, by the agent that every task can reach."""
+
+import http.client
+import json
+import logging
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+log = logging.getLogger("batchway.protection")
+
+EXPIRES_MINUTES = 15  # renewed long before; a dead worker must not stay protected
+RENEW_S = 300.0
+IDLE_S = 10.0  # without jobs for so long, before it may be ended
+_TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class TaskProtection:
+    """`agent_url` is the variable ECS_AGENT_URI. Tells the agent of changes only."""
+
+    agent_url: str
+    _is_on: bool = False
+    _told_s: float = 0.0
+    _busy_s: float = 0.0
+
+    def note(self, num_jobs: int, now_s: float) -> None:
+        """How many jobs there are now; an agent that does not answer is told again."""
+        if num_jobs:
+            self._busy_s = now_s
+            if not self._is_on or now_s - self._told_s > RENEW_S:
+                self._tell(True, now_s)
+        elif self._is_on and now_s - self._busy_s >= IDLE_S:
+            self._tell(False, now_s)
+
+    def _tell(self, is_on: bool, now_s: float) -> None:
+        body: dict[str, object] = {"ProtectionEnabled": is_on}
+        if is_on:
+            body["ExpiresInMinutes"] = EXPIRES_MINUTES
+        try:
+            status = self._put(json.dumps(body))
+        except (OSError, http.client.HTTPException) as exc:
+            log.warning("agent not reached: %s", type(exc).__name__)
+            return
+        if status != 200:
+            log.warning("agent answers %d", status)
+            return
+        self._is_on, self._told_s = is_on, now_s
+
+    def _put(self, body: str) -> int:
+        url = urlsplit(self.agent_url)
+        connection = http.client.HTTPConnection(url.netloc, timeout=_TIMEOUT_S)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("PUT", f"{url.path}/task-protection/v1/state", body, headers)
+            return connection.getresponse().status
+        finally:
+            connection.close()

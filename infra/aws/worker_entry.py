@@ -1,0 +1,95 @@
+"""What a worker's container runs: brings the weights, then runs `batchway worker` as its child.
+
+The model is named by BATCHWAY_MODEL: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on;
+while the worker holds jobs, asks ECS not to end the task.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contract.connection import connect
+from contract.errors import BrokerUnavailable
+from contract.keys import Keys
+from contract.redis_url import redis_url_of
+from contract.tasks import end
+from infra.aws.task_protection import TaskProtection
+from infra.aws.weights import WeightsMissing, fetch
+from infra.aws.worker_health import num_jobs_here
+
+FOLDER = Path("/var/lib/batchway/model")
+EXIT_NO_WEIGHTS = 3
+_LOOK_S = 1.0
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
+    """Options of `batchway worker`, with the weights in place. Raises WeightsMissing."""
+    model, name = environ.get("BATCHWAY_MODEL", "demo"), environ.get("BATCHWAY_SERVED_MODEL_NAME")
+    arguments = [f"--served-model-name={name}"] if name else []
+    if model.startswith("s3://"):
+        import boto3
+
+        model = str(fetch(boto3.client("s3"), model, folder))
+    return arguments if model == "demo" else [f"--model={model}", *arguments]
+
+
+async def run(command: Sequence[str], redis_url: str, agent_url: str | None) -> int:
+    """Runs the worker to its end; its exit status."""
+    process = await asyncio.create_subprocess_exec(*command)
+    loop = asyncio.get_running_loop()
+    for number in _PASSED_ON:
+        loop.add_signal_handler(number, _pass_on, process, number)
+    watching = asyncio.create_task(_protect(redis_url, agent_url)) if agent_url else None
+    try:
+        return await process.wait()
+    finally:
+        if watching is not None:
+            await end(watching)
+        for number in _PASSED_ON:
+            loop.remove_signal_handler(number)
+
+
+def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+async def _protect(redis_url: str, agent_url: str) -> None:
+    protection = TaskProtection(agent_url)
+    keys = Keys(os.environ.get("BATCHWAY_NAMESPACE") or "default")
+    client = connect(redis_url)
+    try:
+        while True:
+            with contextlib.suppress(BrokerUnavailable):
+                num_jobs = await num_jobs_here(client, keys) or 0
+                await asyncio.to_thread(protection.note, num_jobs, time.monotonic())
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        await client.aclose()
+
+
+def main(arguments: Sequence[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    url = redis_url_of(os.environ)
+    if url is None:
+        print("which Redis? Set the variable REDIS_URL", file=sys.stderr)
+        return 2
+    try:
+        model = model_arguments(os.environ)
+    except WeightsMissing as exc:
+        print(exc, file=sys.stderr)
+        return EXIT_NO_WEIGHTS
+    command = [sys.executable, "-m", "infra", "worker", *model, *arguments]
+    return asyncio.run(run(command, url, os.environ.get("ECS_AGENT_URI")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

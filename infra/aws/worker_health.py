@@ -1,0 +1,57 @@
+"""Whether the worker of this host is well: it was heard of lately in Redis. Exit status 0 or 1.
+
+A worker that loads its model has not been heard of yet; the check's start period covers that. One
+that cannot reach Redis counts as well: to end it would help nobody.
+"""
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import redis.asyncio
+
+from contract.catalogue import WORKER_TTL_S
+from contract.connection import broker_errors, connect
+from contract.errors import BrokerUnavailable
+from contract.keys import Keys
+from contract.redis_clock import now_ms
+from contract.redis_url import redis_url_of
+
+
+async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
+    """Jobs that this host's worker holds; None where it is unheard of. Raises BrokerUnavailable.
+
+    An incarnation begins with its host's name.
+    """
+    prefix = f"{socket.gethostname().split('.')[0]}-".encode()
+    since_ms = await now_ms(client, keys) - int(WORKER_TTL_S * 1000)
+    with broker_errors():
+        models: Any = await client.smembers(keys.models)
+        for model in models:
+            key = keys.workers(model.decode())
+            names: Any = await client.zrangebyscore(key, since_ms, "+inf")
+            for name in names:
+                if name.startswith(prefix):
+                    num_jobs: Any = await client.scard(keys.owned(name.decode()))
+                    return int(num_jobs)
+    return None
+
+
+async def check(redis_url: str, namespace: str) -> bool:
+    client = connect(redis_url)
+    try:
+        return await num_jobs_here(client, Keys(namespace)) is not None
+    except BrokerUnavailable:
+        return True
+    finally:
+        await client.aclose()
+
+
+def main() -> int:
+    namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
+    return 0 if asyncio.run(check(redis_url_of(os.environ) or "", namespace)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""What the pool's arithmetic is told of Redis: what waits, who is there, how full and how fast."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from contract.catalogue import WORKER_TTL_S
+from contract.connection import broker_errors
+from contract.keys import Keys
+from contract.redis_clock import now_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWorker:
+    """One that takes jobs; `load` is the share of its KV cache that is in use."""
+
+    incarnation: str
+    num_jobs: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSight:
+    """One look at a model's pool. `tokens_per_s` is of one worker, None until it was measured."""
+
+    queued_tokens: dict[str, int]
+    workers: tuple[ReadyWorker, ...]
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWatch:
+    """Reads only. Every method raises BrokerUnavailable."""
+
+    client: redis.asyncio.Redis
+    keys: Keys
+    model: str
+    lanes: Sequence[str]
+
+    async def look(self) -> PoolSight:
+        since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
+        with broker_errors():
+            queued = {}
+            for lane in self.lanes:
+                key = self.keys.counters(self.model, lane)
+                tokens: Any = await self.client.hget(key, "queued_tokens")
+                queued[lane] = max(0, int(tokens or 0))
+            names: Any = await self.client.zrangebyscore(
+                self.keys.workers(self.model), since_ms, "+inf"
+            )
+            seen = [await self._worker(name.decode()) for name in names]
+            rate: Any = await self.client.hget(self.keys.pool(self.model), "tokens_per_s")
+        workers = tuple(worker for worker in seen if worker is not None)
+        return PoolSight(queued, workers, float(rate or 0) or None)
+
+    async def _worker(self, incarnation: str) -> ReadyWorker | None:
+        raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
+        if not raw or raw.get(b"state") == b"draining":
+            return None
+        info = json.loads(raw.get(b"info") or b"{}")
+        num_blocks = info.get("num_blocks") or 0
+        used = num_blocks - info.get("num_free_blocks", num_blocks)
+        num_jobs: Any = await self.client.scard(self.keys.owned(incarnation))
+        return ReadyWorker(incarnation, int(num_jobs), used / num_blocks if num_blocks else 0.0)

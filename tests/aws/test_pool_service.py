@@ -1,0 +1,165 @@
+"""The pool's service against a real Redis and an emulated ECS: it sees, decides, asks and tells."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import boto3
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.aws.ecs_service import EcsService
+from infra.aws.pool_service import PoolService, build_parser, policy_of
+from infra.pool import PoolPolicy
+from infra.pool_watch import PoolWatch
+from tests.aws.conftest import Invoke
+from tests.aws.lambda_events import rest_event
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = pytest.mark.anyio
+
+JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+POLICY = PoolPolicy(wait_targets_s={"interactive": 5.0, "standard": 60.0}, scale_in_after_s=60.0)
+
+
+@pytest.fixture
+def ecs(aws_environ: dict[str, str]) -> Iterator[EcsService]:
+    """A service without tasks."""
+    client = boto3.client("ecs")
+    client.create_cluster(clusterName="c")
+    task = client.register_task_definition(
+        family="worker", containerDefinitions=[{"name": "worker", "image": "i", "memory": 1}]
+    )
+    arn = task["taskDefinition"]["taskDefinitionArn"]
+    client.create_service(cluster="c", serviceName="s", taskDefinition=arn, desiredCount=0)
+    yield EcsService(client, "c", "s")
+    client.delete_service(cluster="c", service="s", force=True)
+
+
+class Clock:
+    """Unix time that a test moves."""
+
+    now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+async def service(
+    ecs: EcsService, redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions
+) -> PoolService:
+    await publish_model(redis_client, keys)
+    watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
+    lines: list[str] = []
+    return PoolService(POLICY, watch, functions, ecs, tell=lines.append, clock_s=Clock())
+
+
+async def test_a_job_that_waits_wakes_the_pool(
+    service: PoolService, ecs: EcsService, invoke: Invoke
+) -> None:
+    """From zero to one, once; what is seen is told as metrics."""
+    told: list[str] = []
+    service.tell = told.append
+    assert (await service.step()).num_workers == 0
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+
+    first = await service.step()
+    second = await service.step()
+
+    assert (first.num_workers, first.reason) == (1, "from zero")
+    assert (second.num_workers, second.eta_s) == (1, 300.0)
+    assert ecs.num_desired() == 1
+    metrics = json.loads(told[-1])
+    names = [metric["Name"] for metric in metrics["_aws"]["CloudWatchMetrics"][0]["Metrics"]]
+    assert set(names) == set(metrics) - {"_aws", "Model"}
+    assert metrics["DesiredWorkers"] == 1
+    assert metrics["StrandedTokens"] > 0
+    assert metrics["Model"] == MODEL
+
+
+async def test_the_emptiest_is_told_to_go(
+    service: PoolService, ecs: EcsService, functions: Functions, invoke: Invoke
+) -> None:
+    """The one with a job stays; ECS is asked for fewer, and the other hears of it."""
+    busy, idle = FakeWorker(functions, incarnation="w1"), FakeWorker(functions, incarnation="w2")
+    await idle.beat()
+    await busy.beat()
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    claimed = await busy.claim()
+    info = '{"num_blocks": 10, "num_free_blocks": 9}'
+    await functions.heartbeat(
+        "w1", MODEL, [(claimed.job.id, claimed.epoch)], lease_s=10.0, info=info
+    )
+    ecs.resize(2)
+
+    assert (await service.step()).num_workers == 2
+    service.clock_s.now_s += 60.0  # type: ignore[attr-defined]
+    decision = await service.step()
+
+    assert (decision.num_workers, decision.num_to_retire) == (1, 1)
+    assert ecs.num_desired() == 1
+    client = service.watch.client
+    orders = [await client.hget(service.watch.keys.worker(name), "order") for name in ("w1", "w2")]
+    assert orders == [None, b"drain"]
+
+
+async def test_a_worker_that_drains_is_none(service: PoolService, functions: Functions) -> None:
+    """It takes no jobs, so it does not count; and one that is silent does not either."""
+    worker = FakeWorker(functions)
+    await worker.beat()
+    assert len((await service.watch.look()).workers) == 1
+    await service.watch.client.hset(service.watch.keys.worker("w1"), "state", "draining")
+    assert not (await service.watch.look()).workers
+
+
+class StoppedTasks:
+    """An ECS that knows tasks that have ended, in the shape of DescribeTasks."""
+
+    def __init__(self, *tasks: dict[str, Any]) -> None:
+        self.tasks = [
+            {"taskArn": f"t{number}", "stoppedAt": datetime.fromtimestamp(100, UTC), **task}
+            for number, task in enumerate(tasks)
+        ]
+
+    def list_tasks(self, **_: Any) -> dict[str, Any]:
+        return {"taskArns": [task["taskArn"] for task in self.tasks]}
+
+    def describe_tasks(self, **_: Any) -> dict[str, Any]:
+        return {"tasks": self.tasks}
+
+
+def test_only_errors_of_their_own_count_as_failed() -> None:
+    """Not those that were stopped, or whose machine was taken away, or that went in peace."""
+    ended: Any = StoppedTasks(
+        {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]},
+        {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 0}]},
+        {"stopCode": "TaskFailedToStart", "containers": [{}]},
+        {"stopCode": "ServiceSchedulerInitiated", "containers": [{"exitCode": 137}]},
+        {"stopCode": "SpotInterruption", "containers": [{"exitCode": 137}]},
+    )
+    failed = EcsService(ended, "c", "s").failed_tasks()
+    assert [(task.arn, task.stopped_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]
+    assert EcsService(StoppedTasks(), "c", "s").failed_tasks() == []
+
+
+def test_a_service_that_is_not_there_is_named(ecs: EcsService) -> None:
+    """Not asked for again and again in silence."""
+    with pytest.raises(LookupError, match="no service 'x'"):
+        EcsService(ecs.client, "c", "x").num_desired()
+
+
+def test_options_become_a_policy() -> None:
+    """The lanes of this pool alone, in their order; a lane without a target is named."""
+    needed = ["--ecs-cluster=c", "--ecs-service=s", "--model-name=m"]
+    given = build_parser().parse_args([*needed, "--lanes=standard,batch", "--max-workers=9"])
+    assert policy_of(given).wait_targets_s == {"standard": 60.0, "batch": 900.0}
+    assert policy_of(given).max_workers == 9
+    with pytest.raises(ValueError, match="'batch'"):
+        policy_of(build_parser().parse_args([*needed, "--wait-targets=interactive=5,standard=9"]))
+    with pytest.raises((argparse.ArgumentTypeError, SystemExit)):
+        build_parser().parse_args([*needed, "--wait-targets=interactive"])
