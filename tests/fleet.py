@@ -122,6 +122,7 @@ class Caller:
     functions: Functions
     client: redis.asyncio.Redis
     keys: Keys
+    retention_s: float = 600.0
 
     async def submit(
         self, prompt: str, *, deadline_s: float = 120.0, lane: str = "standard", **params: Any
@@ -144,7 +145,7 @@ class Caller:
             Submission(
                 max_output_tokens=cap,
                 deadline_s=deadline_s,
-                retention_s=600,
+                retention_s=self.retention_s,
             ),
         )
         return job
