@@ -16,6 +16,7 @@ from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
 # claims up to twice what its KV cache could hold if every job ran to its cap.
 _OVERCOMMIT = 2
 _MAX_CLAIM = 64  # jobs in one call
+_MAX_EPOCHS = 10_000  # that are remembered
 _MAX_CANCELLED = 1024  # remembered, until the engine has heard of each
 _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
@@ -64,6 +65,20 @@ class Holding:
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     tokens_after_cancel: int = 0
     _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
+    _epochs: dict[str, int] = field(default_factory=dict)  # of the jobs started here, the latest
+
+    def start(self, job: HeldJob) -> None:
+        """Holds a job from now on."""
+        self.jobs[job.job.id] = job
+        self._epochs.pop(job.job.id, None)
+        self._epochs[job.job.id] = job.epoch
+        while len(self._epochs) > _MAX_EPOCHS:
+            del self._epochs[next(iter(self._epochs))]
+
+    def has_started(self, job_id: str, epoch: int) -> bool:
+        """Whether the job was started here under this epoch or a later one: then the engine may
+        still speak of that run, and the epoch would not tell the two apart."""
+        return epoch <= self._epochs.get(job_id, 0)
 
     def get(self, job_id: str, epoch: int) -> HeldJob | None:
         """The job, where it is held under this epoch."""

@@ -30,7 +30,7 @@ class Publisher:
         self._holding = holding
         self._results = results
         self._news: dict[str, HeldJob] = {}
-        self._failures: dict[str, tuple[str, str]] = {}
+        self._failures: dict[tuple[str, int], tuple[str, str]] = {}  # by job and epoch
         self._has_news = asyncio.Event()
         self._generation = 0
 
@@ -41,7 +41,7 @@ class Publisher:
 
     def fail(self, job: HeldJob, code: str, message: str) -> None:
         """The job ends here, with an error."""
-        self._failures[job.job.id] = (code, message)
+        self._failures[(job.job.id, job.epoch)] = (code, message)
         self.note(job)
 
     def clear(self) -> None:
@@ -68,9 +68,9 @@ class Publisher:
             fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
             if job.has_news:
                 self.note(job)
-            elif job_id in self._failures:
+            elif (job_id, job.epoch) in self._failures:
                 fin = JobStatus.FAILED
-                code, message = self._failures.pop(job_id)
+                code, message = self._failures.pop((job_id, job.epoch))
             elif job.is_complete and self._results.is_due(job):
                 if event is None:
                     self._results.begin(job, self.note)

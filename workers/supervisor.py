@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 
 from contract import tasks
 from contract.calls import Claimed, Release
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, ErrorCode
 from payloads.opening import open_store
 from workers import logs
 from workers.configuration import ConfigurationError
@@ -162,7 +162,9 @@ class Supervisor:
 
     async def _start(self, claimed: Claimed) -> None:
         assert self._keeper.tokenizer is not None
-        if claimed.job.stored_prompt is None:
+        if self._holding.has_started(claimed.job.id, claimed.epoch):
+            await self._give_back_known(claimed)
+        elif claimed.job.stored_prompt is None:
             await self._run(claimed)
         else:
             self._prompts.begin(claimed, HeldJob(claimed, self._keeper.tokenizer))
@@ -173,15 +175,39 @@ class Supervisor:
         job = HeldJob(claimed, self._keeper.tokenizer)
         if claimed.next_number > 1:
             log.info("resuming job_id=%s attempt=%d", job_id, claimed.attempt)
-            job.replay(await self._lane.read_log(job_id, claimed.job.tenant))
+            if not await self._replay(job):
+                return
         if self._engine.client is None:  # it died meanwhile
             await self._lane.release([Release(job_id, claimed.epoch, "drain")])
             return
-        self._holding.jobs[job_id] = job
+        self._holding.start(job)
         if job.is_complete:
             self._publisher.note(job)
         else:
             self._engine.send([job.start_message()])
+
+    async def _give_back_known(self, claimed: Claimed) -> None:
+        """Redis has forgotten a claim of ours, in a power cut, and made it anew; or we had dropped
+        the job, and it was still ours. The next claim will have an epoch of its own."""
+        log.warning("claimed again under epoch=%d job_id=%s", claimed.epoch, claimed.job.id)
+        held = self._holding.jobs.get(claimed.job.id)
+        if held is not None:
+            self._holding.drop(held)
+        await self._lane.release([Release(claimed.job.id, claimed.epoch, "drain")])
+
+    async def _replay(self, job: HeldJob) -> bool:
+        """Brings a job to where its log ends. What is wrong with a log is its job's fault alone."""
+        try:
+            job.replay(await self._lane.read_log(job.job.id, job.job.tenant))
+        except BrokerUnavailable:
+            raise
+        except Exception as exc:
+            log.error("log not understood job_id=%s error=%s", job.job.id, type(exc).__name__)
+            message = "its log could not be read"
+            release = Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
+            await self._lane.release([release])
+            return False
+        return True
 
     # --- the end ------------------------------------------------------------------------------
 

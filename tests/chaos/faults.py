@@ -101,8 +101,7 @@ class Injector:
         """One process goes, after a while the next one sits down."""
         if seat is None:
             return False
-        seat.is_busy = True
-        try:
+        with seat.busy():
             seat.send(number)
             status = await seat.wait(30.0)
             if number == signal.SIGTERM:
@@ -110,35 +109,35 @@ class Injector:
             await asyncio.sleep(self.rng.uniform(0, 0.5))
             seat.start()
             await seat.until_ready()
-        finally:
-            seat.is_busy = False
         return True
 
     async def _pause(self, seat: Seat | None, seconds: float) -> bool:
         if seat is None:
             return False
-        seat.is_busy = True
-        try:
-            seat.send(signal.SIGSTOP)
-            await asyncio.sleep(seconds)
-        finally:
-            seat.send(signal.SIGCONT)
-            seat.is_busy = False
+        with seat.busy():
+            await self._stop_for(seat, seat.pid, seconds)
         return True
 
     async def _signal_engine(self, number: signal.Signals, pause_s: float) -> bool:
         seat = self._idle_worker()
-        if seat is None or (pid := await seat.engine_pid()) is None:
+        if seat is None:
             return False
-        seat.is_busy = True
+        with seat.busy():
+            pid = await seat.engine_pid()
+            if pid is None:
+                return False
+            if number == signal.SIGSTOP:
+                await self._stop_for(seat, pid, pause_s)
+            else:
+                seat.send_to(pid, number)
+        return True
+
+    async def _stop_for(self, seat: Seat, pid: int, seconds: float) -> None:
+        seat.send_to(pid, signal.SIGSTOP)
         try:
-            seat.send_to(pid, number)
-            if pause_s:
-                await asyncio.sleep(pause_s)
+            await asyncio.sleep(seconds)
         finally:
             seat.send_to(pid, signal.SIGCONT)
-            seat.is_busy = False
-        return True
 
     def _idle_worker(self) -> WorkerSeat | None:
         """One that no fault has now; None while but one of them is left in peace."""

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,16 @@ class Seat:
     def pid(self) -> int:
         assert self._process is not None, "not started"
         return self._process.pid
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While one fault has this seat, no other takes it."""
+        assert not self.is_busy
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
 
     def start(self) -> None:
         """Spawns the process; `until_ready` says when it serves."""

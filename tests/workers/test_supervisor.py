@@ -8,8 +8,10 @@ import subprocess
 import pytest
 import redis.asyncio
 
+from contract.calls import Append, Release
 from contract.catalogue import Catalogue
 from contract.connection import connect
+from contract.events import ChoiceDelta, Tokens
 from contract.functions import Functions, ensure_library
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
@@ -213,6 +215,28 @@ async def test_a_job_that_cannot_run_fails_alone(
         assert (await caller.answer(too_long)).ends[0].code == "prompt_too_long"
         assert (await caller.answer(bad_row)).ends[0].code == "engine_error"
         assert_exact(good, await caller.answer(good))
+
+
+async def test_a_log_that_cannot_be_read_fails_its_job_alone(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """A gap in it, which no worker leaves: the worker lives on and runs the next job."""
+    broken = await caller.submit("broken")
+    [claimed] = await caller.functions.claim(
+        "another", "m", ("standard",), lease_s=60, max_jobs=1, max_tokens=1000
+    )
+    event = Tokens((ChoiceDelta(0, 5, (65,), "A"),))
+    await caller.functions.append("another", [Append(broken.id, 1, 1, event, 1)], lease_s=60)
+    await caller.functions.release("another", [Release(broken.id, claimed.epoch, "drain")])
+    good = await caller.submit("good")
+    async with fleet(redis_server.url, 1):
+        assert_exact(good, await caller.answer(good))
+
+        async def has_failed() -> bool:
+            return (await caller.view(broken)).status is JobStatus.FAILED
+
+        await until(has_failed)
+    assert (await caller.view(broken)).code == "engine_error"
 
 
 async def test_jobs_go_on_when_redis_is_killed_and_comes_back(keys: Keys) -> None:
