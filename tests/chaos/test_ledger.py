@@ -164,7 +164,9 @@ FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
 ]
 
 
-@pytest.mark.parametrize(("happens", "kind"), FABRICATED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("happens", "kind"), FABRICATED, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_a_broken_promise_is_found(happens: Callable[[Story], None], kind: Kind) -> None:
     """One fabricated observation, one violation of its kind at least."""
     ledger = Ledger()
