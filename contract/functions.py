@@ -219,6 +219,14 @@ class Functions:
         reply = await self._call("reprioritise", job_id, tenant, lane, deadline_ms)
         return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
 
+    async def detach(
+        self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
+    ) -> Verdict | JobStatus | None:
+        """Lets a job go on without a caller, for so long at least; None where there is none."""
+        terms = (int(deadline_s * 1000), int(retention_s * 1000))
+        reply = await self._call("detach", job_id, tenant, *terms)
+        return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
+
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         """Cancels a job; returns the status it now has, None where the tenant has no such job."""
         reply = await self._call("cancel", job_id, tenant)

@@ -8,7 +8,7 @@ Over 300 lines: it is one table of states, which is checked against the function
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.admission import (
     WORKER_TTL_MS,
@@ -211,6 +211,18 @@ class Reference:
                 self._enqueue(record, record.job.tenant)
         else:
             record.lane = lane
+        return Verdict.OK
+
+    def detach(
+        self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
+    ) -> Verdict | JobStatus | None:
+        record = self._owned(job_id, tenant)
+        if record is None or record.is_terminal:
+            return None if record is None else record.state
+        record.deadline_ms = max(record.deadline_ms, self.now_ms + int(deadline_s * 1000))
+        record.attended_until_ms = None
+        longest_s = max(record.submission.retention_s, retention_s)
+        record.submission = replace(record.submission, attendance_s=0.0, retention_s=longest_s)
         return Verdict.OK
 
     def attend(self, job_ids: Sequence[str]) -> int:

@@ -174,6 +174,29 @@ class Broker:
             await self._call(lambda: self._litter.cleared([job_id]))
         return None
 
+    async def detach(
+        self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
+    ) -> None:
+        """Lets a job go on without its caller. Raises UnknownJob."""
+        status = await self._call(
+            lambda: self._functions.detach(
+                job_id, tenant, deadline_s=deadline_s, retention_s=retention_s
+            )
+        )
+        if status is None:
+            raise UnknownJob(job_id)
+
+    async def reprioritise(
+        self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
+    ) -> JobStatus | None:
+        """Moves a job; the status in which it had ended before, else None. Raises UnknownJob."""
+        status = await self._call(
+            lambda: self._functions.reprioritise(job_id, tenant, lane=lane, deadline_s=deadline_s)
+        )
+        if status is None:
+            raise UnknownJob(job_id)
+        return status if isinstance(status, JobStatus) else None
+
     async def events(
         self, job_id: str, tenant: str, after: int = 0, after_hash: str | None = None
     ) -> AsyncIterator[LogEntry | Idle | Reset]:

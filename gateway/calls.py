@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -19,8 +19,12 @@ from gateway.auth import Caller
 from gateway.bodies import read_object
 from gateway.errors import ApiError, UnknownJob, draining, invalid_value, no_workers, to_api_error
 from gateway.job_objects import submitted_object
+from gateway.patience import Patience, Preference
+from gateway.responses import accepted_response
+from gateway.responses import json_response as json_response
 from gateway.schemas import CallBody, parse_call
 from gateway.streams import Gateway, call_stream, whole_answer
+from gateway.sync_call import SyncCall
 
 log = logging.getLogger("batchway.gateway")
 
@@ -33,72 +37,88 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> Response:
-    """Submits the call's job and answers with its output, whole or as a stream."""
+    """Submits the call's job and answers with its output, whole or as a stream; or with the job,
+    where the caller prefers it or the time is up.
+    """
     gateway = gateway_of(request)
     if gateway.drain.has_begun:
         raise draining()
+    preference = Preference.of(request)
+    patience = _patience(request, gateway, preference)
     raw = await read_object(request)
     body = parse_call(endpoint, raw)
-    if _prefers_async(request):
-        return await _as_job(request, gateway, endpoint, body, raw, caller)
-    settings = gateway.settings
-    key = idempotency_key(request)
-    terms = Terms(
-        caller=caller,
-        deadline_s=settings.sync_deadline_s,
-        retention_s=settings.sync_retention_s,
-        attendance_s=0.0 if key else settings.attendance_s,  # a key says: I will be back
-        idempotency_key=key,
-        body_hash=body_hash(endpoint, raw),
-    )
-    job, submission = await prepare(gateway.broker, settings, endpoint, body, terms)
-    if not await gateway.broker.num_live_workers(job.model):
+    terms = _terms(request, gateway, caller, preference, body_hash(endpoint, raw))
+    if preference.is_at_once:
+        return await submit_job(gateway, endpoint, body, terms, preference.applied())
+    job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+    # Who prefers a job to waiting may wait for a worker too.
+    if not preference.is_given and not await gateway.broker.num_live_workers(job.model):
         raise no_workers(job.model)
     submitted = await gateway.broker.submit(job, submission)
     job = await accepted_job(gateway, job, submitted)
-    on_gone = _leave_running if terms.idempotency_key else _canceller(gateway, job)
-    if body.stream:
-        return sse.SseResponse(
-            call_stream(gateway, job, includes_usage=body.includes_usage),
-            headers={"x-job-id": job.id},
-            stall_timeout_s=settings.stall_timeout_s,
-            on_gone=on_gone,
-        )
-    return await _whole(request, gateway, job, on_gone)
+    call = SyncCall(
+        gateway.broker,
+        gateway.settings,
+        job,
+        patience,
+        may_return=bool(terms.idempotency_key),
+        headers=preference.applied(),
+    )
+    headers = {"x-job-id": job.id, **preference.applied()}
+    if not body.stream:
+        return await _whole(request, gateway, call, headers)
+    return sse.SseResponse(
+        call_stream(gateway, call, includes_usage=body.includes_usage),
+        headers=headers,
+        stall_timeout_s=gateway.settings.stall_timeout_s,
+        on_gone=call.on_gone,
+    )
+
+
+def _terms(
+    request: Request, gateway: Gateway, caller: Caller, preference: Preference, hashed: str
+) -> Terms:
+    """A call's terms; a job's, where the caller says that it may become one."""
+    settings = gateway.settings
+    key = idempotency_key(request)
+    is_job = preference.is_given
+    # A key says: I will be back. Who wants no answer now is not waited for.
+    is_attended = not key and not preference.is_at_once
+    return Terms(
+        caller=caller,
+        deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
+        retention_s=settings.job_retention_s if is_job else settings.sync_retention_s,
+        attendance_s=settings.attendance_s if is_attended else 0.0,
+        idempotency_key=key,
+        body_hash=hashed,
+    )
+
+
+def _patience(request: Request, gateway: Gateway, preference: Preference) -> Patience:
+    settings = gateway.settings
+    return Patience.of(
+        request,
+        preference,
+        sync_limit_s=settings.sync_limit_s,
+        longest_s=settings.sync_deadline_s,
+    )
 
 
 async def _whole(
-    request: Request, gateway: Gateway, job: Job, on_gone: Callable[[], Awaitable[None]]
+    request: Request, gateway: Gateway, call: SyncCall, headers: Mapping[str, str]
 ) -> Response:
     try:
-        answer = await sse.unless_gone(request.receive, whole_answer(gateway, job))
+        answer = await sse.unless_gone(request.receive, whole_answer(gateway, call))
     except sse.ClientGone:
-        await on_gone()
+        await call.on_gone()
         return Response(status_code=499)  # to nobody
+    except sse.AnsweredOtherwise as exc:
+        return exc.response
     except BatchwayError as exc:
         error = to_api_error(exc)
-        error.headers["x-job-id"] = job.id
+        error.headers["x-job-id"] = call.job.id
         raise error from exc
-    return json_response(answer, headers={"x-job-id": job.id})
-
-
-async def _as_job(
-    request: Request,
-    gateway: Gateway,
-    endpoint: Endpoint,
-    body: CallBody,
-    raw: Mapping[str, Any],
-    caller: Caller,
-) -> Response:
-    """`Prefer: respond-async`: the call becomes a job, under a job's terms."""
-    terms = Terms(
-        caller=caller,
-        deadline_s=gateway.settings.job_deadline_s,
-        retention_s=gateway.settings.job_retention_s,
-        idempotency_key=idempotency_key(request),
-        body_hash=body_hash(endpoint, raw),
-    )
-    return await submit_job(gateway, endpoint, body, terms, {"preference-applied": "respond-async"})
+    return json_response(answer, headers=headers)
 
 
 async def submit_job(
@@ -117,11 +137,7 @@ async def submit_job(
     else:
         view, _ = await gateway.broker.read(submitted.job_id, terms.caller.tenant)
         job, status = view.job, view.status
-    return json_response(
-        submitted_object(job, submitted, status),
-        status=202,
-        headers={**headers, "x-job-id": job.id, "location": f"/v1/jobs/{job.id}"},
-    )
+    return accepted_response(submitted_object(job, submitted, status), headers)
 
 
 async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
@@ -152,35 +168,6 @@ def body_hash(endpoint: str, raw: Mapping[str, Any]) -> str:
     """The same for bodies that say the same."""
     text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def json_response(
-    content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    return Response(
-        sse.encode_json(content), status, headers=headers, media_type="application/json"
-    )
-
-
-def _prefers_async(request: Request) -> bool:
-    preferences = ",".join(request.headers.getlist("prefer")).lower().split(",")
-    return "respond-async" in {preference.strip() for preference in preferences}
-
-
-async def _leave_running() -> None:
-    """Who brings an Idempotency-Key may come back; the deadline bounds the cost."""
-
-
-def _canceller(gateway: Gateway, job: Job) -> Callable[[], Awaitable[None]]:
-    async def cancel() -> None:
-        try:
-            status = await gateway.broker.cancel(job.id, job.tenant)
-        except BatchwayError as exc:
-            log.warning("caller gone, not cancelled (%s) job_id=%s", type(exc).__name__, job.id)
-            return
-        log.info("caller gone, job is %s job_id=%s lane=%s", status, job.id, job.lane)
-
-    return cancel
 
 
 def _log_accepted(job: Job) -> None:

@@ -132,6 +132,15 @@ def draining() -> ApiError:
     return _dropped(503, "draining", "this gateway is shutting down", 1)
 
 
+def became_job(job_id: str, url: str, last_id: str) -> ApiError:
+    """What ends the stream of a call that met the platform's limit."""
+    message = (
+        f"the time for this answer is up; it goes on as the job {job_id}: read the rest at "
+        f"{url}?starting_after={last_id}"
+    )
+    return ApiError(503, "became_job", message)
+
+
 def to_api_error(exc: BatchwayError) -> ApiError:
     """What the contract's errors are on HTTP."""
     match exc:

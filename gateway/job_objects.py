@@ -46,6 +46,21 @@ def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[
     }
 
 
+def accepted_object(view: JobView) -> dict[str, Any]:
+    """A job that is handed over to its caller later than at submission."""
+    return {
+        "id": view.job.id,
+        "object": "job",
+        "status": public_status(view.status),
+        "endpoint": view.job.endpoint,
+        "model": view.job.model,
+        "lane": view.lane,
+        "position": None,
+        "eta_s": None,
+        "events_url": events_url(view.job.id),
+    }
+
+
 def job_object(view: JobView) -> dict[str, Any]:
     """The job without its result, which `GET /v1/jobs/{id}` adds."""
     return {

@@ -164,6 +164,13 @@ class JobBody(_Strict):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
 
 
+class JobChange(_Strict):
+    """PATCH /v1/jobs/{id}."""
+
+    lane: Literal["interactive", "standard", "batch"] | None = None
+    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None  # from now
+
+
 CallBody = ChatBody | CompletionBody
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -189,6 +196,14 @@ def parse_job(raw: Mapping[str, Any]) -> JobBody:
     if raw.get("callback") is not None:
         raise bad_request("unsupported_parameter", "callbacks are not supported yet", "callback")
     return _validate(JobBody, {name: raw[name] for name in raw if name != "callback"})
+
+
+def parse_job_change(raw: Mapping[str, Any]) -> JobChange:
+    """Raises ApiError, also where nothing is to be changed."""
+    change = _validate(JobChange, raw)
+    if change.lane is None and change.deadline_s is None:
+        raise bad_request("missing_required_parameter", "give a lane, a deadline_s or both", "lane")
+    return change
 
 
 def _check_chat(body: ChatBody) -> None:

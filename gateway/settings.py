@@ -22,6 +22,7 @@ class GatewaySettings:
     require_key: bool = False  # also while no key exists
     allowed_hosts: tuple[str, ...] = ()  # (): loopback names, or any where a key is always wanted
     sync_deadline_s: float = 120.0
+    sync_limit_s: float = 0.0  # 0: none but what the platform tells
     job_deadline_s: float = 86_400.0
     sync_retention_s: float = 600.0
     job_retention_s: float = 86_400.0
@@ -51,7 +52,13 @@ class GatewaySettings:
             open_store(self.object_store)
         except ValueError as exc:
             raise ValueError(f"{variable('object_store')}: {exc}") from exc
-        may_be_zero = {"require_key", "lane_bound_tokens", "drain_s", "outage_grace_s"}
+        may_be_zero = {
+            "require_key",
+            "sync_limit_s",
+            "lane_bound_tokens",
+            "drain_s",
+            "outage_grace_s",
+        }
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, int | float) and (

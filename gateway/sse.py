@@ -20,7 +20,9 @@ from gateway.errors import internal_error, to_api_error
 log = logging.getLogger("batchway.gateway")
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": waiting\n\n"
+# Without an empty line behind it: where events have ids, the official client takes that for the
+# end of an event without data, and fails on it.
+COMMENT = b": waiting\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
@@ -36,6 +38,14 @@ _LINE_ENDS = (
 
 class ClientGone(Exception):
     """The caller closed the connection."""
+
+
+class AnsweredOtherwise(Exception):
+    """Raised before a stream's first bytes: the answer is no stream, but this."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status_code)
+        self.response = response
 
 
 def encode_json(value: object) -> bytes:
@@ -128,6 +138,10 @@ class SseResponse(Response):
                 await self._send_part(send, part)
         except ClientGone:
             raise
+        except AnsweredOtherwise as exc:
+            assert not has_started
+            await exc.response(scope, receive, send)
+            return
         except Exception as exc:
             error = to_api_error(exc) if isinstance(exc, BatchwayError) else internal_error()
             if error.code == "internal_error":

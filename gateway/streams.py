@@ -11,9 +11,10 @@ from gateway import sse
 from gateway.answers import Answer, Chunks, needs_tokenizer
 from gateway.broker import Broker, Idle, Reset
 from gateway.drain import Drain
-from gateway.errors import ApiError, draining, failure_of, to_api_error
-from gateway.job_objects import job_object, public_status
+from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error
+from gateway.job_objects import events_url, job_object, public_status
 from gateway.settings import GatewaySettings
+from gateway.sync_call import SyncCall
 from gateway.tokens import ModelTokenizer
 
 
@@ -43,8 +44,11 @@ def _reset_error() -> ApiError:
     return ApiError(500, "stream_reset", message)
 
 
-async def whole_answer(gateway: Gateway, job: Job) -> dict[str, object]:
-    """A synchronous call's answer, once the job has ended. Raises ApiError where it failed."""
+async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
+    """A call's answer, once its job has ended. Raises ApiError where it failed, AnsweredOtherwise
+    where it was not waited for to the end.
+    """
+    job = call.job
     answer = Answer(job, await gateway.tokenizer_for(job))
     async for item in gateway.broker.events(job.id, job.tenant):
         match item:
@@ -57,18 +61,23 @@ async def whole_answer(gateway: Gateway, job: Job) -> dict[str, object]:
                 answer.add(item)
             case Reset():
                 answer.reset()
+        if call.patience.is_over(has_sent=False):
+            raise await call.hand_over()
         if gateway.drain.is_over:
             raise draining()
     raise AssertionError("a log that ends without an End")
 
 
 async def call_stream(
-    gateway: Gateway, job: Job, *, includes_usage: bool
+    gateway: Gateway, call: SyncCall, *, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """A synchronous call's events. Raises BatchwayError before the first; later ones end in it."""
+    """A call's events. Raises BatchwayError, AnsweredOtherwise before the first; later it ends in
+    an event that says the same.
+    """
+    job = call.job
     chunks = Chunks(job, await gateway.tokenizer_for(job), includes_usage=includes_usage)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
-    has_sent = False
+    has_sent, last_id = False, "0"
     try:
         async for item in gateway.broker.events(job.id, job.tenant):
             match item:
@@ -82,13 +91,19 @@ async def call_stream(
                 case LogEntry():
                     if messages := _chunk_messages(chunks, item):
                         yield messages
-                        has_sent = True
+                        has_sent, last_id = True, item.sse_id
                         heartbeat.touch()
                 case Reset() if has_sent:
                     raise _reset_error()
-                case Idle() if heartbeat.is_due():
+                case Idle() if heartbeat.is_due() and (has_sent or not call.patience.is_wished):
                     yield sse.COMMENT
                     has_sent = True
+            if call.patience.is_over(has_sent=has_sent):
+                if not has_sent:
+                    raise await call.hand_over()
+                await call.detach()
+                yield _became_job(job, last_id)
+                break
             if gateway.drain.is_over:
                 raise draining()
     except BatchwayError as exc:
@@ -96,6 +111,13 @@ async def call_stream(
             raise
         yield sse.message(to_api_error(exc).body())
     yield sse.DONE
+
+
+def _became_job(job: Job, last_id: str) -> bytes:
+    """Where to go on, for those who know the event; an error for clients that know errors only."""
+    error = became_job(job.id, events_url(job.id), last_id)
+    where = {"id": job.id, "last_event_id": last_id, "events_url": events_url(job.id)}
+    return sse.message({**where, **error.body()}, event="reconnect")
 
 
 async def job_stream(

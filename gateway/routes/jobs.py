@@ -1,4 +1,4 @@
-"""POST /v1/jobs; GET /v1/jobs/{id}, …/events; POST …/cancel."""
+"""POST /v1/jobs; GET, PATCH /v1/jobs/{id}; GET …/events; POST …/cancel."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ from gateway.bodies import read_object
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
 from gateway.errors import ApiError, draining, invalid_value
 from gateway.job_objects import checked_id, job_object
-from gateway.schemas import JobBody, parse_call, parse_job
+from gateway.schemas import JobBody, parse_call, parse_job, parse_job_change
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway, job_stream
 
@@ -92,9 +92,7 @@ async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Respo
     broker = gateway_of(request).broker
     status = await broker.cancel(checked_id(job_id), caller.tenant)
     if status is not JobStatus.CANCELLED:
-        message = f"the job has ended before: {status}"
-        headers = {"x-should-retry": "false"}
-        raise ApiError(409, "already_terminal", message, headers=headers)
+        raise _already_terminal(status)
     view, _ = await broker.read(job_id, caller.tenant)
     return json_response(job_object(view))
 
@@ -113,6 +111,27 @@ def _retention_s(settings: GatewaySettings, asked: JobBody) -> float:
         most = f"{settings.max_retention_s:g}"
         raise invalid_value("retention_s", f"retention_s may be at most {most} here")
     return asked.retention_s
+
+
+@router.patch("/v1/jobs/{job_id}")
+async def change_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
+    """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
+    broker = gateway_of(request).broker
+    change = parse_job_change(await read_object(request))
+    if change.lane is not None:
+        caller.check_lane(change.lane)
+    ended = await broker.reprioritise(
+        checked_id(job_id), caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s
+    )
+    if ended is not None:
+        raise _already_terminal(ended)
+    view, _ = await broker.read(job_id, caller.tenant)
+    return json_response(job_object(view))
+
+
+def _already_terminal(status: JobStatus) -> ApiError:
+    message = f"the job has ended before: {status}"
+    return ApiError(409, "already_terminal", message, headers={"x-should-retry": "false"})
 
 
 def _position(param: str, event_id: str | None) -> tuple[int, str | None]:

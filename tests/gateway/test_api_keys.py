@@ -71,6 +71,7 @@ SCOPED = [
     (Scope.INFERENCE, "POST", "/v1/chat/completions"),
     (Scope.JOBS_WRITE, "POST", "/v1/jobs"),
     (Scope.JOBS_WRITE, "POST", NO_JOB + "/cancel"),
+    (Scope.JOBS_WRITE, "PATCH", NO_JOB),
     (Scope.JOBS_READ, "GET", NO_JOB),
     (Scope.JOBS_READ, "GET", NO_JOB + "/events"),
 ]
@@ -117,9 +118,11 @@ async def test_another_tenant_s_job_looks_like_none(
     """Read, followed, cancelled: the same 404, byte for byte."""
     ours, theirs = await bearer(api_keys, "ours"), await bearer(api_keys, "theirs")
     job_id = (await fresh.post("/v1/jobs", json=JOB, headers=ours)).json()["id"]
-    for method, suffix in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):
-        foreign = await fresh.request(method, f"/v1/jobs/{job_id}{suffix}", headers=theirs)
-        none = await fresh.request(method, NO_JOB + suffix, headers=theirs)
+    change = {"lane": "batch"}
+    for method, suffix in (("GET", ""), ("GET", "/events"), ("POST", "/cancel"), ("PATCH", "")):
+        path, body = f"/v1/jobs/{job_id}{suffix}", change if method == "PATCH" else None
+        foreign = await fresh.request(method, path, headers=theirs, json=body)
+        none = await fresh.request(method, NO_JOB + suffix, headers=theirs, json=body)
         assert code(foreign) == (404, "job_not_found")
         assert foreign.content == none.content
     assert (await fresh.get(f"/v1/jobs/{job_id}", headers=ours)).json()["status"] == "queued"

@@ -14,6 +14,7 @@ from tests.fakes import BOS_ID
 from tests.fleet import Caller, fleet
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.test_jobs import events_of
 from tests.tiny_models import make_model, save_tiny_model
 
 pytestmark = pytest.mark.anyio
@@ -157,15 +158,13 @@ async def test_jobs_and_their_events_carry_the_prompt(
     body = BODY | {"logprobs": 1, "prompt_logprobs": 1, "n": 2}
     posted = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
     url = f"/v1/jobs/{posted.json()['id']}"
-    whole = [
-        part for part in (await http.get(f"{url}/events")).text.split("\n\n") if "cmpl-" in part
-    ]
+    whole = [part for part in events_of((await http.get(f"{url}/events")).text) if "cmpl-" in part]
     result = (await http.get(url)).json()["result"]
     assert result["choices"][1]["text"] == "abéHello wörld!"
     assert result["choices"][1]["prompt_logprobs"][0] is None
     for number in range(6):
         rest = (await http.get(f"{url}/events", params={"starting_after": number})).text
-        parts = [part for part in rest.split("\n\n") if "cmpl-" in part]
+        parts = [part for part in events_of(rest) if "cmpl-" in part]
         assert parts == whole[len(whole) - len(parts) :]
         assert len(parts) == len(whole) if number < 3 else len(parts) == 5 - number
 

@@ -25,6 +25,7 @@ ROUTES = [
     ("GET", "/v1/jobs/job-0-" + "0" * 32),
     ("GET", "/v1/jobs/job-0-" + "0" * 32 + "/events"),
     ("POST", "/v1/jobs/job-0-" + "0" * 32 + "/cancel"),
+    ("PATCH", "/v1/jobs/job-0-" + "0" * 32),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/x"),
 ]

@@ -19,6 +19,16 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a detached job still needs a caller",
+        "  redis.call('ZREM', tag .. ':attended', job.id)\n  redis.call('ZADD'",
+        "  redis.call('ZADD'",
+    ),
+    Mutant(
+        "detaching shortens a deadline",
+        "math.max(job.deadline, now + tonumber(argv[3]))",
+        "now + tonumber(argv[3])",
+    ),
+    Mutant(
         "the epoch is no fence",
         "job.owner ~= incarnation or job.epoch ~= tonumber(epoch)",
         "job.owner ~= incarnation",

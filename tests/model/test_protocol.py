@@ -60,6 +60,7 @@ REPLIES = {
     "drain": ("True", "False"),
     "cancel": ("None", "cancelled", "succeeded", "failed", "expired"),
     "reprioritise": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
+    "detach": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
     "attend": ("some", "none"),
     "delete": ("True", "False", "queued", "claimed", "streaming"),
     "list_jobs": ("some", "none", "some and more", "none and more", "None"),
@@ -118,6 +119,15 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(tenant=tenants, lane=st.sampled_from(["", *LANES]), max_looks=st.sampled_from([1, 500]))
     def list_jobs(self, tenant: str, lane: str, max_looks: int) -> None:
         self.world.list_jobs(tenant, Wanted(lane=lane), max_jobs=2, max_looks=max_looks)
+
+    @rule(
+        data=st.data(),
+        tenant=tenants,
+        deadline_s=st.sampled_from([5, 90]),
+        retention_s=st.sampled_from([6, 900]),
+    )
+    def detach(self, data: st.DataObject, **terms: Any) -> None:
+        self.world.detach(self._job(data), **terms)
 
     @rule(data=st.data())
     def attend(self, data: st.DataObject) -> None:

@@ -28,6 +28,7 @@ class Walk:
             (10, self._cancel),
             (10, self._reprioritise),
             (2, self._attend),
+            (10, self._detach),
             (6, self._delete),
             (5, self._list),
             (16, self._claim),
@@ -149,6 +150,11 @@ class Walk:
         )
         max_looks = rng.choice([2, 500])
         self._world.list_jobs(rng.choice(TENANTS), wanted, max_looks=max_looks)
+
+    def _detach(self) -> None:
+        rng = self._rng
+        terms = (rng.choice([5, 40]), rng.choice([6, 900]))
+        self._world.detach(self._ended_or_any(), rng.choice(TENANTS), *terms)
 
     def _attend(self) -> None:
         self._world.attend([self._job_id(), self._job_id()])

@@ -181,6 +181,9 @@ class World:
     def list_after(self, job_id: str, tenant: str) -> None:
         self._both("list_jobs", tenant, Wanted(), after=job_id)
 
+    def detach(self, job_id: str, tenant: str, deadline_s: float, retention_s: float) -> None:
+        self._both("detach", job_id, tenant, deadline_s=deadline_s, retention_s=retention_s)
+
     def attend(self, job_ids: list[str]) -> None:
         self._both("attend", job_ids)
 

@@ -1,0 +1,24 @@
+-- detach: its caller waits no longer, and the job goes on without one, under a job's terms.
+-- KEYS  1 tag
+-- ARGV  1 job id  2 tenant  3 deadline (ms from now)  4 retention (ms); each counts where it is
+--       more than the job has
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+local function detach(keys, argv)
+  local tag, now = keys[1], now_ms(keys[1])
+  local job = load_job(tag, argv[1])
+  if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
+  if TERMINAL[job.state] then return {job.state} end
+  local deadline = math.max(job.deadline, now + tonumber(argv[3]))
+  redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
+    'ttl_ms', math.max(job.ttl_ms, tonumber(argv[4])))
+  redis.call('ZREM', tag .. ':attended', job.id)
+  redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
+  if job.owner ~= '' then
+    redis.call('PUBLISH', tag .. ':ctl:' .. job.owner,
+      'moved ' .. job.id .. ' ' .. job.lane .. ' ' .. deadline - now)
+  end
+  return {'OK'}
+end
+redis.register_function{
+  function_name = 'batchway_v1_detach', callback = detach, flags = {'allow-oom'},
+}

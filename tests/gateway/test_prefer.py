@@ -1,0 +1,235 @@
+"""Calls that turn into jobs: at once, after a wait, or where the platform's time is up."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from openai import APIError, AsyncOpenAI
+
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from contract.tasks import end
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.gateway.test_jobs import events_of
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+CALLS = [
+    ("/v1/completions", BODY),
+    ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}),
+]
+
+
+async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
+    """The job, once it has ended."""
+    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
+        async for _ in stream.aiter_lines():
+            pass
+    job: dict[str, Any] = (await http.get(f"/v1/jobs/{job_id}")).json()
+    return job
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_wait_that_is_over_answers_with_the_job(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, path: str, body: Any, stream: bool
+) -> None:
+    """202 with place and location; the job goes on and ends by itself."""
+    headers = {"prefer": "wait=0"}
+    answer = await http.post(path, json=body | {"stream": stream}, headers=headers)
+    assert (answer.status_code, answer.json()["status"]) == (202, "queued")
+    job_id = answer.json()["id"]
+    assert answer.headers["preference-applied"] == "wait=0"
+    assert answer.headers["location"] == f"/v1/jobs/{job_id}"
+    assert answer.headers["x-job-id"] == job_id
+    await idle_worker.run(await idle_worker.claim())
+    assert (await ended(http, job_id))["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_result_within_the_wait_is_the_answer(
+    worker: FakeWorker, http: httpx.AsyncClient, stream: bool
+) -> None:
+    """As without the header, which is confirmed."""
+    for prefer in ("wait=30", "respond-async, wait=30", 'handling=lenient, wait="30"'):
+        answer = await http.post(
+            "/v1/completions", json=BODY | {"stream": stream}, headers={"prefer": prefer}
+        )
+        assert answer.status_code == 200
+        assert answer.headers["preference-applied"].endswith("wait=30")
+        assert "wörld" in answer.text
+
+
+@pytest.mark.parametrize("prefer", ["wait=soon", "return=minimal", "wait=-1", "wait"])
+async def test_an_unknown_preference_is_ignored(
+    worker: FakeWorker, http: httpx.AsyncClient, prefer: str
+) -> None:
+    """As RFC 7240 wants it."""
+    answer = await http.post("/v1/completions", json=BODY, headers={"prefer": prefer})
+    assert answer.status_code == 200
+    assert "preference-applied" not in answer.headers
+
+
+async def test_who_accepts_a_job_may_wait_for_a_worker(
+    redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
+) -> None:
+    """A call that may become a job is queued, as jobs are."""
+    await publish_model(redis_client, keys)
+    for prefer in ("wait=0", "respond-async"):
+        answer = await http.post("/v1/completions", json=BODY, headers={"prefer": prefer})
+        assert answer.status_code == 202
+
+
+async def test_leaving_within_the_wait_cancels(idle_worker: FakeWorker, gateway_url: str) -> None:
+    """Nobody knows the job's id yet."""
+    async with httpx.AsyncClient(base_url=gateway_url) as client:
+        headers = {"prefer": "wait=60"}
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
+        claimed = await idle_worker.claim()
+        await end(call)
+    assert await idle_worker.wait_until_ended(claimed) is JobStatus.CANCELLED
+
+
+async def test_a_job_that_was_handed_over_needs_no_caller(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """Long after the attendance of its call it still waits, and is kept as a job is."""
+    answer = await http.post("/v1/completions", json=BODY, headers={"prefer": "wait=0"})
+    job_id = answer.json()["id"]
+    await redis_client.incrby(keys.clock_offset, 3_600_000)
+    assert (await functions.sweep()).num_unattended == 0
+    await idle_worker.beat()
+    await idle_worker.run(await idle_worker.claim())
+    assert (await ended(http, job_id))["status"] == "succeeded"
+    assert await redis_client.ttl(keys.job(job_id)) > 80_000
+
+
+@pytest.fixture
+def limited_url(redis_server: EmbeddedRedis) -> Any:
+    """A gateway whose platform ends requests after a moment."""
+    with running_gateway(make_settings(redis_server.url, sync_limit_s=0.3)) as url:
+        yield url
+
+
+async def test_a_call_that_meets_the_limit_becomes_a_job(
+    limited_url: str, idle_worker: FakeWorker, functions: Functions
+) -> None:
+    """Whole: 202, and the caller's leaving changes nothing any more."""
+    async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
+        answer = await http.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["object"]) == (202, "job")
+        assert "preference-applied" not in answer.headers
+        await idle_worker.run(await idle_worker.claim())
+        job = await ended(http, answer.json()["id"])
+    assert job["result"]["choices"][0]["text"] == "Hello wörld!"
+    assert job["timings"]["deadline_at"] - job["timings"]["queued_at"] > 80_000
+
+
+async def test_a_stream_that_meets_the_limit_says_where_to_go_on(
+    limited_url: str, idle_worker: FakeWorker
+) -> None:
+    """The events before the end and after it are the job's, each once."""
+    async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
+        body = BODY | {"stream": True}
+        call = asyncio.create_task(http.post("/v1/completions", json=body))
+        claimed = await idle_worker.claim()
+        events = says("a", "b", "c")(claimed.job)
+        await idle_worker.say(claimed, 1, events[0])
+        *chunks, reconnect, done = events_of((await call).text)
+        assert done == "data: [DONE]"
+        name, data = reconnect.split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert (name, told["error"]["code"]) == ("event: reconnect", "became_job")
+        assert told["id"] == claimed.job.id
+        assert [chunk.count('"text":"a"') for chunk in chunks] == [1]
+        for number, event in enumerate(events[1:], 2):
+            await idle_worker.say(claimed, number, event)
+        await idle_worker.finish(claimed, 4)
+        rest = await http.get(told["events_url"], headers={"last-event-id": told["last_event_id"]})
+    assert [f'"text":"{letter}"' in rest.text for letter in "abc"] == [False, True, True]
+    assert "event: succeeded" in rest.text
+
+
+async def test_the_official_client_reads_over_a_silence(
+    idle_worker: FakeWorker, gateway_url: str
+) -> None:
+    """Comments between chunks that have ids are no events to it."""
+    async with AsyncOpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0) as client:
+        call = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab", stream=True))
+        claimed = await idle_worker.claim()
+        one, two = says("a", "b")(claimed.job)
+        await idle_worker.say(claimed, 1, one)
+        chunks = aiter(await call)
+        texts = [(await anext(chunks)).choices[0].text]
+        await asyncio.sleep(0.5)  # more than one heartbeat
+        await idle_worker.say(claimed, 2, two)
+        await idle_worker.finish(claimed, 3)
+        texts += [chunk.choices[0].text async for chunk in chunks]
+    assert texts == ["a", "b"]
+
+
+async def test_the_official_client_raises_at_the_limit(
+    limited_url: str, idle_worker: FakeWorker
+) -> None:
+    """It knows no such event; the error tells the job."""
+    async with AsyncOpenAI(base_url=f"{limited_url}/v1", api_key="none", max_retries=0) as client:
+        stream = asyncio.create_task(
+            client.completions.create(model=MODEL, prompt="ab", stream=True)
+        )
+        claimed = await idle_worker.claim()
+        await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
+        chunks = aiter(await stream)
+        assert (await anext(chunks)).choices[0].text == "a"
+        with pytest.raises(APIError, match=claimed.job.id):
+            await anext(chunks)
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_an_idempotency_key_attaches_to_a_live_stream(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, path: str, body: Any
+) -> None:
+    """The second caller gets the same bytes, from the first on, and no second job."""
+    headers = {"idempotency-key": f"live{path}"}
+    stream = body | {"stream": True}
+    first = asyncio.create_task(http.post(path, json=stream, headers=headers))
+    claimed = await idle_worker.claim()
+    one, two = says("a", "b")(claimed.job)
+    await idle_worker.say(claimed, 1, one)
+    second = asyncio.create_task(http.post(path, json=stream, headers=headers))
+    await idle_worker.say(claimed, 2, two)
+    await idle_worker.finish(claimed, 3)
+    assert (await first).content == (await second).content
+    assert len(idle_worker.seen) == 1
+    whole = await http.post(path, json=body, headers=headers)
+    assert (whole.status_code, whole.json()["error"]["code"]) == (422, "idempotency_mismatch")
+
+
+async def test_an_idempotency_key_is_kept_for_a_day(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """On calls, on calls that become jobs, and on jobs; each remembers its own body."""
+    job = {"endpoint": "/v1/completions", "body": BODY}
+    posts: list[tuple[str, Any, dict[str, str]]] = [
+        ("/v1/jobs", job, {}),
+        ("/v1/completions", BODY, {"prefer": "wait=0"}),
+        ("/v1/chat/completions", CALLS[1][1], {"prefer": "respond-async"}),
+    ]
+    for number, (path, body, headers) in enumerate(posts):
+        key = f"k{number}"
+        headers = headers | {"idempotency-key": key}
+        one, two = [(await http.post(path, json=body, headers=headers)).json() for _ in range(2)]
+        assert one["id"] == two["id"]
+        assert 86_300 < await redis_client.ttl(keys.idempotency("default", key)) <= 86_400
+        answer = await http.post(path, json=body | {"metadata": {"a": "b"}}, headers=headers)
+        assert answer.status_code == 422
