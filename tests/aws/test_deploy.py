@@ -1,0 +1,74 @@
+"""scripts/deploy: whose account it is, and what to do once the stack stands."""
+
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from infra.aws import account, first_call
+
+STACK = """{"Resources": {"T": {"Type": "AWS::SNS::Topic"}},
+ "Outputs": {"Url": {"Value": "https://u/live"}, "ApiKeySecretArn": {"Value": "arn:s"},
+             "HousekeeperFunctionName": {"Value": "keeper"}}}"""
+
+
+def test_an_account_is_named_before_anything_is_built(aws_environ: dict[str, str]) -> None:
+    """With the identity and the region; without a region it says how to set one."""
+    said = account.describe(boto3.session.Session())
+    assert "account 123456789012" in said
+    assert said.endswith("in eu-central-1")
+    with pytest.raises(LookupError, match="AWS_REGION"):
+        account.describe(NoRegion())
+
+
+class NoRegion:
+    """A session without a region."""
+
+    region_name = None
+
+
+def test_without_credentials_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Instead of a stack trace."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    assert account.main() == 1
+    assert "aws configure" in capsys.readouterr().err
+
+
+def test_a_deployment_ends_with_a_call_to_try(aws_environ: dict[str, str], tmp_path: Path) -> None:
+    """The stack's own address, and where its key lies; never the key."""
+    boto3.client("cloudformation").create_stack(StackName="mine", TemplateBody=STACK)
+    config = tmp_path / "c.toml"
+    config.write_text('[default.deploy.parameters]\nstack_name = "mine"\n')
+    found = first_call.outputs(boto3.client("cloudformation"), first_call.stack_name(config))
+    said = first_call.words(found)
+    assert "curl -N https://u/live/v1/models" in said
+    assert "--secret-id arn:s" in said
+    config.write_text("")
+    assert first_call.stack_name(config) == "batchway"
+
+
+def test_a_housekeeper_that_fails_is_told() -> None:
+    """Without the library no job is accepted, so a deployment must not end in silence."""
+
+    class Lambda:
+        def invoke(self, **_: Any) -> dict[str, str]:
+            return {"FunctionError": "Unhandled"}
+
+    with pytest.raises(first_call.NotDeployed, match="keeper failed"):
+        first_call.load_library(Lambda(), "keeper")
+
+
+def test_every_output_that_is_read_exists() -> None:
+    """In template.yaml."""
+    text = (Path(__file__).resolve().parent.parent.parent / "template.yaml").read_text()
+    outputs = text.partition("\nOutputs:")[2]
+    for name in ("Url", "ApiKeySecretArn", "HousekeeperFunctionName"):
+        assert f"\n  {name}:" in outputs
