@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.campaign import CampaignOptions, run_campaign
+from tests.chaos.faults import KINDS
 from tests.chaos.report import Report
 
 
@@ -23,6 +24,7 @@ def main() -> int:
         fsync=options.fsync,
         mean_gap_s=options.gap_s,
         keeps_logs=options.keep_logs,
+        kinds=tuple(options.only or ()),
     )
     try:
         report = asyncio.run(_run(campaign))
@@ -57,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of Redis; with everysec a power cut loses up to its last second",
     )
     parser.add_argument("--gap-s", type=float, default=0.4, help="mean time between two faults")
+    parser.add_argument(
+        "--only", action="append", choices=KINDS, metavar="KIND", help="of faults; may be repeated"
+    )
     parser.add_argument("--keep-logs", action="store_true", help="of all processes")
     return parser
 
