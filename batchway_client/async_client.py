@@ -1,0 +1,194 @@
+"""The client for asyncio: client.py with `await`; a test holds the two together."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
+
+import httpx
+
+from batchway_client import calls
+from batchway_client.errors import ClientError, ConnectionLost, Unavailable, WaitTimeout, error_of
+from batchway_client.events import Event, Parser, Position
+from batchway_client.jobs import Job
+
+
+class AsyncClient:
+    """Calls one gateway, or what stands before many. Raises AnswerError and ConnectionLost.
+
+    `http`: a client of your own, with its base URL, for proxies and certificates.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str | None = None,
+        max_outage_s: float = 60.0,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        """`max_outage_s`: how long `events` and `wait` try to reach a gateway again."""
+        self._http = http or httpx.AsyncClient(
+            base_url=base_url,
+            timeout=httpx.Timeout(calls.READ_TIMEOUT_S, connect=calls.CONNECT_TIMEOUT_S),
+        )
+        self._headers = calls.headers_of(api_key)
+        self._max_outage_s = max_outage_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def submit(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        lane: str | None = None,
+        deadline_s: float | None = None,
+        retention_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        callback: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """Queues a call of `/v1/chat/completions` or `/v1/completions`; it is accepted once, also
+        where a connection breaks. Seconds.
+        """
+        terms: dict[str, Any] = {
+            "lane": lane,
+            "deadline_s": deadline_s,
+            "retention_s": retention_s,
+            "metadata": metadata,
+            "callback": callback,
+        }
+        return Job.of(await self._ask(calls.submission(endpoint, body, idempotency_key, terms)))
+
+    async def get(self, job_id: str) -> Job:
+        """A job as it is now, with its result once it has ended."""
+        return Job.of(await self._ask(calls.reading(job_id)))
+
+    async def list(
+        self,
+        *,
+        status: str | None = None,
+        lane: str | None = None,
+        model: str | None = None,
+        created_after: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        page_size: int | None = None,
+    ) -> AsyncIterator[Job]:
+        """All jobs that match, the youngest first, without results; fetched page by page.
+        `created_after` in Unix seconds.
+        """
+        wanted: dict[str, object] = {
+            "status": status,
+            "lane": lane,
+            "model": model,
+            "created_after": created_after,
+            "limit": page_size,
+        }
+        after: str | None = None
+        while True:
+            page = await self._ask(calls.listing(wanted, metadata, after))
+            for raw in page["data"]:
+                yield Job.of(raw)
+            if not page["has_more"]:
+                return
+            after = page["last_id"]
+
+    async def events(self, job_id: str, *, after: str | None = None) -> AsyncIterator[Event]:
+        """A job's stream from its start, or after the event with an id, to its end: one stream,
+        over as many connections as it takes, none lost and none twice.
+        """
+        position = Position(after)
+        heard_s = time.monotonic()
+        while True:
+            lost: Exception | None = None
+            try:
+                async for event in self._connection(job_id, position):
+                    heard_s = time.monotonic()
+                    position.heard()
+                    if position.take(event):
+                        yield event
+                    if event.is_end:
+                        return
+            except (httpx.TransportError, Unavailable) as exc:
+                lost = exc
+            if time.monotonic() - heard_s > self._max_outage_s:
+                raise ConnectionLost(f"no gateway for {self._max_outage_s:g} s") from lost
+            await asyncio.sleep(position.next_pause_s())
+
+    async def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """The job once it has ended. Raises WaitTimeout; the job then goes on."""
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        pause_s = calls.PAUSE_S
+        while not (job := await self.get(job_id)).has_ended:
+            left_s = calls.MAX_PAUSE_S if give_up_s is None else give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise WaitTimeout(f"{job_id} is {job.status} after {timeout_s:g} s")
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(calls.MAX_PAUSE_S, pause_s * 1.5)
+        return job
+
+    async def cancel(self, job_id: str) -> Job:
+        """Ends a job, waiting or running. Raises Conflict where it had ended otherwise."""
+        return Job.of(await self._ask(calls.cancellation(job_id)))
+
+    async def reprioritise(
+        self, job_id: str, *, lane: str | None = None, deadline_s: float | None = None
+    ) -> Job:
+        """Moves a job, waiting or running, to another lane or deadline (seconds from now)."""
+        return Job.of(await self._ask(calls.move(job_id, lane, deadline_s)))
+
+    async def delete(self, job_id: str) -> None:
+        """Forgets a job that has ended: prompt, output, log. Raises Conflict where it has not."""
+        await self._ask(calls.deletion(job_id))
+
+    async def quote(
+        self, endpoint: str, body: Mapping[str, Any], *, lane: str | None = None
+    ) -> Mapping[str, Any]:
+        """What a call would cost, and when it would end; queues nothing."""
+        return await self._ask(calls.quote(endpoint, body, lane))
+
+    async def _connection(self, job_id: str, position: Position) -> AsyncIterator[Event]:
+        """The events of one connection."""
+        headers = self._headers | position.headers
+        path = calls.events_path(job_id)
+        async with self._http.stream("GET", path, headers=headers) as answer:
+            if answer.status_code >= 400:
+                raise error_of(answer.status_code, answer.headers, await answer.aread())
+            parser = Parser()
+            async for data in answer.aiter_bytes():
+                for event in parser.feed(data):
+                    yield event
+
+    async def _ask(self, call: calls.Call) -> dict[str, Any]:
+        error: ClientError | None = None
+        for attempt in range(calls.ATTEMPTS if call.may_repeat else 1):
+            if attempt:
+                await asyncio.sleep(calls.pause_s(attempt, error))
+            try:
+                answer = await self._http.request(
+                    call.method,
+                    call.path,
+                    params=call.params,
+                    json=call.body,
+                    headers={**self._headers, **call.headers},
+                )
+            except httpx.TransportError as exc:
+                error = ConnectionLost(f"no answer ({type(exc).__name__})")
+                error.__cause__ = exc
+                continue
+            if answer.status_code < 400:
+                found: dict[str, Any] = answer.json()
+                return found
+            error = error_of(answer.status_code, answer.headers, answer.content)
+            if not isinstance(error, Unavailable):
+                break
+        assert error is not None, "there is one attempt at least"
+        raise error

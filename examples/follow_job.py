@@ -1,0 +1,35 @@
+"""Prints a job's text as it comes, and goes on where it stopped: kill it and start it again.
+
+    python -m examples.follow_job http://127.0.0.1:8000 job-0-5f… position.txt
+
+The file remembers the last event that was printed. Broken connections need no file: the client
+goes on by itself.
+"""
+
+import sys
+from pathlib import Path
+
+from batchway_client import Client, Event
+
+
+def text_of(event: Event) -> str:
+    """What a chunk of a chat or of a completion adds."""
+    if event.type != "message":
+        return ""
+    [choice] = event.data["choices"]
+    return str(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
+
+
+def main(url: str, job_id: str, position: Path) -> None:
+    after = position.read_text() if position.exists() else None
+    with Client(url) as client:
+        for event in client.events(job_id, after=after):
+            print(text_of(event), end="", flush=True)
+            if event.id is not None:
+                position.write_text(event.id)
+            if event.is_end:
+                print(f"\n[{event.type}]")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,61 @@
+"""Receives callbacks: verifies each, answers 204, and handles each event once.
+
+    CALLBACK_SECRET=whsec_… python -m examples.receive_callbacks 9000
+
+A delivery may come more than once, with the same `webhook-id`. Answer fast and work later: here the
+work is a line on the terminal. Behind a proxy that ends TLS this is all that a receiver needs.
+"""
+
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from batchway_client import BadSignature, verify_webhook
+
+MAX_BYTES = 1_000_000
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """One delivery. `secret` and `seen` belong to the server."""
+
+    server: "CallbackServer"
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        if length > MAX_BYTES:
+            self.send_error(413)
+            return
+        body = self.rfile.read(length)
+        try:
+            event = verify_webhook(self.server.secret, dict(self.headers), body)
+        except BadSignature:
+            self.send_error(400)
+            return
+        webhook_id = self.headers["webhook-id"]
+        if webhook_id not in self.server.seen:  # a database in a real receiver
+            self.server.seen.add(webhook_id)
+            print(f"{webhook_id} {event['type']} {event['data']['id']}", flush=True)
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet: the deliveries are told above."""
+
+
+class CallbackServer(ThreadingHTTPServer):
+    """Listens on loopback; port 0 takes a free one."""
+
+    def __init__(self, port: int, secret: str) -> None:
+        super().__init__(("127.0.0.1", port), Receiver)
+        self.secret = secret
+        self.seen: set[str] = set()
+
+
+def main(port: int, secret: str) -> None:
+    with CallbackServer(port, secret) as server:
+        print(f"listening on port {server.server_port}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), os.environ["CALLBACK_SECRET"])

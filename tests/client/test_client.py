@@ -1,0 +1,199 @@
+"""The client against a real gateway: every call, a broken stream, errors, signatures."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import inspect
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import batchway_client
+from batchway_client import (
+    AsyncClient,
+    BadSignature,
+    Client,
+    Conflict,
+    ConnectionLost,
+    Event,
+    NotFound,
+    WaitTimeout,
+    verify_webhook,
+)
+from batchway_client.events import Parser
+from tests.client.proxy import breaking_proxy
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 200}
+ENDPOINT = "/v1/completions"
+WORDS = [f"w{number} " for number in range(40)]
+SECRET = "whsec_" + base64.b64encode(b"0" * 24).decode()
+
+
+def text_of(events: list[Event]) -> str:
+    chunks = [event.data for event in events if event.type == "message"]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+async def test_a_job_is_submitted_followed_and_deleted(
+    worker: FakeWorker, gateway_url: str
+) -> None:
+    """All of a job's life, with asyncio."""
+    async with AsyncClient(gateway_url) as client:
+        job = await client.submit(ENDPOINT, BODY, metadata={"run": "7"}, retention_s=600)
+        assert (job.status, job.has_ended) == ("queued", False)
+        done = await client.wait(job.id, timeout_s=20)
+        assert done.result is not None
+        assert done.result["choices"][0]["text"] == "Hello wörld!"
+        events = [event async for event in client.events(job.id)]
+        assert (text_of(events), events[-1].type) == ("Hello wörld!", "succeeded")
+        middle = events[1].id
+        rest = [event async for event in client.events(job.id, after=middle)]
+        assert rest == events[2:]
+        assert [j.id async for j in client.list(metadata={"run": "7"})] == [job.id]
+        await client.delete(job.id)
+        with pytest.raises(NotFound):
+            await client.get(job.id)
+
+
+async def test_the_blocking_client_does_the_same(worker: FakeWorker, gateway_url: str) -> None:
+    """From a thread that may block."""
+
+    def live() -> tuple[str, list[str]]:
+        with Client(gateway_url) as client:
+            job = client.submit(ENDPOINT, BODY, lane="batch")
+            text = text_of(list(client.events(job.id)))
+            assert client.wait(job.id).status == "succeeded"
+            ids = [client.submit(ENDPOINT, BODY).id for _ in range(3)] + [job.id]
+            listed = [found.id for found in client.list(page_size=2)]
+            assert sorted(listed) == sorted(ids)
+            client.wait(ids[0])
+            client.delete(job.id)
+            return text, [found.id for found in client.list(lane="batch")]
+
+    assert await asyncio.to_thread(live) == ("Hello wörld!", [])
+
+
+async def test_a_broken_stream_is_one_stream(worker: FakeWorker, gateway_url: str) -> None:
+    """Cut again and again: no event is missing, none comes twice, and their bytes are the same."""
+    worker.script = says(*WORDS)
+    async with AsyncClient(gateway_url) as client:
+        job = await client.submit(ENDPOINT, BODY)
+        whole = [event async for event in client.events(job.id) if event.type != "queued"]
+    with breaking_proxy(gateway_url, max_bytes=1500, num_breaks=6) as proxy:
+        url = f"http://127.0.0.1:{proxy.port}"
+        async with AsyncClient(url) as client:
+            broken = [event async for event in client.events(job.id)]
+        assert proxy.num_broken == 6
+    assert broken == whole
+    assert text_of(broken) == "".join(WORDS)
+
+
+async def test_a_blocking_stream_is_continued_too(worker: FakeWorker, gateway_url: str) -> None:
+    """The same over the other client."""
+    worker.script = says(*WORDS)
+
+    def follow() -> str:
+        with breaking_proxy(gateway_url, max_bytes=3000, num_breaks=2) as proxy:
+            with Client(gateway_url) as straight:
+                job = straight.submit(ENDPOINT, BODY)
+                straight.wait(job.id)
+            with Client(f"http://127.0.0.1:{proxy.port}") as client:
+                return text_of(list(client.events(job.id)))
+
+    assert await asyncio.to_thread(follow) == "".join(WORDS)
+
+
+async def test_errors_are_told_apart(idle_worker: FakeWorker, gateway_url: str) -> None:
+    """By kind, with the gateway's code and the field that is wrong."""
+    async with AsyncClient(gateway_url) as client:
+        with pytest.raises(batchway_client.AnswerError) as wrong:
+            await client.submit(ENDPOINT, {**BODY, "n": 9})
+        assert (wrong.value.code, wrong.value.param) == ("invalid_value", "body.n")
+        job = await client.submit(ENDPOINT, BODY)
+        with pytest.raises(Conflict) as not_ended:
+            await client.delete(job.id)
+        assert not_ended.value.code == "not_terminal"
+        with pytest.raises(WaitTimeout):
+            await client.wait(job.id, timeout_s=0.05)
+        assert (await client.cancel(job.id)).status == "cancelled"
+        with pytest.raises(NotFound):
+            await client.cancel("job-0-" + "0" * 32)
+
+
+async def test_a_gateway_that_is_not_there_is_lost() -> None:
+    """After a few attempts, or when patience with an outage ends."""
+    async with AsyncClient("http://127.0.0.1:1", max_outage_s=0.2) as client:
+        with pytest.raises(ConnectionLost):
+            await client.get("x")
+        with pytest.raises(ConnectionLost):
+            async for _ in client.events("x"):
+                pass
+
+
+async def test_a_repeated_submission_is_one_job(worker: FakeWorker, gateway_url: str) -> None:
+    """The answer to the first is lost on the way; the second finds its job."""
+    with breaking_proxy(gateway_url, max_bytes=0, num_breaks=1) as proxy:
+        async with AsyncClient(f"http://127.0.0.1:{proxy.port}") as client:
+            job = await client.submit(ENDPOINT, BODY, metadata={"k": "v"})
+            assert [j.id async for j in client.list(metadata={"k": "v"})] == [job.id]
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    """Same names, same arguments, same words."""
+    names = [name for name in vars(Client) if not name.startswith("_") and name != "close"]
+    assert len(names) >= 9
+    for name in names:
+        ours, theirs = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
+        assert ours.__doc__ == theirs.__doc__
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_events_are_the_same_however_bytes_are_cut(size: int) -> None:
+    """Also within a character, and between the line ends of an event."""
+    raw = 'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\nid: 1.ab\ndata: {"a": "x\\u2028y"}\n\n'
+    data = (raw + "data: [DONE]\n\n").encode()
+    parser = Parser()
+    events = [e for i in range(0, len(data), size) for e in parser.feed(data[i : i + size])]
+    assert events == [Event("queued", {"id": "ö"}), Event("message", {"a": "x\u2028y"}, "1.ab")]
+
+
+def test_a_callback_is_verified() -> None:
+    """Signed as Standard Webhooks say; anything else is refused."""
+    body = json.dumps({"type": "job.succeeded"}).encode()
+    now = str(int(time.time()))
+    key = base64.b64decode(SECRET.removeprefix("whsec_"))
+    mac = hmac.new(key, b"msg_1." + now.encode() + b"." + body, hashlib.sha256).digest()
+    headers = {
+        "webhook-id": "msg_1",
+        "webhook-timestamp": now,
+        "webhook-signature": "v1," + base64.b64encode(mac).decode(),
+    }
+    assert verify_webhook(SECRET, headers, body) == {"type": "job.succeeded"}
+    for wrong in (
+        {**headers, "webhook-id": "msg_2"},
+        {**headers, "webhook-timestamp": "1"},
+        {**headers, "webhook-signature": "nonsense"},
+        {},
+    ):
+        with pytest.raises(BadSignature):
+            verify_webhook(SECRET, wrong, body)
+    with pytest.raises(BadSignature):
+        verify_webhook(SECRET, headers, body + b" ")
+
+
+def test_the_client_is_small() -> None:
+    """It loads nothing of the server."""
+    program = (
+        "import sys, batchway_client; "
+        "sys.exit(bool({'torch', 'redis', 'fastapi', 'contract'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
