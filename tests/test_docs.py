@@ -1,8 +1,8 @@
 """What the pages show is true: the README's code runs, and links lead somewhere.
 
-In README.md every block marked `bash` or `python` is run as it stands, in order, each in a process
-of its own, against one `batchway up` whose address replaces port 8000 of this machine. Other
-languages are never run. `<!-- not run: REASON -->` before a block leaves it out.
+In README.md and docs/async.md every block marked `bash` or `python` is run as it stands, in order,
+each in a process of its own, against one `batchway up` whose address replaces port 8000 of this
+machine. Other languages are never run. `<!-- not run: REASON -->` before a block leaves it out.
 """
 
 import os
@@ -19,6 +19,7 @@ from tests.markdown import REASONS, Block, anchors, code_blocks, relative_links
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+RUN_PAGES = (README, ROOT / "docs" / "async.md")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 ADDRESS = re.compile(r"http://(?:localhost|127\.0\.0\.1):8000")
 CURL_OPTIONS = "fail-with-body\nsilent\nshow-error\nmax-time = 100\n"
@@ -50,6 +51,16 @@ def readme_blocks() -> list[Block]:
     return code_blocks(README.read_text()) if README.exists() else []
 
 
+def runnable_blocks() -> list[object]:
+    """The blocks that are run, of every page whose code is for the reader to run."""
+    return [
+        pytest.param(block, id=f"{page.stem}-line-{block.line}")
+        for page in RUN_PAGES
+        for block in code_blocks(page.read_text())
+        if block.is_runnable
+    ]
+
+
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:
     """One `batchway up` on the demo model, as the README starts it."""
@@ -78,11 +89,8 @@ def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(b, id=f"line-{b.line}") for b in readme_blocks() if b.is_runnable],
-)
-def test_a_block_of_the_readme_runs(block: Block, server_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", runnable_blocks())
+def test_a_block_of_a_page_runs(block: Block, server_url: str, tmp_path: Path) -> None:
     """As it stands, with exit status 0; an HTTP error fails it too."""
     done = run_block(block, server_url, tmp_path)
     assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
