@@ -2,6 +2,7 @@
 
 BatchwayError
 ├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
+│   ├── BrokerUnfit     it answers; it may not hold jobs, as it is configured
 │   └── BrokerFull      it answers; its memory or its disk is full; carries an ErrorCode
 ├── WireError           bytes in Redis that this version cannot read
 └── JobRefused          a job that is not accepted; carries an ErrorCode
@@ -43,6 +44,10 @@ class BatchwayError(Exception):
 
 class BrokerUnavailable(BatchwayError):
     """Redis does not answer, is loading, is full or is read-only: try again later."""
+
+
+class BrokerUnfit(BrokerUnavailable):
+    """Redis is configured so that it would lose jobs. The message says how, and what to set."""
 
 
 class BrokerFull(BrokerUnavailable):

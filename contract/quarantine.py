@@ -69,7 +69,7 @@ class Quarantine:
         """Submits the job once more; `is_new` is False where that was done before.
 
         Its deadline is as long as it was unless another is given. Raises NotInQuarantine,
-        CannotRequeue, BrokerFull, WireError.
+        CannotRequeue, JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
         with broker_errors():

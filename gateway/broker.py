@@ -23,6 +23,7 @@ from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import End, LogEntry
+from contract.fitness import check_fitness
 from contract.functions import Functions, ensure_library
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
@@ -39,6 +40,7 @@ from gateway.tokens import ModelTokenizer
 log = logging.getLogger("batchway.gateway")
 
 PAGE_EVENTS = 500  # of a log, in one read
+MAX_CALLS = 128  # of Redis at a time, each on a connection of its own; others wait their turn
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
 CATALOGUE_TTL_S = 1.0
 SWEEP_EVERY_S = 1.0
@@ -72,7 +74,8 @@ class Broker:
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
         self._litter = Litter(self._client, self.keys)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
-        self._breaker = Breaker()
+        self._breaker = Breaker(settings.breaker_open_s)
+        self._slots = asyncio.Semaphore(MAX_CALLS)
         self._has_library = False
         self._hints = Hints(
             connect(settings.redis_url, retries=0, command_timeout_s=None),
@@ -306,6 +309,11 @@ class Broker:
                 del self._followed[job_id]
 
     async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        self._breaker.check()
+        async with self._slots:
+            return await self._call_now(function)
+
+    async def _call_now(self, function: Callable[[], Awaitable[T]]) -> T:
         with self._breaker.guard():
             if not self._has_library:
                 await self._load_library()
@@ -318,6 +326,7 @@ class Broker:
             return await function()
 
     async def _load_library(self) -> None:
+        await check_fitness(self._client)
         try:
             await ensure_library(self._client)
         except NoPermissionError:

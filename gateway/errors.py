@@ -14,7 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from contract.errors import BatchwayError, BrokerFull, BrokerUnavailable, ErrorCode, JobRefused
+from contract.errors import (
+    BatchwayError,
+    BrokerFull,
+    BrokerUnavailable,
+    BrokerUnfit,
+    ErrorCode,
+    JobRefused,
+)
 from contract.events import End
 from contract.jobs import JobStatus
 from payloads.store import PayloadError, PayloadLost
@@ -117,6 +124,11 @@ def broker_unavailable() -> ApiError:
     return _dropped(503, "broker_unavailable", "the queue does not answer", random.randint(1, 2))
 
 
+def broker_unfit(unfit: BrokerUnfit) -> ApiError:
+    """An operator must act; until then nothing is accepted."""
+    return _dropped(503, "broker_unavailable", str(unfit), 30, code="broker_unfit")
+
+
 def broker_full(full: BrokerFull) -> ApiError:
     """What runs goes on and can be read; only new jobs are refused."""
     message = f"the queue takes no more jobs just now: {full}"
@@ -152,6 +164,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
                 return ApiError(status, exc.code, exc.message)
             retry_s = None if exc.retry_after_s is None else math.ceil(exc.retry_after_s)
             return _dropped(status, exc.code, exc.message, retry_s)
+        case BrokerUnfit():
+            return broker_unfit(exc)
         case BrokerFull():
             return broker_full(exc)
         case BrokerUnavailable():

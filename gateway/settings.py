@@ -40,6 +40,7 @@ class GatewaySettings:
     max_buffer_bytes: int = 256 * 1024
     stall_timeout_s: float = 30.0
     outage_grace_s: float = 30.0
+    breaker_open_s: float = 0.5
     attendance_s: float = 30.0
     drain_s: float = 20.0
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -11,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, BrokerUnfit
 from gateway.settings import GatewaySettings
 from infra import options as opts
 from infra.drain_command import add_drain_options, run_drain
@@ -164,6 +165,7 @@ def _up(options: argparse.Namespace) -> int:
 def _gateway(options: argparse.Namespace) -> int:
     _check_extra("gateway")
     settings = _gateway_settings(options, _known_redis(options))
+    _check_redis(settings.redis_url)
     if options.listen_fd is None:
         listener = _bind(settings, options)
     else:
@@ -227,6 +229,7 @@ def _say_where(host: str, port: int) -> None:
 def _worker(options: argparse.Namespace) -> int:
     _check_extra("worker")
     url = _known_redis(options)
+    _check_redis(url)
 
     from dataclasses import replace
 
@@ -284,6 +287,24 @@ def _check_extra(extra: str) -> None:
         raise UsageError(
             f"{', '.join(missing)} not installed: run `pip install 'batchway[{extra}]'`"
         )
+
+
+def _check_redis(url: str) -> None:
+    """Refuses a Redis that would lose jobs; one that is down is judged once it answers."""
+    from contract.connection import connect
+    from contract.fitness import check_fitness
+
+    async def check() -> None:
+        client = connect(url, retries=0)
+        async with contextlib.aclosing(client):
+            await check_fitness(client)
+
+    try:
+        asyncio.run(check())
+    except BrokerUnfit as exc:
+        raise UsageError(str(exc)) from exc
+    except BrokerUnavailable:
+        return
 
 
 def _known_redis(options: argparse.Namespace) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from contract.connection import connect
+from contract.errors import JobRefused
 from contract.keys import Keys
 from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Quarantine
 from infra import option_values
@@ -40,7 +41,7 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
     """Runs one action; returns the exit status. Raises BrokerUnavailable."""
     try:
         asyncio.run(_run(options, redis_url))
-    except (NotInQuarantine, CannotRequeue) as exc:
+    except (NotInQuarantine, CannotRequeue, JobRefused) as exc:
         print(f"batchway jobs: {exc}", file=sys.stderr)
         return EXIT_REFUSED
     return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
+from contract.fitness import check_fitness
 from contract.functions import ensure_library
 from infra.child import Child
 from infra.console import Console
@@ -204,6 +205,7 @@ async def _load_library(url: str) -> None:
     try:
         with broker_errors():
             await client.ping()
+        await check_fitness(client)
         await ensure_library(client)
     except (BrokerUnavailable, ValueError) as exc:
         raise PartLost(f"no Redis to work with: {exc}") from exc

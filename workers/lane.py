@@ -14,6 +14,7 @@ from contract.codec import encode_tokenizer
 from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
+from contract.fitness import check_fitness
 from contract.functions import Functions, ensure_library
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
@@ -46,6 +47,7 @@ class Lane:
         await self._client.aclose()
 
     async def ensure_library(self) -> None:
+        await check_fitness(self._client)
         await ensure_library(self._client)
 
     async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:

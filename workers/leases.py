@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from contract.calls import WorkerState
-from contract.errors import BrokerFull, BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
 from workers.drain import Drain
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
@@ -70,6 +70,8 @@ class LeaseKeeper:
             if self._engine.ready is not None:
                 try:
                     await self._beat_once(self._engine.ready)
+                except BrokerUnfit:
+                    raise  # it may not hold jobs: this worker must not go on
                 except BrokerUnavailable as exc:
                     log.warning("heartbeat failed: %s", exc)
                     self._is_published = False  # Redis may come back empty

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 
 from contract import tasks
 from contract.calls import Claimed, Release
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, BrokerUnfit, ErrorCode
 from payloads.opening import open_store
 from workers import logs
 from workers.configuration import ConfigurationError
@@ -116,7 +116,7 @@ class Supervisor:
             for task in running:
                 if not task.cancelled():
                     task.result()
-        except EngineRefused as refusal:
+        except (EngineRefused, BrokerUnfit) as refusal:
             log.error("%s", refusal)
             return EXIT_LOAD_FAILED
         return EXIT_OK

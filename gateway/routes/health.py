@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, BrokerUnfit
 from gateway.calls import gateway_of, json_response
 
 router = APIRouter()
@@ -24,13 +24,15 @@ async def readyz(request: Request) -> Response:
     try:
         models = await gateway.broker.models()
         num_workers = {name: await gateway.broker.num_live_workers(name) for name in models}
-    except BrokerUnavailable:
-        return _not_ready("redis")
+    except BrokerUnavailable as exc:
+        return _not_ready("redis", str(exc) if isinstance(exc, BrokerUnfit) else None)
     if not any(num_workers.values()):
         return _not_ready("workers" if models else "models")
     return json_response({"status": "ready", "workers": num_workers})
 
 
-def _not_ready(missing: str) -> Response:
+def _not_ready(missing: str, reason: str | None = None) -> Response:
     body = {"status": "draining" if missing == "draining" else "unavailable", "missing": missing}
+    if reason is not None:
+        body["reason"] = reason
     return json_response(body, status=503)

@@ -60,7 +60,7 @@ async def test_a_full_memory_refuses_calls_while_running_ones_end(own_redis: Emb
 
 def test_a_full_redis_opens_no_breaker() -> None:
     """It answers: what it holds can be read."""
-    breaker = Breaker()
+    breaker = Breaker(60.0)
     with pytest.raises(BrokerFull), breaker.guard():
         raise BrokerFull(ErrorCode.MEMORY_FULL, "full")
     with breaker.guard():

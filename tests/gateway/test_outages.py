@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
 from contract.tasks import end
 from gateway.breaker import Breaker
+from gateway.broker import Broker
 from gateway.hints import Hints
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -85,6 +86,73 @@ async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200
             await end(serving)
             await client.aclose()
+
+
+@pytest.fixture
+async def dead_redis() -> AsyncIterator[tuple[str, list[int]]]:
+    """The URL of a server that hangs up on everybody, and a list that counts who came."""
+    came: list[int] = []
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(len(came))
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
+
+
+async def test_nobody_asks_a_redis_that_failed_a_moment_ago(
+    dead_redis: tuple[str, list[int]],
+) -> None:
+    """While the breaker is open callers are answered without a packet to Redis: 503, at once."""
+    redis_url, came = dead_redis
+    with running_gateway(make_settings(redis_url, breaker_open_s=3600.0)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 503
+            num_tries = len(came)
+            assert num_tries > 0
+            answers = await asyncio.gather(
+                *(http.post("/v1/completions", json=BODY) for _ in range(20))
+            )
+            assert {answer.status_code for answer in answers} == {503}
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+            assert len(came) == num_tries
+
+
+async def test_hundreds_of_calls_at_a_time_wait_their_turn(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
+) -> None:
+    """More than a client has connections: none is refused, and the breaker stays closed."""
+    await publish_model(redis_client, keys)
+    broker = Broker(make_settings(redis_server.url))
+    counts = await asyncio.gather(*(broker.num_live_workers(str(i)) for i in range(700)))
+    assert counts == [0] * 700
+    assert len(await broker.models()) == 1
+    await broker.aclose()
+
+
+async def test_a_redis_that_evicts_keys_is_refused_until_it_does_not(
+    own_redis: EmbeddedRedis,
+) -> None:
+    """The gateway was there first: /readyz and calls say what to set; then it serves."""
+    client = connect(own_redis.url)
+    worker = await live_worker(client)
+    await client.config_set("maxmemory-policy", "allkeys-lru")
+    with running_gateway(make_settings(own_redis.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            ready = await http.get("/readyz")
+            assert (ready.status_code, ready.json()["missing"]) == (503, "redis")
+            assert "set it to noeviction" in ready.json()["reason"]
+            refused = await http.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unfit")
+            assert refused.headers["x-dropped-reason"] == "broker_unavailable"
+
+            await client.config_set("maxmemory-policy", "noeviction")
+            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
+            await worker.run(await worker.claim())
+            assert (await call).status_code == 200
+    await client.aclose()
 
 
 async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -> None:

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 
 from infra import cli, options
+from infra.embedded_redis import EmbeddedRedis
 from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
@@ -145,6 +147,18 @@ def test_a_redis_that_does_not_answer_is_one_sentence() -> None:
     done = run_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "no Redis to work with: Redis does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "status"), [("gateway", 2), ("worker", 2), ("up", 1)])
+def test_a_redis_that_evicts_keys_is_refused(command: str, status: int) -> None:
+    """One sentence: what is wrong and what to set."""
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        arguments = [] if command == "worker" else ["--port", "0"]
+        done = run_cli(command, *arguments, "--redis-url", server.url)
+    assert done.returncode == status
+    assert "maxmemory-policy is allkeys-lru; set it to noeviction" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -264,6 +264,16 @@ async def test_a_refused_model_ends_the_worker_with_one_sentence(
         assert await asyncio.to_thread(worker.wait, 20) == 3
 
 
+async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
+    """It would lose jobs without a word: exit status 3, though the model is loaded."""
+    with EmbeddedRedis() as server:
+        client = connect(server.url)
+        await client.config_set("maxmemory-policy", "volatile-ttl")
+        await client.aclose()
+        async with fleet(server.url, 1) as [worker]:
+            assert await asyncio.to_thread(worker.wait, 30) == 3
+
+
 @pytest.mark.timeout(180)
 async def test_a_job_that_kills_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
