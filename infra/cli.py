@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -12,23 +11,16 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from contract.errors import BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerUnavailable
 from gateway.settings import GatewaySettings
 from infra import options as opts
 from infra.drain_command import add_drain_options, run_drain
 from infra.jobs_command import add_jobs_options, run_jobs
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options, keys_exist, run_keys
+from infra.preconditions import UsageError, check_extra, check_redis, known_redis
 
 EXIT_USAGE = 2
 _LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
-_NEEDS = {  # modules that show whether an extra is installed
-    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2"),
-    "worker": ("torch", "transformers", "tokenizers", "numpy"),
-}
-
-
-class UsageError(Exception):
-    """Options that cannot work together or here. The message is one sentence."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,12 +123,17 @@ def _version() -> str:
 
 
 def _up(options: argparse.Namespace) -> int:
-    _check_extra("gateway")
-    _check_extra("worker")
+    check_extra("gateway")
+    check_extra("worker")
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
             "--data-dir keeps the data of a Redis that batchway starts; here REDIS_URL or "
             "--redis-url names another"
+        )
+    if options.durability == "durable" and options.data_dir is None:
+        raise UsageError(
+            "--durability durable needs --data-dir DIR: without it a Redis of our own keeps "
+            "nothing; one that REDIS_URL names has appendfsync set by whoever runs it"
         )
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
@@ -151,6 +148,7 @@ def _up(options: argparse.Namespace) -> int:
         redis_url=options.redis_url,
         data_dir=options.data_dir,
         object_store=options.object_store,
+        fsync="always" if options.durability == "durable" else "everysec",
         listener=_bind(settings, options),
         allowed_hosts=settings.allowed_hosts,
         num_workers=options.workers,
@@ -163,9 +161,9 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> int:
-    _check_extra("gateway")
-    settings = _gateway_settings(options, _known_redis(options))
-    _check_redis(settings.redis_url)
+    check_extra("gateway")
+    settings = _gateway_settings(options, known_redis(options))
+    check_redis(settings.redis_url)
     if options.listen_fd is None:
         listener = _bind(settings, options)
     else:
@@ -227,9 +225,9 @@ def _say_where(host: str, port: int) -> None:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    _check_extra("worker")
-    url = _known_redis(options)
-    _check_redis(url)
+    check_extra("worker")
+    url = known_redis(options)
+    check_redis(url)
 
     from dataclasses import replace
 
@@ -258,7 +256,7 @@ def _worker(options: argparse.Namespace) -> int:
 
 def _keys(options: argparse.Namespace) -> int:
     try:
-        return run_keys(options, _known_redis(options))
+        return run_keys(options, known_redis(options))
     except (BrokerUnavailable, ValueError) as exc:
         raise UsageError(str(exc)) from exc
 
@@ -273,41 +271,6 @@ def _drain(options: argparse.Namespace) -> int:
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
     try:
-        return run(options, _known_redis(options))
+        return run(options, known_redis(options))
     except BrokerUnavailable as exc:
         raise UsageError(str(exc)) from exc
-
-
-# --- checks -----------------------------------------------------------------------------------
-
-
-def _check_extra(extra: str) -> None:
-    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{', '.join(missing)} not installed: run `pip install 'batchway[{extra}]'`"
-        )
-
-
-def _check_redis(url: str) -> None:
-    """Refuses a Redis that would lose jobs; one that is down is judged once it answers."""
-    from contract.connection import connect
-    from contract.fitness import check_fitness
-
-    async def check() -> None:
-        client = connect(url, retries=0)
-        async with contextlib.aclosing(client):
-            await check_fitness(client)
-
-    try:
-        asyncio.run(check())
-    except BrokerUnfit as exc:
-        raise UsageError(str(exc)) from exc
-    except BrokerUnavailable:
-        return
-
-
-def _known_redis(options: argparse.Namespace) -> str:
-    if options.redis_url is None:
-        raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
-    return str(options.redis_url)

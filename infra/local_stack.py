@@ -19,7 +19,7 @@ from contract.fitness import check_fitness
 from contract.functions import ensure_library
 from infra.child import Child
 from infra.console import Console
-from infra.embedded_redis import EmbeddedRedis, NoRedisServer
+from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
@@ -40,6 +40,7 @@ class StackOptions:
     redis_url: str | None  # None: a Redis of our own
     data_dir: Path | None
     object_store: str  # '': a directory of our own, beside our own Redis
+    fsync: Fsync  # of a Redis of our own
     listener: socket.socket  # bound and listening; the gateway takes over a copy
     allowed_hosts: tuple[str, ...]  # names that the gateway answers to; (): its default
     num_workers: int
@@ -56,7 +57,11 @@ class LocalStack:
         self._options = options
         self._console = console
         self._lifeline_fd = lifeline_fd
-        self._redis = EmbeddedRedis(options.data_dir) if options.redis_url is None else None
+        self._redis = (
+            EmbeddedRedis(options.data_dir, fsync=options.fsync)
+            if options.redis_url is None
+            else None
+        )
         self._workers: list[Child] = []
         self._gateway: Child | None = None
 

@@ -187,6 +187,14 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
         help="keeps the jobs of the Redis that batchway starts (default: gone when it ends)",
     )
 
+    parser.add_argument(
+        "--durability",
+        choices=("fast", "durable"),
+        default="fast",
+        help="of the Redis that batchway starts: fast writes to disk every second, durable before "
+        "each answer, and needs --data-dir (default: fast)",
+    )
+
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

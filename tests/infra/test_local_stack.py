@@ -4,11 +4,14 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import redis
 
-from tests.fakes import HashModelOptions
+from contract.jobs import SamplingParams
+from tests.fakes import HashModelOptions, encode_text, expected_output
 from tests.infra.processes import wait_until
 from tests.infra.stack import MODEL, Stack, running_stack
 
@@ -143,6 +146,44 @@ def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
         kept = httpx.get(f"{stack.url}/v1/jobs/{job['id']}")
         assert kept.json()["status"] == "succeeded"
         assert stack.end() == 0
+
+
+def test_a_running_job_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """Ended in the middle of an answer, durable: the next run finishes it, token for token."""
+    kept = (f"--data-dir={tmp_path}", "--durability=durable", "--drain-s=0")
+    body = {"model": MODEL, "prompt": "go on", "max_tokens": 200, "temperature": 0}
+    body |= {"return_token_ids": True}
+
+    def job_of(stack: Stack, job_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{stack.url}/v1/jobs/{job_id}").json()
+        return found
+
+    with running_stack(*kept, model=ENDLESS) as stack:
+        sent = {"endpoint": "/v1/completions", "body": body}
+        job_id = httpx.post(f"{stack.url}/v1/jobs", json=sent).json()["id"]
+        wait_until(lambda: job_of(stack, job_id)["usage"]["completion_tokens"] > 5)
+        assert stack.end() == 0
+    with running_stack(*kept, model=ENDLESS) as stack:
+        wait_until(lambda: job_of(stack, job_id)["status"] == "succeeded")
+        job = job_of(stack, job_id)
+        assert stack.end() == 0
+    params = SamplingParams(max_tokens=200, seed=0, temperature=0.0)
+    expected, _ = expected_output(encode_text("go on"), params, eos_rate=0.0)
+    assert job["result"]["choices"][0]["token_ids"] == expected
+    assert job["attempt"] == 1
+
+
+def test_the_durable_profile_writes_before_it_answers(tmp_path: Path) -> None:
+    """appendfsync always; without a directory to keep it would be an empty promise."""
+    with running_stack(f"--data-dir={tmp_path}", "--durability=durable") as stack:
+        assert stack.complete().status_code == 200
+        [path] = stack.temp_dir.glob("batchway-*/redis.sock")
+        with redis.Redis(unix_socket_path=str(path), decode_responses=True) as client:
+            assert client.config_get("appendfsync") == {"appendfsync": "always"}
+        assert stack.end() == 0
+    with running_stack("--durability=durable") as stack:
+        assert stack.wait() == 2
+        stack.wait_for("needs --data-dir")
 
 
 class Stream(threading.Thread):

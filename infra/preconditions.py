@@ -1,0 +1,51 @@
+"""What must be so before a command starts anything: packages, and a Redis that may hold jobs."""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+
+from contract.connection import connect
+from contract.errors import BrokerUnavailable, BrokerUnfit
+from contract.fitness import check_fitness
+
+_NEEDS = {  # modules that show whether an extra is installed
+    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2"),
+    "worker": ("torch", "transformers", "tokenizers", "numpy"),
+}
+
+
+class UsageError(Exception):
+    """Options that cannot work together or here. The message is one sentence."""
+
+
+def check_extra(extra: str) -> None:
+    """Raises UsageError where the modules of an extra are not installed."""
+    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not installed: run `pip install 'batchway[{extra}]'`"
+        )
+
+
+def check_redis(url: str) -> None:
+    """Raises UsageError where a Redis would lose jobs. One that is down is judged later."""
+
+    async def check() -> None:
+        client = connect(url, retries=0)
+        async with contextlib.aclosing(client):
+            await check_fitness(client)
+
+    try:
+        asyncio.run(check())
+    except BrokerUnfit as exc:
+        raise UsageError(str(exc)) from exc
+    except BrokerUnavailable:
+        return
+
+
+def known_redis(options: argparse.Namespace) -> str:
+    """The URL that was given. Raises UsageError."""
+    if options.redis_url is None:
+        raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
+    return str(options.redis_url)
