@@ -18,6 +18,7 @@ from gateway.admission import Terms, prepare
 from gateway.auth import Caller
 from gateway.bodies import read_object
 from gateway.errors import ApiError, UnknownJob, draining, invalid_value, no_workers, to_api_error
+from gateway.event_ids import START, Position, asked_position
 from gateway.job_objects import submitted_object
 from gateway.patience import Patience, Preference
 from gateway.responses import accepted_response
@@ -47,9 +48,10 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     patience = _patience(request, gateway, preference)
     raw = await read_object(request)
     body = parse_call(endpoint, raw)
-    terms = _terms(request, gateway, caller, preference, body_hash(endpoint, raw))
+    terms = _terms(request, gateway, caller, preference, body, body_hash(endpoint, raw))
     if preference.is_at_once:
         return await submit_job(gateway, endpoint, body, terms, preference.applied())
+    position = _resumed_position(request, body, terms.idempotency_key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
     # Who prefers a job to waiting may wait for a worker too.
     if not preference.is_given and not await gateway.broker.num_live_workers(job.model):
@@ -61,14 +63,20 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         gateway.settings,
         job,
         patience,
-        may_return=bool(terms.idempotency_key),
+        may_return=not _ends_with_caller(body, terms.idempotency_key),
         headers=preference.applied(),
     )
     headers = {"x-job-id": job.id, **preference.applied()}
     if not body.stream:
         return await _whole(request, gateway, call, headers)
     return sse.SseResponse(
-        call_stream(gateway, call, includes_usage=body.includes_usage),
+        call_stream(
+            gateway,
+            call,
+            includes_usage=body.includes_usage,
+            position=position,
+            starts_over=position is not START and submitted.is_new,
+        ),
         headers=headers,
         stall_timeout_s=gateway.settings.stall_timeout_s,
         on_gone=call.on_gone,
@@ -76,14 +84,19 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
 
 
 def _terms(
-    request: Request, gateway: Gateway, caller: Caller, preference: Preference, hashed: str
+    request: Request,
+    gateway: Gateway,
+    caller: Caller,
+    preference: Preference,
+    body: CallBody,
+    hashed: str,
 ) -> Terms:
     """A call's terms; a job's, where the caller says that it may become one."""
     settings = gateway.settings
     key = idempotency_key(request)
     is_job = preference.is_given
-    # A key says: I will be back. Who wants no answer now is not waited for.
-    is_attended = not key and not preference.is_at_once
+    # Who wants no answer now is not waited for.
+    is_attended = _ends_with_caller(body, key) and not preference.is_at_once
     return Terms(
         caller=caller,
         deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
@@ -92,6 +105,11 @@ def _terms(
         idempotency_key=key,
         body_hash=hashed,
     )
+
+
+def _ends_with_caller(body: CallBody, key: str) -> bool:
+    """Whether the job of a caller that leaves is cancelled. A key says: I will be back."""
+    return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
 
 
 def _patience(request: Request, gateway: Gateway, preference: Preference) -> Patience:
@@ -129,6 +147,9 @@ async def submit_job(
     headers: Mapping[str, str],
 ) -> Response:
     """Queues a job that nobody waits for: 202 with its id."""
+    if body.on_disconnect == "cancel":
+        message = "on_disconnect: nobody waits for a job, so that nobody's leaving can cancel it"
+        raise invalid_value("on_disconnect", message)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
     submitted = await gateway.broker.submit(job, submission)
     status = JobStatus.QUEUED
@@ -168,6 +189,18 @@ def body_hash(endpoint: str, raw: Mapping[str, Any]) -> str:
     """The same for bodies that say the same."""
     text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _resumed_position(request: Request, body: CallBody, key: str) -> Position:
+    """Where the caller's own earlier stream broke off. Raises ApiError."""
+    param, position = asked_position(request)
+    if position is not START and not (key and body.stream):
+        message = (
+            f"{param} goes on with the stream of an earlier call: that needs stream: true, the "
+            "same body and its Idempotency-Key"
+        )
+        raise invalid_value(param, message)
+    return position
 
 
 def _log_accepted(job: Job) -> None:

@@ -115,6 +115,7 @@ class _SamplingBody(_Strict):
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    on_disconnect: Literal["cancel", "continue"] | None = None  # None: by the idempotency key
     # Accepted and of no effect, so far.
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None

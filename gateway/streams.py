@@ -12,6 +12,7 @@ from gateway.answers import Answer, Chunks, needs_tokenizer
 from gateway.broker import Broker, Idle, Reset
 from gateway.drain import Drain
 from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error
+from gateway.event_ids import START, Position
 from gateway.job_objects import events_url, job_object, public_status
 from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
@@ -37,6 +38,9 @@ class Gateway:
             return None
         card = (await self.broker.models()).get(job.model)
         return None if card is None else await self.broker.tokenizer(card)
+
+
+_RESET = sse.message({"from": 0}, event="stream_reset")
 
 
 def _reset_error() -> ApiError:
@@ -69,17 +73,30 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
 
 
 async def call_stream(
-    gateway: Gateway, call: SyncCall, *, includes_usage: bool
+    gateway: Gateway,
+    call: SyncCall,
+    *,
+    includes_usage: bool,
+    position: Position = START,
+    starts_over: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """A call's events. Raises BatchwayError, AnsweredOtherwise before the first; later it ends in
-    an event that says the same.
+    """A call's events, from a position on. Raises BatchwayError, AnsweredOtherwise before the
+    first; later it ends in an event that says the same.
+
+    Who gave a position knows of `stream_reset`, which comes first where the job starts over; to
+    others a log that is not the one they read is an error.
     """
     job = call.job
+    may_reset = position is not START
+    if starts_over:
+        yield _RESET
+        position = START
     chunks = Chunks(job, await gateway.tokenizer_for(job), includes_usage=includes_usage)
+    await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
-    has_sent, last_id = False, "0"
+    has_sent, last_id = starts_over, position.sse_id
     try:
-        async for item in gateway.broker.events(job.id, job.tenant):
+        async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
             match item:
                 case LogEntry(event=End() as end):
                     failure = failure_of(end)
@@ -93,6 +110,10 @@ async def call_stream(
                         yield messages
                         has_sent, last_id = True, item.sse_id
                         heartbeat.touch()
+                case Reset() if may_reset:
+                    chunks.reset()
+                    yield _RESET
+                    has_sent = True
                 case Reset() if has_sent:
                     raise _reset_error()
                 case Idle() if heartbeat.is_due() and (has_sent or not call.patience.is_wished):
@@ -121,16 +142,16 @@ def _became_job(job: Job, last_id: str) -> bytes:
 
 
 async def job_stream(
-    gateway: Gateway, view: JobView, after: int, after_hash: str | None
+    gateway: Gateway, view: JobView, position: Position
 ) -> AsyncGenerator[bytes, None]:
-    """The events of `GET /v1/jobs/{id}/events`, from event `after` on."""
+    """The events of `GET /v1/jobs/{id}/events`, from a position on."""
     job = await gateway.whole(view.job)
     chunks = Chunks(job, await gateway.tokenizer_for(job))
-    await _prime(gateway, chunks, job, after)
+    await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
-    last_id = f"{after}.{after_hash}" if after_hash else str(after)
+    last_id = position.sse_id
     yield _queued(view) if view.status is JobStatus.QUEUED else sse.COMMENT
-    async for item in gateway.broker.events(job.id, job.tenant, after, after_hash):
+    async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
         match item:
             case LogEntry(event=End() as end):
                 ended, _ = await gateway.broker.read(job.id, job.tenant)
@@ -143,7 +164,7 @@ async def job_stream(
                     heartbeat.touch()
             case Reset():
                 chunks.reset()
-                yield sse.message({"from": 0}, event="stream_reset")
+                yield _RESET
             case Idle(view=read) if heartbeat.is_due():
                 is_queued = read is not None and public_status(read.status) == "queued"
                 yield _queued(view) if is_queued else sse.COMMENT

@@ -1,7 +1,6 @@
 """POST /v1/jobs; GET, PATCH /v1/jobs/{id}; GET …/events; POST …/cancel."""
 
 import asyncio
-import re
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,14 +14,13 @@ from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
 from gateway.errors import ApiError, draining, invalid_value
+from gateway.event_ids import asked_position
 from gateway.job_objects import checked_id, job_object
 from gateway.schemas import JobBody, parse_call, parse_job, parse_job_change
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway, job_stream
 
 router = APIRouter()
-
-_EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
 
 
 @router.post("/v1/jobs")
@@ -69,17 +67,13 @@ async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response
 
 
 @router.get("/v1/jobs/{job_id}/events")
-async def stream_job(
-    job_id: str, request: Request, caller: JobsReader, starting_after: str | None = None
-) -> Response:
+async def stream_job(job_id: str, request: Request, caller: JobsReader) -> Response:
     """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
     gateway = gateway_of(request)
-    header = request.headers.get("last-event-id")
-    param = "starting_after" if header is None else "Last-Event-ID"
-    after, after_hash = _position(param, starting_after if header is None else header)
+    _, position = asked_position(request)
     view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
     return sse.SseResponse(
-        job_stream(gateway, view, after, after_hash),
+        job_stream(gateway, view, position),
         headers={"x-job-id": job_id},
         stall_timeout_s=gateway.settings.stall_timeout_s,
         on_gone=_nothing,
@@ -132,15 +126,6 @@ async def change_job(job_id: str, request: Request, caller: JobsWriter) -> Respo
 def _already_terminal(status: JobStatus) -> ApiError:
     message = f"the job has ended before: {status}"
     return ApiError(409, "already_terminal", message, headers={"x-should-retry": "false"})
-
-
-def _position(param: str, event_id: str | None) -> tuple[int, str | None]:
-    if not event_id:
-        return 0, None
-    match = _EVENT_ID.fullmatch(event_id.strip())
-    if match is None:
-        raise invalid_value(param, f"{param} must be an event's id: `12.89abcdef` or `12`")
-    return int(match[1]), match[2]
 
 
 async def _nothing() -> None:

@@ -1,0 +1,274 @@
+"""Calls whose streams break: what becomes of their jobs, and how callers go on."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.calls import Claimed
+from contract.events import ChoiceDelta, Tokens
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "stream": True, "max_tokens": 500}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest.fixture
+async def other_http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    """Another gateway on the same Redis."""
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            yield client
+
+
+async def parts_of(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> list[str]:
+    answer = await http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return [part for part in answer.text.split("\n\n") if part and not part.startswith(":")]
+
+
+def id_of(part: str) -> str | None:
+    lines = [line for line in part.splitlines() if line.startswith("id: ")]
+    return lines[0].removeprefix("id: ") if lines else None
+
+
+@pytest.mark.parametrize("options", [USAGE, {"logprobs": 2, "n": 2, "echo": True}])
+async def test_the_same_call_goes_on_at_any_gateway_from_every_event(
+    worker: FakeWorker,
+    http: httpx.AsyncClient,
+    other_http: httpx.AsyncClient,
+    options: dict[str, Any],
+) -> None:
+    """By header, with and without the hash, or by query: the bytes that were missing, no others."""
+    body, key = BODY | options, f"k-{json.dumps(options, separators=(',', ':'))}"
+    whole = await parts_of(http, body, **{"idempotency-key": key})
+    assert whole[-1] == "data: [DONE]"
+    cuts = [i for i, part in enumerate(whole) if id_of(part)]
+    assert len(cuts) == 3
+    for cut in cuts:
+        last_id = id_of(whole[cut]) or ""
+        number = last_id.partition(".")[0]
+        for given in (last_id, number):
+            headers = {"idempotency-key": key, "last-event-id": given}
+            assert await parts_of(other_http, body, **headers) == whole[cut + 1 :]
+        answer = await other_http.post(
+            "/v1/completions",
+            json=body,
+            headers={"idempotency-key": key},
+            params={"starting_after": number},
+        )
+        assert [p for p in answer.text.split("\n\n") if p and p[0] != ":"] == whole[cut + 1 :]
+    assert len(worker.seen) == 1
+
+
+async def test_a_stream_that_breaks_midway_goes_on_at_another_gateway(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, other_http: httpx.AsyncClient
+) -> None:
+    """The job runs on meanwhile; nothing comes twice."""
+    headers = {"idempotency-key": "midway"}
+    pending = http.stream("POST", "/v1/completions", json=BODY, headers=headers)
+    reading = asyncio.create_task(first_id(pending))
+    claimed = await idle_worker.claim()
+    events = says("one", "two", "three")(claimed.job)
+    await idle_worker.say(claimed, 1, events[0])
+    last_id = await reading
+    for number, event in enumerate(events[1:], 2):
+        await idle_worker.say(claimed, number, event)
+    await idle_worker.finish(claimed, 4)
+    rest = await parts_of(other_http, BODY, **headers, **{"last-event-id": last_id})
+    texts = [json.loads(part.split("data: ")[1])["choices"][0]["text"] for part in rest[:-1]]
+    assert texts == ["two", "three"]
+
+
+async def first_id(pending: Any) -> str:
+    """The id of a stream's first event; then hangs up."""
+    async with pending as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                return str(line.removeprefix("id: "))
+    raise AssertionError("the stream had no event")
+
+
+async def test_a_position_that_does_not_fit_starts_again_and_says_so(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Another hash, or a key that is new: `stream_reset`, then everything."""
+    whole = await parts_of(http, BODY, **{"idempotency-key": "fits"})
+    for key, given in (("fits", "2.00000000"), ("new", "2")):
+        headers = {"idempotency-key": key, "last-event-id": given}
+        reset, *rest = await parts_of(http, BODY, **headers)
+        assert reset == 'event: stream_reset\ndata: {"from":0}'
+        assert len(rest) == len(whole)
+        assert (rest == whole) == (key == "fits")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (BODY, {}),
+        (BODY | {"stream": False}, {"idempotency-key": "k"}),
+        (BODY, {"idempotency-key": "k", "last-event-id": "x"}),
+    ],
+)
+async def test_a_position_needs_a_stream_and_a_key(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, body: Any, headers: dict[str, str]
+) -> None:
+    """400 that names the header."""
+    answer = await http.post(
+        "/v1/completions", json=body, headers={"last-event-id": "1", **headers}
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+async def hang_up(
+    http: httpx.AsyncClient,
+    worker: FakeWorker,
+    client: redis.asyncio.Redis,
+    keys: Keys,
+    **call: Any,
+) -> Claimed:
+    """A call that has begun and whose caller has left; returns once the gateway has noticed."""
+    pending = http.stream("POST", "/v1/completions", **call)
+    reading = asyncio.create_task(first_id(pending))
+    claimed = await worker.claim()
+    await worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
+    await reading
+    await until_followers(client, keys, claimed.job.id, 0)
+    return claimed
+
+
+async def until_followers(
+    client: redis.asyncio.Redis, keys: Keys, job_id: str, wanted: int
+) -> None:
+    """Returns once so many gateways follow the job."""
+
+    async def is_so() -> bool:
+        [(_, num_followers)] = await client.pubsub_numsub(keys.events_channel(job_id))
+        return bool(num_followers == wanted)
+
+    await until(is_so)
+
+
+@pytest.mark.parametrize(
+    ("choice", "key", "status"),
+    [
+        (None, None, JobStatus.CANCELLED),
+        (None, "left", JobStatus.STREAMING),
+        ("continue", None, JobStatus.STREAMING),
+        ("cancel", "gone", JobStatus.CANCELLED),
+    ],
+)
+async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    choice: str | None,
+    key: str | None,
+    status: JobStatus,
+) -> None:
+    """`on_disconnect`; without it a key means that the caller may come back."""
+    headers = {"idempotency-key": key} if key else {}
+    body = BODY | {"on_disconnect": choice}
+    claimed = await hang_up(http, idle_worker, redis_client, keys, json=body, headers=headers)
+    found = await idle_worker.functions.read(claimed.job.id, claimed.job.tenant)
+    assert found is not None
+    assert found[0].status is status
+    attended = await redis_client.zscore(keys.attended, claimed.job.id)
+    assert attended is None, "nobody waits for it any more, or nobody had to"
+
+
+async def test_a_job_has_no_caller_to_lose(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """`continue` is what jobs do; `cancel` is refused by name."""
+    body = {"model": MODEL, "prompt": "ab"}
+    for choice, status in (("continue", 202), ("cancel", 400)):
+        job = {"endpoint": "/v1/completions", "body": body | {"on_disconnect": choice}}
+        answer = await http.post("/v1/jobs", json=job)
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "body.on_disconnect"
+
+
+async def test_a_reader_that_stops_reading_is_cut_and_can_go_on(
+    idle_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """Far more than all buffers hold: the connection ends early; the rest is in the log."""
+    num_events, text = 40, "x" * 400_000
+    settings = make_settings(redis_server.url, stall_timeout_s=0.2)
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}}
+            job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+            claimed = await idle_worker.claim()
+            ids: list[int] = []
+            async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
+                await until_followers(redis_client, keys, job_id, 1)
+                for number, event in enumerate(says(*"a" * num_events)(claimed.job), 1):
+                    assert isinstance(event, Tokens)
+                    long = Tokens(tuple(_with_text(delta, text) for delta in event.deltas))
+                    await idle_worker.say(claimed, number, long)
+                await idle_worker.finish(claimed, num_events + 1)
+                await until_followers(redis_client, keys, job_id, 0)  # nothing is read meanwhile
+                await read(answer, ids)
+            assert ids[-1] < num_events
+            headers = {"last-event-id": str(ids[-1])}
+            async with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as answer:
+                await read(answer, ids)
+    assert ids == list(range(1, num_events + 2))
+
+
+def _with_text(delta: ChoiceDelta, text: str) -> ChoiceDelta:
+    return ChoiceDelta(delta.choice, delta.start, delta.token_ids, text, delta.finish_reason)
+
+
+async def read(answer: httpx.Response, ids: list[int]) -> None:
+    """Notes the numbers of the events that come whole, until the stream ends or breaks off."""
+    last_id = 0
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                last_id = int(line[4:].partition(".")[0])
+            elif not line and last_id and last_id not in ids:
+                ids.append(last_id)
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed", "cancelled", "expired"])
+async def test_every_stream_of_a_job_ends_in_its_terminal_event(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    status: str,
+) -> None:
+    """Whether it is followed live or read afterwards."""
+    job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}, "deadline_s": 60}
+    job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+    live = asyncio.create_task(http.get(f"/v1/jobs/{job_id}/events"))
+    claimed = await idle_worker.claim()
+    await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
+    if status == "cancelled":
+        await http.post(f"/v1/jobs/{job_id}/cancel")
+    elif status == "expired":
+        await redis_client.incrby(keys.clock_offset, 61_000)
+    else:
+        await idle_worker.finish(claimed, 2, "engine_error" if status == "failed" else "")
+    for answer in (await live, await http.get(f"/v1/jobs/{job_id}/events")):
+        events = [part for part in answer.text.split("\n\n") if part and part[0] != ":"]
+        assert events[-2].startswith(f"event: {status}\n")
+        assert events[-1] == "data: [DONE]"
