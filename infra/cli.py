@@ -96,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
         f"Whoever sets {PEPPER_VARIABLE} for gateways sets it here too.",
     )
     add_keys_options(keys)
-    add_jobs_options(_add(commands, "jobs", "look at jobs that killed engines, and run them again"))
+    add_jobs_options(
+        _add(commands, "jobs", "list, show, cancel and delete jobs; those that killed engines")
+    )
     add_drain_options(_add(commands, "drain", "tell workers to end what they run, and to go"))
     return parser
 

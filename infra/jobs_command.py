@@ -1,4 +1,4 @@
-"""`batchway jobs`: what an operator does to jobs. So far: those in quarantine."""
+"""`batchway jobs`: what an operator does to jobs; here those in quarantine."""
 
 import argparse
 import asyncio
@@ -13,6 +13,7 @@ from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Qu
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
+from infra.tenant_jobs import JobRefusal, add_list_options, add_tenant_option, run_tenant_jobs
 
 ACTIONS = ("list", "show", "requeue")
 EXIT_REFUSED = 1
@@ -22,6 +23,10 @@ _HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can 
 def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     """The actions, each with its options."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    add_list_options(_add_kind(kinds, "list", "list a tenant's jobs, the youngest first"))
+    _add_job(_add_kind(kinds, "show", "show a job: state and sizes, never text"))
+    _add_job(_add_kind(kinds, "cancel", "end a job, waiting or running"))
+    _add_job(_add_kind(kinds, "delete", "forget a job that has ended: prompt, output, log"))
     summary = "jobs that killed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -40,11 +45,20 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
 def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
     """Runs one action; returns the exit status. Raises BrokerUnavailable."""
     try:
-        asyncio.run(_run(options, redis_url))
-    except (NotInQuarantine, CannotRequeue, JobRefused) as exc:
+        if options.kind == "quarantine":
+            asyncio.run(_run(options, redis_url))
+        else:
+            run_tenant_jobs(options, redis_url)
+    except (NotInQuarantine, CannotRequeue, JobRefused, JobRefusal) as exc:
         print(f"batchway jobs: {exc}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
+
+
+def _add_kind(kinds: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _add(kinds, name, summary)
+    add_tenant_option(parser)
+    return parser
 
 
 def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:

@@ -2,11 +2,12 @@
 
 import argparse
 
-from infra import cli, jobs_command, keys_command
+from infra import cli, jobs_command, keys_command, tenant_jobs
 
 COMMANDS = (
     *("up", "gateway", "worker", "drain"),
     *(f"keys {action}" for action in keys_command.ACTIONS),
+    *(f"jobs {action}" for action in tenant_jobs.ACTIONS),
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),
 )
 

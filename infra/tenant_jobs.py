@@ -1,0 +1,165 @@
+"""`batchway jobs list`, `show`, `cancel`, `delete`: what a tenant could do, done by an operator.
+
+Works on Redis alone, so that it needs no gateway and no key. Shows states and sizes, never text.
+"""
+
+import argparse
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from contract.calls import JobView, Wanted
+from contract.connection import connect
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra import option_values
+from infra.tables import date, table, write
+from workers.settings import LANES
+
+ACTIONS = ("list", "show", "cancel", "delete")
+DEFAULT_TENANT = "default"
+_HEADING = ("job", "submitted", "status", "model", "lane", "prompt", "output", "metadata")
+_METADATA = re.compile(r"([^=]{1,64})=(.{0,512})")
+
+
+class JobRefusal(Exception):
+    """The job is not there, or not in a state for this."""
+
+
+def add_tenant_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tenant",
+        default=DEFAULT_TENANT,
+        metavar="NAME",
+        help=f"whose jobs (default: {DEFAULT_TENANT})",
+    )
+
+
+def add_list_options(parser: argparse.ArgumentParser) -> None:
+    """Which jobs are listed; each option narrows it."""
+    parser.add_argument("--status", choices=sorted(JobStatus), help="in this state (default: any)")
+    parser.add_argument("--lane", choices=LANES, help="in this lane (default: any)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="of this model (default: any)")
+    parser.add_argument(
+        "--metadata",
+        action="append",
+        type=_metadata,
+        default=[],
+        metavar="NAME=VALUE",
+        help="with this value under this name; may be given several times",
+    )
+    parser.add_argument(
+        "--limit",
+        type=option_values.integer(1),
+        default=20,
+        metavar="N",
+        help="so many at most (default: 20)",
+    )
+
+
+def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:
+    """Runs one action. Raises JobRefusal, BrokerUnavailable."""
+    asyncio.run(_run(options, redis_url))
+
+
+def _metadata(raw: str) -> tuple[str, str]:
+    match = _METADATA.fullmatch(raw)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {raw!r}")
+    return match[1], match[2]
+
+
+async def _run(options: argparse.Namespace, redis_url: str) -> None:
+    actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
+    actions = {"list": _list, "show": _show, "cancel": _cancel, "delete": _delete}
+    client = connect(redis_url)
+    try:
+        await actions[options.kind](Functions(client, Keys(options.namespace)), options)
+    finally:
+        await client.aclose()
+
+
+async def _list(functions: Functions, options: argparse.Namespace) -> None:
+    wanted = Wanted(
+        statuses=frozenset({JobStatus(options.status)} if options.status else ()),
+        lane=options.lane or "",
+        model=options.served_model_name or "",
+        metadata=dict(options.metadata),
+    )
+    views: list[JobView] = []
+    after = ""
+    while len(views) < options.limit:
+        room = options.limit - len(views)
+        page = await functions.list_jobs(options.tenant, wanted, after=after, max_jobs=room)
+        if page is None:
+            break  # it was forgotten while we read on
+        views += page.views
+        if not (after := page.position):
+            break
+    text = table([_HEADING, *map(_row, views)]) if views else "no such job"
+    write({"jobs": [_shown(view) for view in views]}, text, options.json)
+
+
+async def _show(functions: Functions, options: argparse.Namespace) -> None:
+    found = await functions.read(options.job_id, options.tenant)
+    if found is None:
+        raise _unknown(options)
+    shown = _shown(found[0])
+    write(shown, table([(name, str(value)) for name, value in shown.items()]), options.json)
+
+
+async def _cancel(functions: Functions, options: argparse.Namespace) -> None:
+    status = await functions.cancel(options.job_id, options.tenant)
+    if status is None:
+        raise _unknown(options)
+    if status is not JobStatus.CANCELLED:
+        raise JobRefusal(f"{options.job_id} has ended before: {status}")
+    _say(options, "cancelled")
+
+
+async def _delete(functions: Functions, options: argparse.Namespace) -> None:
+    found = await functions.delete(options.job_id, options.tenant)
+    if found is False:
+        raise _unknown(options)
+    if found is not True:
+        raise JobRefusal(f"{options.job_id} is {found}: cancel it first")
+    _say(options, "deleted")  # a worker deletes what it kept in the object store
+
+
+def _say(options: argparse.Namespace, what: str) -> None:
+    write({"id": options.job_id, "status": what}, f"{options.job_id} is {what}", options.json)
+
+
+def _unknown(options: argparse.Namespace) -> JobRefusal:
+    return JobRefusal(f"the tenant {options.tenant!r} has no job {options.job_id!r}")
+
+
+def _shown(view: JobView) -> dict[str, Any]:
+    def seconds(ms: int | None) -> float | None:
+        return None if ms is None else ms / 1000
+
+    return {
+        "id": view.job.id,
+        "status": view.status.value,
+        "model": view.job.model,
+        "lane": view.lane,
+        "attempt": view.attempt,
+        "prompt_tokens": view.num_prompt_tokens,
+        "output_tokens": view.num_output_tokens,
+        "metadata": dict(view.metadata),
+        "created": seconds(view.created_ms),
+        "claimed": seconds(view.claimed_ms),
+        "finished": seconds(view.finished_ms),
+        "deadline": seconds(view.deadline_ms),
+        "code": view.code,
+        "message": view.message,
+    }
+
+
+def _row(view: JobView) -> tuple[str, ...]:
+    metadata = ",".join(f"{name}={value}" for name, value in sorted(view.metadata.items()))
+    sizes = (str(view.num_prompt_tokens), str(view.num_output_tokens))
+    created = date(view.created_ms / 1000)
+    return (view.job.id, created, view.status, view.job.model, view.lane, *sizes, metadata)
