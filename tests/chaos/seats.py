@@ -162,7 +162,8 @@ class GatewaySeat(Seat):
             "BATCHWAY_POLL_S": "0.5",
             "BATCHWAY_ATTENDANCE_S": "4",
             "BATCHWAY_OUTAGE_GRACE_S": "5",
-            "BATCHWAY_SYNC_DEADLINE_S": "900",  # nothing shall expire here
+            "BATCHWAY_SYNC_DEADLINE_S": "900",  # nothing shall expire here,
+            "BATCHWAY_SYNC_RETENTION_S": "86400",  # and all be there to be checked
         }
 
 
