@@ -111,11 +111,16 @@ class Publisher:
             self._holding.end(job, verdict, item.num_tokens)
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
-            # Redis has lost events that we wrote, or the job has had its fill: start from its log.
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            release = Release(
-                job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, "its log has moved"
-            )
             with contextlib.suppress(BrokerUnavailable):  # its lease will lapse
-                await self._lane.release([release])
+                await self._lane.release([_give_back(job, verdict)])
         self._holding.drop(job)
+
+
+def _give_back(job: HeldJob, verdict: Verdict) -> Release:
+    """Back to where its log ends. That Redis has lost events which we wrote is no fault of the job,
+    and costs it no attempt; that it has more output than its cap is an error."""
+    if verdict is Verdict.GAP:
+        return Release(job.job.id, job.epoch, "drain")
+    message = "more output than its cap"
+    return Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
