@@ -138,6 +138,7 @@ class Claimed:
     num_logged_tokens: int
     deadline_s: float  # from now
     is_alone: bool  # under suspicion: nothing else may run beside it
+    cost_tokens: int = 0  # prompt and the output to expect
 
 
 @dataclass(frozen=True, slots=True)

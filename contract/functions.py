@@ -1,10 +1,9 @@
-"""One typed call for each Redis Function, and the loading of their library.
+"""One typed call for each Redis Function.
 
 The functions are contract/lua/*.lua; the header of each names its arguments and replies.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.asyncio
@@ -36,42 +35,14 @@ from contract.errors import BrokerFull, ErrorCode
 from contract.events import LogEntry
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.library import LIBRARY
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 from contract.terms import asked
 
-LIBRARY = "batchway_v1"
-_LUA = Path(__file__).parent / "lua"
 FIRST_HASH = "00000000"
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
-
-
-def library_source() -> str:
-    """The library as one text: the shared parts, then the functions by name."""
-    shared = [
-        _LUA / f"_{name}.lua" for name in ("shared", "ledger", "outbox", "admission", "memory")
-    ]
-    files = [*shared, *sorted(_LUA.glob("[a-z]*.lua"))]
-    return "\n".join(path.read_text() for path in files)
-
-
-async def ensure_library(client: redis.asyncio.Redis) -> None:
-    """Loads the library where the server holds none or another text of it.
-
-    Raises BrokerUnavailable.
-    """
-    source = library_source()
-    with broker_errors():
-        loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
-        if source.encode() not in _flatten(loaded):
-            await client.function_load(source, replace=True)
-
-
-def _flatten(reply: Any) -> list[Any]:
-    if not isinstance(reply, list):
-        return [reply]
-    return [leaf for item in reply for leaf in _flatten(item)]
 
 
 class Functions:
@@ -126,14 +97,18 @@ class Functions:
         max_tokens: int,
         is_idle: bool = False,
         config_version: str = "",
+        min_shares: Mapping[str, float] | None = None,
     ) -> list[Claimed]:
         """Takes waiting jobs, at most so many and of at most so many tokens in all.
 
-        An idle worker may be handed one job under suspicion, which must run alone. The version
-        of the worker's configuration is kept with the job.
+        Lanes come most urgent first; one with a minimum share gets that much of the tokens that
+        are handed out while it has work. An idle worker may be handed one job under suspicion,
+        which must run alone. The version of the worker's configuration is kept with the job.
         """
+        shares = min_shares or {}
         room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
-        return replies.claimed(await self._call("claim", incarnation, model, *room, *lanes))
+        served = [part for lane in lanes for part in (lane, shares.get(lane, 0.0))]
+        return replies.claimed(await self._call("claim", incarnation, model, *room, *served))
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

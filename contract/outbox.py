@@ -12,8 +12,8 @@ import redis.asyncio
 
 from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
 from contract.connection import broker_errors
-from contract.functions import LIBRARY
 from contract.keys import Keys
+from contract.library import LIBRARY
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Over 300 lines: it is one table of states, which is checked against the function
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.admission import (
@@ -42,6 +42,7 @@ from contract.calls import (
 from contract.codec import decode_entry, encode_event
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
+from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.reference_outbox import OutboxReference
@@ -64,6 +65,8 @@ class Record:
     created_ms: int
     deadline_ms: int
     cost: int = 0  # prompt + output to expect, reserved from submission to end
+    charged: int = 0  # to its tenant's turns in its lane, once it was handed out
+    passed: int = 0  # jobs that went before it because it did not fit
     charge: int | None = None  # of the cost, once it has ended; the rest was refunded
     turn: tuple[int, int] = (0, 0)  # jobs and tokens that must leave its line before it
     state: JobStatus = JobStatus.QUEUED
@@ -113,7 +116,8 @@ class Reference:
         self.litter: set[str] = set()  # forgotten jobs that keep something in the object store
         self.outbox = OutboxReference()
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
-        self._counters: dict[tuple[str, str], dict[str, float]] = {}  # (model, lane) → tenants
+        self._turns_of: dict[tuple[str, str], Turns] = {}  # (model, lane) → its tenants
+        self._shares: dict[str, Shares] = {}  # model → its lanes
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
         self._workers: dict[str, dict[str, tuple[int, WorkerCapacity]]] = {}
         self._known_workers: set[str] = set()  # also those that drain
@@ -149,7 +153,6 @@ class Reference:
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
         candidate.tenant.charge(s, record.cost, self.now_ms)
-        self._activate(record)
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
         return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
@@ -180,7 +183,7 @@ class Reference:
         left = self._left.get((model, lane, tenant), (0, 0))
         own = max(0, record.turn[0] - left[0]), max(0, record.turn[1] - left[1])
         pool = self._pool(model)
-        tenants = len(self._counters.get((model, lane), {}))
+        tenants = len(self._turns_in(model, lane).active)
         ahead = Ahead.of(self._loads(model), pool, lane, own, tenants, (1, record.cost))
         cold_ms = int(record.submission.cold_start_s * 1000)
         return _place(ahead, wait_ms(pool, ahead, record.cost, cold_ms))
@@ -201,17 +204,25 @@ class Reference:
             record.deadline_ms = self.now_ms + int(deadline_s * 1000)
         if lane in ("", record.lane):
             return Verdict.OK
-        if record.state is JobStatus.QUEUED:
-            self._leave_queue(record)
+        if record.state is not JobStatus.QUEUED:
+            self._move_charge(record, lane, keeps=True)
             record.lane = lane
-            if record.queue == SUSPECT:
-                self._enqueue(record, SUSPECT)
-            else:
-                self._activate(record)
-                self._enqueue(record, record.job.tenant)
-        else:
-            record.lane = lane
+            return Verdict.OK
+        self._leave_queue(record)
+        self._move_charge(record, lane, keeps=record.queue == SUSPECT)
+        record.lane = lane
+        self._enqueue(record, SUSPECT if record.queue == SUSPECT else record.job.tenant)
         return Verdict.OK
+
+    def _move_charge(self, record: Record, lane: str, *, keeps: bool) -> None:
+        """What it was charged goes with it to a lane, unless it waits there to be charged anew."""
+        model, tenant = record.job.model, record.job.tenant
+        if record.charged:
+            self._turns_in(model, record.lane).bill(tenant, -record.charged)
+        if record.charged and keeps:
+            self._turns_in(model, lane).bill(tenant, record.charged)
+        elif not keeps:
+            record.charged = 0
 
     def detach(
         self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
@@ -280,29 +291,27 @@ class Reference:
         max_tokens: int,
         is_idle: bool = False,
         config_version: str = "",
+        min_shares: Mapping[str, float] | None = None,
     ) -> list[Claimed]:
         lease_ms = int(lease_s * 1000)
         if self._has_turn(model, incarnation, lease_ms):
             return self._claim_suspect(model, incarnation, lease_ms) if is_idle else []
         claimed: list[Claimed] = []
-        for lane in lanes:
-            while True:
-                if len(claimed) >= max_jobs:
-                    return claimed
-                queue = self._next_queue(model, lane)
-                if queue is None:
-                    break
-                record = self.records[self._queues[(model, lane, queue)][0]]
-                cost = record.cost
-                if cost > max_tokens:
-                    return claimed
-                taken = self._take(record, incarnation, lease_ms)
-                if taken is None:
-                    continue
-                claimed.append(taken)
-                max_tokens -= cost
-                if queue != BACK:
-                    self._counters[(model, lane)][queue] += cost
+        shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
+        while len(claimed) < max_jobs:
+            skipped: list[Record] = []
+            found = self._choose(model, shares, max_tokens, skipped)
+            if found is None:
+                break
+            taken = self._take(found, incarnation, lease_ms)
+            if taken is None:
+                continue
+            claimed.append(taken)
+            max_tokens -= found.cost
+            for record in skipped:
+                record.passed += 1
+            waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
+            self._shares_in(model).book(shares, found.lane, found.cost, waiting)
         return claimed
 
     def mine(self, incarnation: str, known_ids: Sequence[str], *, lease_s: float) -> list[Claimed]:
@@ -468,6 +477,10 @@ class Reference:
     def _take(self, record: Record, incarnation: str, lease_ms: int) -> Claimed | None:
         if self._expires(record):
             return None
+        if self._line(record) is not None:
+            tenant, lane = record.job.tenant, record.lane
+            self._turns_in(record.job.model, lane).charge(tenant, record.cost)
+            record.charged = record.cost
         self._leave_queue(record)
         record.state = JobStatus.CLAIMED
         record.owner = incarnation
@@ -530,6 +543,8 @@ class Reference:
         if line is not None:
             left = self._left.get(line, (0, 0))
             waiting = [self.records[i] for i in self._queue_of(record, queue)]
+            if not waiting:
+                self._turns_in(record.job.model, record.lane).join(record.job.tenant)
             record.turn = left[0] + len(waiting), left[1] + sum(r.cost for r in waiting)
         self._queue_of(record, queue).append(record.job.id)
 
@@ -542,6 +557,7 @@ class Reference:
             self._left[line] = left[0] + 1, left[1] + record.cost
         elif line is not None:
             self._left.pop(line, None)
+            self._turns_in(record.job.model, record.lane).retire(record.job.tenant)
 
     def _line(self, record: Record) -> tuple[str, str, str] | None:
         """Its tenant's line in its lane, where it waits there."""
@@ -549,24 +565,48 @@ class Reference:
             return None
         return record.job.model, record.lane, record.job.tenant
 
-    def _activate(self, record: Record) -> None:
-        counters = self._counters.setdefault((record.job.model, record.lane), {})
-        counters.setdefault(record.job.tenant, min(counters.values(), default=0.0))
+    def _turns_in(self, model: str, lane: str) -> Turns:
+        return self._turns_of.setdefault((model, lane), Turns())
 
-    def _next_queue(self, model: str, lane: str) -> str | None:
-        """What is read next in a lane: what was given back, else the least served tenant's.
+    def _shares_in(self, model: str) -> Shares:
+        return self._shares.setdefault(model, Shares())
 
-        Tenants with nothing waiting lose their counter on the way.
-        """
-        if self._queues.get((model, lane, BACK)):
-            return BACK
-        counters = self._counters.setdefault((model, lane), {})
-        while counters:
-            tenant = min(counters, key=lambda t: (counters[t], t))
-            if self._queues.get((model, lane, tenant)):
-                return tenant
-            del counters[tenant]
+    def _choose(
+        self, model: str, shares: list[tuple[str, float]], room: int, skipped: list[Record]
+    ) -> Record | None:
+        """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
+        for lane, share in shares:
+            owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
+            if owed > 0:
+                passed: list[Record] = []
+                found, is_blocked = self._next_in_lane(model, lane, room, passed)
+                if is_blocked:
+                    return None
+                if found is not None and found.cost <= owed:
+                    skipped += passed
+                    return found
+        for lane, _ in shares:
+            found, is_blocked = self._next_in_lane(model, lane, room, skipped)
+            if found is not None or is_blocked:
+                return found
         return None
+
+    def _next_in_lane(
+        self, model: str, lane: str, room: int, skipped: list[Record]
+    ) -> tuple[Record | None, bool]:
+        """Given back first, then by tenant; True where nothing may go before one that waits."""
+        for queue in (BACK, *self._turns_in(model, lane).order()):
+            waiting = self._queues.get((model, lane, queue), [])
+            for num_skipped, job_id in enumerate(waiting, start=1):
+                record = self.records[job_id]
+                if record.cost <= room:
+                    return record, False
+                if record.passed >= MAX_PASSED:
+                    return None, True
+                skipped.append(record)
+                if num_skipped == MAX_SKIPPED:
+                    break
+        return None, False
 
     def _has_turn(self, model: str, incarnation: str, lease_ms: int) -> bool:
         if not self._queues.get((model, "", SUSPECT)):
@@ -600,7 +640,7 @@ class Reference:
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
         pool = self._pool(model)
-        tenants = len(self._counters.get((model, lane), {}))
+        tenants = len(self._turns_in(model, lane).active)
         return Candidate(
             submission=s,
             lane=lane,
@@ -628,6 +668,9 @@ class Reference:
         record.charge = num_prompt + record.num_tokens if record.epoch else 0
         tenant = self._tenants[record.job.tenant]
         tenant.settle(record.submission, record.cost, record.charge)
+        if record.charged:
+            turns = self._turns_in(record.job.model, record.lane)
+            turns.bill(record.job.tenant, record.charge - record.charged)
         if status is JobStatus.SUCCEEDED:
             for name in (record.job.tenant, ""):
                 key = (record.job.model, record.lane, name)
@@ -671,6 +714,7 @@ class Reference:
             record.num_tokens,
             (record.deadline_ms - self.now_ms) / 1000,
             record.queue == SUSPECT,
+            record.cost,
         )
 
     def _owned(self, job_id: str, tenant: str) -> Record | None:

@@ -21,8 +21,9 @@ def claimed(reply: list[Any]) -> list[Claimed]:
             num_tokens,
             deadline_ms / 1000,
             alone == 1,
+            cost,
         )
-        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, raw in reply
+        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, cost, raw in reply
     ]
 
 

@@ -24,9 +24,10 @@ from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import End, LogEntry
 from contract.fitness import check_fitness
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
+from contract.library import ensure_library
 from contract.litter import Litter
 from gateway.breaker import Breaker
 from gateway.cursor import Cursor

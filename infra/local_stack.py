@@ -16,7 +16,7 @@ from pathlib import Path
 from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.fitness import check_fitness
-from contract.functions import ensure_library
+from contract.library import ensure_library
 from infra.child import Child
 from infra.console import Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer

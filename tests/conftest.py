@@ -6,8 +6,9 @@ import pytest
 import redis.asyncio
 
 from contract.connection import connect
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 
 

@@ -129,6 +129,8 @@ class EngineKeeper:
         if self._engine.load.num_waiting > 0 and load.num_waiting == 0:
             self._holding.wake.set()
         self._engine.load = load
+        if load.num_step_tokens:
+            self._engine.speed.note_step(load.step_s)
 
     def _take_output(self, out: TokenOut | ChoiceEnded) -> list[StopChoice | StopJob]:
         """Notes one choice's output; returns what the engine must hear of it."""

@@ -82,6 +82,7 @@ class HeldJob:
         self.is_being_kept = False  # and the store has not answered yet
         self.result: ObjectRef | None = None  # where it lies there
         self._deadline_s = claimed.deadline_s
+        self._cost_tokens = claimed.cost_tokens
         asks = params.prompt_logprobs is not None
         self._scores = _Scores(len(self.job.prompt_ids) - 1 if asks else 0)
         self._choices = [
@@ -91,7 +92,16 @@ class HeldJob:
 
     @property
     def cost_tokens(self) -> int:
-        return self.job.num_prompt_tokens + self.job.params.n * self.job.params.max_tokens
+        """Prompt and the output to expect; more, once there is more."""
+        return max(self._cost_tokens, self.job.num_prompt_tokens + self.num_output_tokens)
+
+    @property
+    def num_drained(self) -> int:
+        """Of its cost: all at its end; before, the prompt with the first output."""
+        if self.is_complete:
+            return self.cost_tokens
+        num_output = self.num_output_tokens
+        return self.job.num_prompt_tokens + num_output if num_output else 0
 
     @property
     def num_output_tokens(self) -> int:

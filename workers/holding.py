@@ -11,6 +11,7 @@ from contract.jobs import JobStatus
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
+from workers.speed import Speed
 
 # Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
 # claims up to twice what its KV cache could hold if every job ran to its cap.
@@ -40,6 +41,7 @@ class EngineLink:
     load: EngineLoad = _IDLE
     running: frozenset[str] = frozenset()
     became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    speed: Speed = field(default_factory=Speed)
 
     def send(self, messages: Sequence[ToEngine]) -> None:
         """Sends one frame; nothing where there is no engine."""
@@ -64,12 +66,14 @@ class Holding:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     tokens_after_cancel: int = 0
+    _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
     _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)  # of the jobs started here, the latest
 
     def start(self, job: HeldJob) -> None:
         """Holds a job from now on."""
         self.jobs[job.job.id] = job
+        self._num_drained -= job.num_drained
         self._epochs.pop(job.job.id, None)
         self._epochs[job.job.id] = job.epoch
         while len(self._epochs) > _MAX_EPOCHS:
@@ -84,6 +88,11 @@ class Holding:
         """The job, where it is held under this epoch."""
         job = self.jobs.get(job_id)
         return job if job is not None and job.epoch == epoch else None
+
+    @property
+    def num_drained(self) -> int:
+        """How much of jobs' costs this worker has drained, in tokens, since it began."""
+        return self._num_drained + sum(job.num_drained for job in self.jobs.values())
 
     def end(self, job: HeldJob, status: JobStatus | str, num_unlogged: int = 0) -> None:
         """Drops a job that was ended from outside; `num_unlogged` of its tokens were refused."""
@@ -105,6 +114,7 @@ class Holding:
         if self.get(job.job.id, job.epoch) is None:
             return
         del self.jobs[job.job.id]
+        self._num_drained += job.num_drained
         if not job.is_complete:
             self.engine.send([StopJob(job.job.id, job.epoch)])
         self.wake.set()
@@ -113,9 +123,16 @@ class Holding:
     def clear(self) -> list[HeldJob]:
         """Forgets all jobs, without a word to the engine; returns them."""
         jobs = list(self.jobs.values())
+        self._num_drained = self.num_drained
         self.jobs.clear()
         self.job_left.set()
         return jobs
+
+    @property
+    def max_tokens(self) -> int:
+        """Of jobs' costs, that this worker holds at most; 0 before its engine is ready."""
+        ready = self.engine.ready
+        return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
 
     def room(self) -> Room | None:
         """What this worker could start now; None where it should wait."""
@@ -131,7 +148,7 @@ class Holding:
             # What can never fit is claimed and refused by the engine, not left waiting.
             return Room(min(max_jobs, _MAX_CLAIM), 2**53)
         held_tokens = sum(job.cost_tokens for job in self.jobs.values())
-        max_tokens = _OVERCOMMIT * ready.num_blocks * ready.block_size - held_tokens
+        max_tokens = self.max_tokens - held_tokens
         if max_jobs <= 0 or max_tokens <= 0:
             return None
         return Room(min(max_jobs, _MAX_CLAIM), max_tokens)

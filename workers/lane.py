@@ -4,20 +4,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import redis.asyncio
 
-from contract.calls import Append, Blame, Claimed, Release, Verdict, WorkerState
+from contract.calls import Append, Blame, Claimed, Release, Verdict, WorkerCapacity, WorkerState
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.fitness import check_fitness
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
+from contract.library import ensure_library
 from contract.litter import Litter
 from contract.roster import Roster
 from payloads.store import ObjectStore
@@ -55,12 +56,20 @@ class Lane:
         await Catalogue(self._client, self._keys).publish(card, tokenizer)
 
     async def claim(
-        self, *, max_jobs: int, max_tokens: int, is_idle: bool, config_version: str
+        self,
+        *,
+        lanes: Mapping[str, float],
+        max_jobs: int,
+        max_tokens: int,
+        is_idle: bool,
+        config_version: str,
     ) -> list[Claimed]:
+        """From these lanes, with the minimum share of each."""
         return await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,
-            self._settings.lanes,
+            list(lanes),
+            min_shares=lanes,
             lease_s=self._settings.lease_s,
             max_jobs=max_jobs,
             max_tokens=max_tokens,
@@ -95,7 +104,11 @@ class Lane:
         return verdicts
 
     async def heartbeat(
-        self, held: Sequence[tuple[str, int]], info: str, state: WorkerState
+        self,
+        held: Sequence[tuple[str, int]],
+        info: str,
+        state: WorkerState,
+        capacity: WorkerCapacity,
     ) -> list[str]:
         sent_s = time.monotonic()
         lost = await self._functions.heartbeat(
@@ -105,6 +118,7 @@ class Lane:
             lease_s=self._settings.lease_s,
             info=info,
             state=state,
+            capacity=capacity,
         )
         self.last_contact_s = max(self.last_contact_s, sent_s)
         return lost
@@ -182,7 +196,7 @@ class Lane:
                         control.put_nowait(message["data"].decode())
 
 
-def make_card(name: str, ready: Ready) -> ModelCard:
+def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
     """What gateways must know of the model that an engine has loaded."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     return ModelCard(
@@ -192,4 +206,5 @@ def make_card(name: str, ready: Ready) -> ModelCard:
         eos_token_ids=ready.eos_token_ids,
         tokenizer_sha256=sha256,
         created_s=int(time.time()),
+        lanes=lanes,
     )

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 
-from contract.calls import WorkerState
+from contract.calls import WorkerCapacity, WorkerState
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
 from workers.drain import Drain
 from workers.holding import EngineLink, Holding
@@ -79,17 +79,18 @@ class LeaseKeeper:
     async def _beat_once(self, ready: Ready) -> None:
         was_published, self._is_published = self._is_published, True
         name = self._settings.served_model_name
+        lanes = tuple(self._settings.lane_shares(self._engine.options))
         if not was_published:
             try:
                 await self._lane.ensure_library()
-                await self._lane.publish_model(make_card(name, ready), ready.tokenizer)
+                await self._lane.publish_model(make_card(name, ready, lanes), ready.tokenizer)
             except BrokerFull as exc:  # its functions run all the same, and free memory
                 log.warning("model not published: %s", exc)
                 self._is_published = False
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
         state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
-        for job_id in await self._lane.heartbeat(held, self._info(), state):
+        for job_id in await self._lane.heartbeat(held, self._info(), state, self._capacity(lanes)):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
@@ -134,6 +135,12 @@ class LeaseKeeper:
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
                 case ["drain"]:
                     self._on_order()
+
+    def _capacity(self, lanes: tuple[str, ...]) -> WorkerCapacity:
+        holding, speed = self._holding, self._engine.speed
+        has_room = holding.room() is not None
+        speed.measure(time.monotonic(), holding.num_drained, has_room=has_room)
+        return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
 
     def _info(self) -> str:
         load, ready = self._engine.load, self._engine.ready

@@ -6,9 +6,11 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.jobs import DEFAULT_LANES
+from workers.lane_shares import lane_shares
 from workers.messages import EngineOptions
 
-LANES = ("interactive", "standard", "batch")  # in the order in which they are claimed from
+LANES = DEFAULT_LANES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,13 @@ class WorkerSettings:
 
         path = self.batching_path or configuration.find(self.engine.model_path)
         return self.engine if path is None else configuration.load(path).apply(self.engine)
+
+    def lane_shares(self, options: EngineOptions) -> dict[str, float]:
+        """Minimum shares of the lanes that it takes jobs from, in the order of its claims.
+
+        With the lanes that batching.yaml adds, unless the command line names some.
+        """
+        return lane_shares(self.lanes, options.lanes, adds_given=self.lanes == LANES)
 
     @property
     def heartbeat_s(self) -> float:

@@ -143,11 +143,13 @@ class Supervisor:
             claimed = await self._lane.claim(
                 max_jobs=room.max_jobs,
                 max_tokens=room.max_tokens,
+                lanes=self._settings.lane_shares(self._engine.options),
                 is_idle=not self._holding.jobs,
                 config_version=self._engine.options.batching_version,
             )
             await self._start_all(claimed)
             if not claimed:
+                self._engine.speed.note_room()
                 return
 
     async def _woken(self) -> None:

@@ -40,7 +40,12 @@ function ledger.count(tag, job, what, sign)
       redis.call('HINCRBY', line, 'left_jobs', 1)
       redis.call('HINCRBY', line, 'left_tokens', job.cost)
     end
-    if redis.call('HINCRBY', line, 'jobs', sign) == 0 then redis.call('DEL', line) end
+    local jobs = redis.call('HINCRBY', line, 'jobs', sign)
+    if jobs == 1 and sign > 0 then fairness.join(tag, job.model, job.lane, job.tenant) end
+    if jobs == 0 then
+      redis.call('DEL', line)
+      fairness.retire(tag, job.model, job.lane, job.tenant)
+    end
   end
 end
 
@@ -91,6 +96,7 @@ function ledger.settle(tag, job, status)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
   local refund = job.cost - charge
   redis.call('HSET', job.key, 'charge', charge, 'refund', refund)
+  fairness.settle(tag, job, charge)
   local tenant = tag .. ':tenant:' .. job.tenant
   if job.metered == 1 then
     local used = tonumber(redis.call('HGET', tenant, 'tokens') or 0)

@@ -16,13 +16,13 @@ local VIEW_FIELDS = {
 
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
-  'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered',
+  'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
   'callback_every',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
-  'max_attempts', 'deadline', 'ttl_ms', 'metered', 'has_objects',
+  'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every',
 }
 
@@ -71,19 +71,10 @@ local function log_event(tag, job, event)
   redis.call('HSET', job.key, 'next', job.next, 'hash', hash)
 end
 
--- Counts a tenant among those with waiting jobs in a lane. One that was idle starts at the least
--- counter of the active ones: no credit is saved up.
-local function activate(tag, job)
-  local active = tag .. ':active:' .. job.model .. ':' .. job.lane
-  if redis.call('ZSCORE', active, job.tenant) then return end
-  local least = redis.call('ZRANGE', active, 0, 0, 'WITHSCORES')
-  redis.call('ZADD', active, least[2] or 0, job.tenant)
-end
-
 -- What a worker is told of a job that it now holds.
 local function handed_out(tag, job, now)
   return {job.id, job.epoch, job.attempt, job.next, job.hash, job.tokens, job.deadline - now,
-    job.crashes + job.lapses > 0 and string.find(job.stream, ':suspect$') and 1 or 0,
+    job.crashes + job.lapses > 0 and string.find(job.stream, ':suspect$') and 1 or 0, job.cost,
     redis.call('HGET', job.key, 'job')}
 end
 

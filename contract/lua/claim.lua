@@ -1,59 +1,22 @@
--- claim: hands waiting jobs to a worker with room, lanes in the given order; within a lane first
--- what was given back, then tenants by virtual counter. Stops at the first job that does not fit,
--- so that nothing small overtakes something large for ever.
+-- claim: hands waiting jobs to a worker with room, one after another. A lane that is owed as much of
+-- its minimum share as its next job costs goes first, then the lanes in the given order; within a
+-- lane first what was given back, then tenants by the tokens they have had. A job that does not
+-- fit is passed over by jobs that do, eight times at most: then nothing goes before it.
 -- A job under suspicion runs alone: one worker in four at most gets the turn to run one, is handed
 -- nothing else while it empties itself, and then that job alone.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
---       6 '1' where the worker holds nothing  7 version of its configuration  8… lanes
+--       6 '1' where the worker holds nothing  7 version of its configuration
+--       8… lanes, most urgent first: name, minimum share of the tokens handed out
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
---                ms to its deadline, 1 where it must run alone, job (msgpack)}
-
--- The next entry that no worker has been handed: {entry, job id, cost}, or nil.
-local function peek(key)
-  if redis.call('EXISTS', key) == 0 then return nil end
-  local group = redis.call('XINFO', 'GROUPS', key)[1]
-  local last = '0-0'
-  for i = 1, #group, 2 do
-    if group[i] == 'last-delivered-id' then last = group[i + 1] end
-  end
-  local entries = redis.call('XRANGE', key, '(' .. last, '+', 'COUNT', 1)
-  if #entries == 0 then return nil end
-  local fields = entries[1][2]
-  return {entry = entries[1][1], id = fields[2], cost = tonumber(fields[4])}
-end
-
--- Takes the peeked entry; nil where its job has expired meanwhile.
-local function take(tag, key, waiting, incarnation, lease_ms, now, config)
-  redis.call('XREADGROUP', 'GROUP', GROUP, CONSUMER, 'COUNT', 1, 'STREAMS', key, '>')
-  local job = load_job(tag, waiting.id)
-  if not job or job.state ~= 'queued' or job.entry ~= waiting.entry then
-    redis.call('XACK', key, GROUP, waiting.entry)
-    redis.call('XDEL', key, waiting.entry)
-    return nil
-  end
-  if now >= job.deadline then
-    terminal(tag, job, 'expired', '', '', now)
-    return nil
-  end
-  ledger.count(tag, job, 'queued', -1)
-  ledger.count(tag, job, 'running', 1)
-  job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
-  redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
-    'attempt', job.attempt, 'config', config)
-  local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
-  if is_first and redis.call('HGET', job.key, 'callback_started') == '1' then
-    outbox.post(tag, job, 'started', now, '', '')
-  end
-  redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
-  redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
-  return handed_out(tag, job, now)
-end
+--                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
+local ANY = 2 ^ 53
+local MAX_OWED = 2 ^ 20  -- tokens
 
 -- Whether this worker has the turn to run a suspect of the model; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now)
   local queue, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
-  if not peek(queue) then return false end
+  if not find_fit(tag, queue, ANY, {}) then return false end
   local holder, until_ms = string.match(redis.call('GET', turn) or '', '^(%S+) (%d+)$')
   if not holder or tonumber(until_ms) <= now then
     local quota = math.max(1, math.floor(redis.call('ZCARD', tag .. ':workers:' .. model) / 4))
@@ -68,62 +31,79 @@ end
 -- The suspect that a worker with the turn and nothing else to do runs next; none where all expired.
 local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   local queue = tag .. ':q:' .. model .. ':suspect'
-  local waiting = peek(queue)
-  while waiting do
-    local job = take(tag, queue, waiting, incarnation, lease_ms, now, config)
+  local found = find_fit(tag, queue, ANY, {})
+  while found do
+    local job = take(tag, found, incarnation, lease_ms, now, config)
     if job then
-      redis.call('SADD', tag .. ':alone:' .. model, waiting.id)
+      redis.call('SADD', tag .. ':alone:' .. model, found.id)
       redis.call('DEL', tag .. ':turn:' .. model)
       return {job}
     end
-    waiting = peek(queue)
+    found = find_fit(tag, queue, ANY, {})
   end
   return {}
 end
 
+-- The lanes of the call: {name, share}, …
+local function lanes_of(argv)
+  local lanes = {}
+  for i = 8, #argv, 2 do table.insert(lanes, {name = argv[i], share = tonumber(argv[i + 1])}) end
+  return lanes
+end
+
+-- The job to hand out next, and its lane; those that it passes over, in `skipped`.
+local function choose(tag, model, lanes, room, skipped)
+  for _, lane in ipairs(lanes) do
+    local owed = lane.share > 0 and tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
+    if owed and owed > 0 then
+      local passed = {}
+      local found, is_blocked = next_in_lane(tag, model, lane.name, room, passed)
+      if is_blocked then return nil end
+      if found and found.cost <= owed then
+        for _, id in ipairs(passed) do table.insert(skipped, id) end
+        return found, lane.name
+      end
+    end
+  end
+  for _, lane in ipairs(lanes) do
+    local found, is_blocked = next_in_lane(tag, model, lane.name, room, skipped)
+    if found or is_blocked then return found, lane.name end
+  end
+end
+
+-- Books tokens handed out in a lane: every lane with work is owed its share of them.
+local function book(tag, model, lanes, name, tokens)
+  for _, lane in ipairs(lanes) do
+    if lane.share > 0 then
+      local key = tag .. ':owed:' .. model
+      local owed = tonumber(redis.call('HGET', key, lane.name) or 0) + lane.share * tokens
+      if lane.name == name then owed = owed - tokens end
+      local queued = redis.call('HGET', lane_key(tag, 'counters', model, lane.name), 'queued_jobs')
+      if tonumber(queued or 0) == 0 then owed = 0 end
+      redis.call('HSET', key, lane.name, math.max(0, math.min(MAX_OWED, owed)))
+    end
+  end
+end
+
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
-  local max_jobs, max_tokens = tonumber(argv[4]), tonumber(argv[5])
-  local now = now_ms(tag)
-  local claimed, tokens = {}, 0
+  local max_jobs, room = tonumber(argv[4]), tonumber(argv[5])
+  local now, lanes = now_ms(tag), lanes_of(argv)
   if has_turn(tag, model, incarnation, lease_ms, now) then
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
       or {}
   end
-
-  -- True while the worker has room left.
-  local function drain(key, on_taken)
-    while #claimed < max_jobs do
-      local waiting = peek(key)
-      if not waiting then return true end
-      if tokens + waiting.cost > max_tokens then return false end
-      local job = take(tag, key, waiting, incarnation, lease_ms, now, argv[7])
-      if job then
-        tokens = tokens + waiting.cost
-        table.insert(claimed, job)
-        if on_taken then
-          on_taken(waiting.cost)
-          return true
-        end
-      end
-    end
-    return false
-  end
-
-  for i = 8, #argv do
-    local lane = argv[i]
-    if not drain(tag .. ':back:' .. model .. ':' .. lane) then return claimed end
-    local active = tag .. ':active:' .. model .. ':' .. lane
-    local tenant = redis.call('ZRANGE', active, 0, 0)[1]
-    while tenant do
-      local taken = false
-      local room = drain(tag .. ':q:' .. model .. ':' .. lane .. ':' .. tenant, function(cost)
-        taken = true
-        redis.call('ZINCRBY', active, cost, tenant)
-      end)
-      if not room then return claimed end
-      if not taken then redis.call('ZREM', active, tenant) end
-      tenant = redis.call('ZRANGE', active, 0, 0)[1]
+  local claimed = {}
+  while #claimed < max_jobs do
+    local skipped = {}
+    local found, lane = choose(tag, model, lanes, room, skipped)
+    if not found then return claimed end
+    local job = take(tag, found, incarnation, lease_ms, now, argv[7])
+    if job then
+      room = room - found.cost
+      for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
+      book(tag, model, lanes, lane, found.cost)
+      table.insert(claimed, job)
     end
   end
   return claimed

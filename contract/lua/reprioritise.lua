@@ -21,16 +21,17 @@ local function reprioritise(keys, argv)
   if job.state == 'queued' then
     local suspect = string.find(job.stream, ':suspect$')
     leave(tag, job)
+    fairness.move(tag, job, argv[3], suspect)
     job.lane = argv[3]
     redis.call('HSET', job.key, 'lane', job.lane)
     if suspect then
       enqueue(tag, job, job.stream)
     else
-      activate(tag, job)
       enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
     end
   else
     ledger.count(tag, job, 'running', -1)
+    fairness.move(tag, job, argv[3], true)
     job.lane = argv[3]
     ledger.count(tag, job, 'running', 1)
     redis.call('HSET', job.key, 'lane', job.lane)

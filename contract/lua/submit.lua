@@ -60,7 +60,6 @@ local function accept(tag, job, terms, argv, tenant, now)
       redis.call('HSET', tag .. ':tenant:' .. job.tenant, what, tenant[what], what .. '_ms', now)
     end
   end
-  activate(tag, job)
   enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
 end
 

@@ -8,8 +8,9 @@ import asyncio
 from typing import Any
 
 from contract.connection import connect
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.keys import Keys
+from contract.library import ensure_library
 from gateway.aws.environment import load_settings
 from gateway.settings import GatewaySettings
 

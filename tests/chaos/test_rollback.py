@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from contract.connection import connect
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Answer, Caller, fleet

@@ -12,9 +12,10 @@ import redis.asyncio
 
 from contract.calls import Append, Release, Submission
 from contract.events import ChoiceDelta, Tokens
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import find_server
 from tests.contract.test_functions import make_job
 

@@ -12,9 +12,10 @@ import redis.asyncio
 from contract.calls import Append
 from contract.connection import connect
 from contract.errors import BrokerFull
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis, find_server
 from tests.contract.test_functions import claim, make_job, make_submission, tokens
 from tests.fleet import until

@@ -14,8 +14,9 @@ import redis
 import redis.asyncio
 
 from contract.connection import connect
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, fleet, until

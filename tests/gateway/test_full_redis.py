@@ -8,8 +8,9 @@ import pytest
 
 from contract.connection import connect
 from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.keys import Keys
+from contract.library import ensure_library
 from gateway.breaker import Breaker
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway

@@ -14,9 +14,10 @@ import redis.asyncio
 from contract.calls import Verdict
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
+from contract.library import ensure_library
 from contract.tasks import end
 from gateway.breaker import Breaker
 from gateway.broker import Broker

@@ -72,7 +72,10 @@ def test_version_is_told() -> None:
         (("up", "--namespace", "a:b"), "may not be empty or hold any of"),
         (("up", "--served-model-name", "two words"), "not 'two words'"),
         (("up", "--dtype", "int8"), "invalid choice: 'int8'"),
-        (("worker", "--lanes", "fast"), "different names out of interactive,standard,batch"),
+        (
+            ("worker", "--lanes", "fast"),
+            "names out of interactive,standard,batch,scoring",
+        ),
         (("worker", "--lanes", "batch,batch"), "different names"),
         (("worker", "--lease-s", "0"), "must be a number over 0, not '0'"),
         (("gateway", "--redis-url", "http://x"), "must begin with redis://"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from contract.calls import Wanted, WorkerState
-from contract.functions import library_source
+from contract.library import library_source
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
 from tests.model.mutants import MUTANTS, Mutant

@@ -32,14 +32,16 @@ from contract.calls import (
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
-from contract.functions import Functions, library_source
+from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, StoredPrompt
 from contract.keys import Keys
+from contract.library import library_source
 from contract.reference import Reference
 from tests.model.audit import Audit
 from tests.model.postmen import Postmen
 
 LANES = ("interactive", "standard")
+MIN_SHARES = {"standard": 0.3}
 TENANTS = ("t", "u")
 WORKERS = ("w1", "w2", "w3")
 STATES: tuple[WorkerState, ...] = ("up", "draining", "gone")
@@ -193,7 +195,8 @@ class World:
         self, worker: str, max_jobs: int, max_tokens: int, *, is_idle: bool, loses_reply: bool
     ) -> None:
         room: dict[str, Any] = {"max_jobs": max_jobs, "max_tokens": max_tokens, "is_idle": is_idle}
-        claimed = self._both("claim", worker, "m", LANES, lease_s=LEASE_S, **room)
+        room |= {"lease_s": LEASE_S, "min_shares": MIN_SHARES}
+        claimed = self._both("claim", worker, "m", LANES, **room)
         if not loses_reply:
             self._believe(worker, claimed)
 

@@ -47,7 +47,9 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     keeper = EngineKeeper(settings, lane, link, holding, publisher)
     publishing = asyncio.create_task(publisher.run())
     job = await caller.submit("stop me", max_tokens=100)
-    [claimed] = await lane.claim(max_jobs=1, max_tokens=10**6, is_idle=True, config_version="")
+    [claimed] = await lane.claim(
+        lanes={job.lane: 0.0}, max_jobs=1, max_tokens=10**6, is_idle=True, config_version=""
+    )
     held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
     holding.jobs[job.id] = held
 

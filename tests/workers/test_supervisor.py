@@ -12,9 +12,10 @@ from contract.calls import Append, Release
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
-from contract.functions import Functions, ensure_library
+from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import Answer, Caller, fleet, until

@@ -1,0 +1,44 @@
+"""The functions' library: its text, made of contract/lua/*.lua, and its loading."""
+
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from contract.connection import broker_errors
+
+LIBRARY = "batchway_v1"
+_SHARED = (  # in this order
+    "shared",
+    "fairness",
+    "ledger",
+    "outbox",
+    "queue",
+    "admission",
+    "memory",
+)
+_LUA = Path(__file__).parent / "lua"
+
+
+def library_source() -> str:
+    """The library as one text: the shared parts, then the functions by name."""
+    files = [*(_LUA / f"_{name}.lua" for name in _SHARED), *sorted(_LUA.glob("[a-z]*.lua"))]
+    return "\n".join(path.read_text() for path in files)
+
+
+async def ensure_library(client: redis.asyncio.Redis) -> None:
+    """Loads the library where the server holds none or another text of it.
+
+    Raises BrokerUnavailable.
+    """
+    source = library_source()
+    with broker_errors():
+        loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
+        if source.encode() not in _flatten(loaded):
+            await client.function_load(source, replace=True)
+
+
+def _flatten(reply: Any) -> list[Any]:
+    if not isinstance(reply, list):
+        return [reply]
+    return [leaf for item in reply for leaf in _flatten(item)]

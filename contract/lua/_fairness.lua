@@ -1,0 +1,76 @@
+-- Who goes next among the tenants of a lane: each has a counter of the tokens it was handed out
+-- (`active` while it has a line, `idle` after), and the least goes first. The lane's clock is the
+-- counter of the last that went: who comes back starts there at least, so that no credit is saved
+-- up, and where it was at least, so that no debt is forgotten by an empty line.
+
+local fairness = {}
+
+local function lane_key(tag, kind, model, lane)
+  return tag .. ':' .. kind .. ':' .. model .. ':' .. lane
+end
+
+local function clock(tag, model, lane)
+  return tonumber(redis.call('GET', lane_key(tag, 'clock', model, lane)) or 0)
+end
+
+-- The tenant has a line from now on.
+function fairness.join(tag, model, lane, tenant)
+  local idle = lane_key(tag, 'idle', model, lane)
+  local own = tonumber(redis.call('ZSCORE', idle, tenant) or 0)
+  redis.call('ZREM', idle, tenant)
+  redis.call('ZADD', lane_key(tag, 'active', model, lane), math.max(own, clock(tag, model, lane)),
+    tenant)
+end
+
+-- It has none any more; what it is ahead of the clock is kept.
+function fairness.retire(tag, model, lane, tenant)
+  local active = lane_key(tag, 'active', model, lane)
+  local own = tonumber(redis.call('ZSCORE', active, tenant) or 0)
+  redis.call('ZREM', active, tenant)
+  local idle, now = lane_key(tag, 'idle', model, lane), clock(tag, model, lane)
+  if own > now then redis.call('ZADD', idle, own, tenant) end
+  redis.call('ZREMRANGEBYSCORE', idle, '-inf', now)
+end
+
+-- Adds tokens to what the tenant was handed out; gives back where they are negative.
+function fairness.bill(tag, model, lane, tenant, tokens)
+  if tokens == 0 then return end
+  local active = lane_key(tag, 'active', model, lane)
+  if redis.call('ZSCORE', active, tenant) then
+    redis.call('ZINCRBY', active, tokens, tenant)
+    return
+  end
+  local idle, now = lane_key(tag, 'idle', model, lane), clock(tag, model, lane)
+  local own = math.max(now, tonumber(redis.call('ZSCORE', idle, tenant) or 0)) + tokens
+  if own > now then redis.call('ZADD', idle, own, tenant) else redis.call('ZREM', idle, tenant) end
+end
+
+-- A job is handed out from its tenant's line.
+function fairness.charge(tag, job)
+  local own = tonumber(redis.call('ZSCORE', lane_key(tag, 'active', job.model, job.lane), job.tenant))
+  if own > clock(tag, job.model, job.lane) then
+    redis.call('SET', lane_key(tag, 'clock', job.model, job.lane), string.format('%.17g', own))
+  end
+  fairness.bill(tag, job.model, job.lane, job.tenant, job.cost)
+  job.charged = job.cost
+  redis.call('HSET', job.key, 'charged', job.charged)
+end
+
+-- The job was worth so much in the end; what it was charged beyond goes back.
+function fairness.settle(tag, job, charge)
+  if job.charged > 0 then
+    fairness.bill(tag, job.model, job.lane, job.tenant, charge - job.charged)
+  end
+end
+
+-- A job that was charged moves to another lane, with its charge or, to wait there anew, without.
+function fairness.move(tag, job, lane, keeps)
+  if job.charged == 0 then return end
+  fairness.bill(tag, job.model, job.lane, job.tenant, -job.charged)
+  if keeps then
+    fairness.bill(tag, job.model, lane, job.tenant, job.charged)
+  else
+    job.charged = 0
+    redis.call('HSET', job.key, 'charged', 0)
+  end
+end

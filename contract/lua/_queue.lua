@@ -1,0 +1,85 @@
+-- Finding the next job that fits, and taking it out of turn where one before it does not. The
+-- stream's group says up to where all was handed out; what was taken behind that is pending.
+
+local MAX_PASSED = 8   -- jobs that may be handed out before one that waits in front of them
+local MAX_SKIPPED = 4  -- jobs of one stream that are passed over in a search
+local WINDOW = 16      -- entries looked at: as many, those that they let pass, and one that fits
+local MAX_TENANTS = 8  -- of a lane, whose lines are searched
+
+local function last_delivered(key)
+  local group = redis.call('XINFO', 'GROUPS', key)[1]
+  for i = 1, #group, 2 do
+    if group[i] == 'last-delivered-id' then return group[i + 1] end
+  end
+end
+
+-- The first waiting job of a stream with room for it: {key, entry, id, cost, is_first}, or nil.
+-- Those that do not fit go into `skipped`; the second result is true where one of them has been
+-- passed over too often, so that nothing may go before it.
+local function find_fit(tag, key, room, skipped)
+  if redis.call('EXISTS', key) == 0 then return nil end
+  local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT', WINDOW)
+  local num_skipped = 0
+  for _, entry in ipairs(entries) do
+    local id, cost = entry[2][2], tonumber(entry[2][4])
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed')
+    local is_here = job[1] and job[2] == entry[1]
+    if not is_here then
+      redis.call('XACK', key, GROUP, entry[1])
+      redis.call('XDEL', key, entry[1])
+    elseif job[1] == 'queued' and cost <= room then
+      return {key = key, entry = entry[1], id = id, cost = cost, is_first = num_skipped == 0}
+    elseif job[1] == 'queued' then
+      if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
+      table.insert(skipped, id)
+      num_skipped = num_skipped + 1
+      if num_skipped == MAX_SKIPPED then return nil end
+    end
+  end
+  return nil
+end
+
+-- The next job of a lane with room for it: given back first, then by tenant; as find_fit.
+local function next_in_lane(tag, model, lane, room, skipped)
+  local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
+  if found or is_blocked then return found, is_blocked end
+  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, MAX_TENANTS - 1)
+  for _, tenant in ipairs(tenants) do
+    found, is_blocked = find_fit(tag, lane_key(tag, 'q', model, lane) .. ':' .. tenant, room, skipped)
+    if found or is_blocked then return found, is_blocked end
+  end
+  return nil
+end
+
+-- Makes an entry pending, out of turn where it is not the first.
+local function deliver(found)
+  if found.is_first then
+    redis.call('XCLAIM', found.key, GROUP, CONSUMER, 0, found.entry, 'FORCE', 'JUSTID',
+      'LASTID', found.entry)
+  else
+    redis.call('XCLAIM', found.key, GROUP, CONSUMER, 0, found.entry, 'FORCE', 'JUSTID')
+  end
+end
+
+-- Takes a job that was found; nil where it has expired meanwhile.
+local function take(tag, found, incarnation, lease_ms, now, config)
+  deliver(found)
+  local job = load_job(tag, found.id)
+  if now >= job.deadline then
+    terminal(tag, job, 'expired', '', '', now)
+    return nil
+  end
+  if is_in_line(job) then fairness.charge(tag, job) end
+  ledger.count(tag, job, 'queued', -1)
+  ledger.count(tag, job, 'running', 1)
+  job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
+  redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
+    'attempt', job.attempt, 'config', config)
+  local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
+  if is_first and redis.call('HGET', job.key, 'callback_started') == '1' then
+    outbox.post(tag, job, 'started', now, '', '')
+  end
+  redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
+  redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
+  return handed_out(tag, job, now)
+end
