@@ -123,7 +123,10 @@ async def test_errors_are_told_apart(idle_worker: FakeWorker, gateway_url: str) 
         assert not_ended.value.code == "not_terminal"
         with pytest.raises(WaitTimeout):
             await client.wait(job.id, timeout_s=0.05)
+        assert (await client.reprioritise(job.id, lane="batch", deadline_s=60)).lane == "batch"
         assert (await client.cancel(job.id)).status == "cancelled"
+        with pytest.raises(Conflict):
+            await client.reprioritise(job.id, lane="standard")
         with pytest.raises(NotFound):
             await client.cancel("job-0-" + "0" * 32)
 
@@ -159,7 +162,7 @@ def test_both_clients_have_the_same_calls() -> None:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_events_are_the_same_however_bytes_are_cut(size: int) -> None:
     """Also within a character, and between the line ends of an event."""
-    raw = 'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\nid: 1.ab\ndata: {"a": "x\\u2028y"}\n\n'
+    raw = 'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\n: waiting\nid: 1.ab\ndata: {"a": "x\\u2028y"}\n\n'
     data = (raw + "data: [DONE]\n\n").encode()
     parser = Parser()
     events = [e for i in range(0, len(data), size) for e in parser.feed(data[i : i + size])]

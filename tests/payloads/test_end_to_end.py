@@ -61,8 +61,9 @@ def jobs_in(directory: Path) -> list[str]:
 async def stream(http: httpx.AsyncClient, job_id: str, after: str = "0") -> list[str]:
     answer = await http.get(f"/v1/jobs/{job_id}/events", params={"starting_after": after})
     assert answer.status_code == 200, answer.text
-    parts = answer.text.split("\n\n")
-    return [part for part in parts if part and not part.startswith((":", "event: queued"))]
+    spoken = "\n".join(line for line in answer.text.split("\n") if not line.startswith(":"))
+    parts = [part.strip("\n") for part in spoken.split("\n\n")]
+    return [part for part in parts if part and not part.startswith("event: queued")]
 
 
 @pytest.mark.parametrize("kind", ["directory", "s3"])
