@@ -204,23 +204,25 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
-    for is_fixed, colour in ((True, "tab:grey"), (False, "tab:blue")):
-        shown = [one for one in outcomes if one.name.startswith("fixed") == is_fixed]
-        axes.plot(
-            [one.gpu_hours for one in shown],
-            [100 * one.missed_share for one in shown],
-            "o-" if is_fixed else "o",
-            color=colour,
-        )
-        for one in shown:
-            point = (one.gpu_hours, 100 * one.missed_share)
-            axes.annotate(one.name, point, textcoords="offset points", xytext=(5, 5), fontsize=8)
+    fixed = [one for one in outcomes if one.name.startswith("fixed")]
+    hours, missed = _points(fixed)
+    axes.plot(hours, missed, "o-", color="tab:grey")
+    for one, *point in zip(fixed, hours, missed, strict=True):
+        axes.annotate(one.name, point, textcoords="offset points", xytext=(4, 5), fontsize=8)
+    markers = "os^vD*PX"
+    for number, one in enumerate(one for one in outcomes if one not in fixed):
+        axes.plot(*_points([one]), markers[number % len(markers)], label=one.name)
+    axes.legend(fontsize=8)
     axes.set(xlabel="GPU hours", ylabel="requests that waited too long (%)", title=title)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(bottom=0)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
+
+
+def _points(outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
+    return [one.gpu_hours for one in outcomes], [100 * one.missed_share for one in outcomes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

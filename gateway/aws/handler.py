@@ -14,10 +14,13 @@ from mangum import Mangum
 from gateway.app import create_app
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
+from gateway.patience import TIME_LEFT
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
 log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
+
+_MARGIN_S = 2.0  # to answer in, before the function is stopped
 
 _function: "Function | None" = None
 
@@ -39,7 +42,7 @@ class Function:
         self._app = create_app(settings)
         self._lifespan = self._app.router.lifespan_context(self._app)
         self._loop.run_until_complete(self._lifespan.__aenter__())
-        self._http = Mangum(self._app, lifespan="off")  # ours goes on between invocations
+        self._http = Mangum(self._timed, lifespan="off")  # ours goes on between invocations
         self._api_key = settings.api_key
 
     def __call__(self, event: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -49,6 +52,13 @@ class Function:
         if "Records" in event:
             return self._run(answer_messages(self._app, event["Records"], self._api_key))
         return self._run(answer_job(self._app, JobRequest.of_event(event), self._api_key))
+
+    async def _timed(self, scope: Any, receive: Any, send: Any) -> None:
+        """The app, told how much time the request has: a call that needs more becomes a job."""
+        if (context := scope.get("aws.context")) is not None:
+            left_s = context.get_remaining_time_in_millis() / 1000 - _MARGIN_S
+            scope.setdefault("state", {})[TIME_LEFT] = left_s
+        await self._app(scope, receive, send)
 
     def close(self) -> None:
         """Ends what runs between invocations; Lambda itself never asks for it."""

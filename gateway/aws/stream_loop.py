@@ -1,8 +1,9 @@
 """The loop of StreamFunction: takes an event, runs the app, sends its answer as it is produced.
 
 `python -m gateway.aws.stream_loop`, instead of Lambda's own loop for Python, which sends an answer
-when it is complete. Lambda does not tell when a caller leaves, so an answer also ends shortly
-before the function's time is up: to the app both are a closed connection.
+when it is complete. The app is told how much time a request has: a call that needs more becomes a
+job. Lambda does not tell when a caller leaves, so what still goes on shortly before the function's
+time is up is ended: to the app that is a closed connection.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from contract import tasks
 from gateway.app import create_app
 from gateway.aws.environment import load_settings
 from gateway.aws.runtime_api import Invocation, RuntimeApi, RuntimeApiError, StreamedAnswer
+from gateway.patience import TIME_LEFT
 
 log = logging.getLogger("batchway.gateway")
 
@@ -38,9 +40,11 @@ async def serve(app: ASGI, runtime: RuntimeApi) -> None:
             await runtime.fail(invocation, _UNKNOWN, message)
             continue
         request: Any = events.infer(invocation.event, None)  # type: ignore[arg-type]
+        left_s = invocation.deadline_s - time.time() - 2 * DEADLINE_MARGIN_S
+        scope = request.scope | {"state": {TIME_LEFT: left_s}}
         exchange = Exchange(runtime, invocation, request.body)
         try:
-            await exchange.run(app, request.scope)
+            await exchange.run(app, scope)
         except OSError:
             log.info("answer no longer wanted request_id=%s", invocation.id)
         except RuntimeApiError as exc:

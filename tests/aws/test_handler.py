@@ -159,6 +159,29 @@ def without_ids(body: bytes) -> bytes:
     return body.replace(found["id"].encode(), b"ID").replace(str(found["created"]).encode(), b"T")
 
 
+async def test_a_call_becomes_a_job_where_the_function_has_no_time(
+    redis_server: Any, idle_worker: FakeWorker
+) -> None:
+    """Lambda says how much it has; the answer says where to go on."""
+    import asyncio
+
+    from tests.gateway.conftest import make_settings
+
+    class Context:
+        def get_remaining_time_in_millis(self) -> int:
+            return 2_300
+
+    def run() -> dict[str, Any]:
+        function = handler.Function(make_settings(redis_server.url, api_key=KEY))
+        answered = function(rest_event("POST", "/v1/completions", COMPLETION), Context())
+        function.close()
+        return answered
+
+    answer = await asyncio.to_thread(run)
+    assert answer["statusCode"] == 202
+    assert json.loads(answer["body"])["object"] == "job"
+
+
 async def test_the_entry_point_reads_its_settings_once(
     worker: FakeWorker, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
