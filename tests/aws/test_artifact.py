@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,8 @@ def test_images_are_linted(name: str) -> None:
     assert "USER 10001" in text
     assert "HEALTHCHECK" in text
     assert "STOPSIGNAL SIGTERM" in text
-    ours = [path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    for package in ours:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert f"COPY {package} {package}" in text
         assert f"!{package}" in (ROOT / ".dockerignore").read_text().splitlines()
 
