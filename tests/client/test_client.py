@@ -162,7 +162,10 @@ def test_both_clients_have_the_same_calls() -> None:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_events_are_the_same_however_bytes_are_cut(size: int) -> None:
     """Also within a character, and between the line ends of an event."""
-    raw = 'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\n: waiting\nid: 1.ab\ndata: {"a": "x\\u2028y"}\n\n'
+    raw = (
+        'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\n: waiting\n'
+        'id: 1.ab\ndata: {"a": "x\\u2028y"}\n\n'
+    )
     data = (raw + "data: [DONE]\n\n").encode()
     parser = Parser()
     events = [e for i in range(0, len(data), size) for e in parser.feed(data[i : i + size])]
