@@ -4,7 +4,9 @@ What is sent, and how, is in workers/callbacks; which addresses are open to it i
 """
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -90,3 +92,11 @@ def decode_callback(raw: bytes) -> Callback:
         return _decoder.decode(raw)
     except msgspec.MsgspecError as exc:
         raise WireError(f"unreadable callback: {type(exc).__name__}") from exc
+
+
+def is_open_target(callback: Callback, patterns: Sequence[str]) -> bool:
+    """Whether the operator lets callbacks reach this in AWS, with the operator's own rights.
+
+    A pattern is `<kind>:<target>`, with `*` and `?` as in file names.
+    """
+    return any(fnmatchcase(f"{callback.kind}:{callback.target}", pattern) for pattern in patterns)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from contract.callbacks import Callback
 from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.auth import Caller
@@ -35,6 +36,7 @@ class Terms:
     idempotency_key: str = ""
     body_hash: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    callback: Callback | None = None
 
 
 async def prepare(
@@ -74,6 +76,7 @@ async def prepare(
         body_hash=terms.body_hash,
         attendance_s=terms.attendance_s,
         metadata=terms.metadata,
+        callback=terms.callback,
     )
 
 

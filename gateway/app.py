@@ -12,7 +12,7 @@ from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
 from gateway.limits import BodyLimit, LastNet, RequestIds, TrustedHosts
-from gateway.routes import chat, completions, health, job_lists, jobs, models, objects
+from gateway.routes import callbacks, chat, completions, health, job_lists, jobs, models, objects
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
 
@@ -35,7 +35,7 @@ def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastA
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
-    for module in (chat, completions, jobs, job_lists, objects, models, health):
+    for module in (chat, completions, callbacks, jobs, job_lists, objects, models, health):
         app.include_router(module.router)
     errors.install(app)
     # The last added is the outermost.

@@ -29,6 +29,7 @@ from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
 from contract.library import ensure_library
 from contract.litter import Litter
+from contract.outbox import Outbox
 from gateway.breaker import Breaker
 from gateway.cursor import Cursor
 from gateway.errors import UnknownJob
@@ -70,6 +71,7 @@ class Broker:
         self.keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
+        self._outbox = Outbox(self._client, self.keys)
         self._catalogue = Catalogue(self._client, self.keys)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
@@ -135,6 +137,10 @@ class Broker:
             for entry in entries:
                 yield entry
             number = entries[-1].number
+
+    async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
+        """One call to the outbox of callbacks. Raises WireError."""
+        return await self._call(lambda: ask(self._outbox))
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """The status the job has now. Raises UnknownJob."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from contract.callback_urls import MAX_URL_CHARS
 from contract.jobs import Endpoint
 from gateway.errors import ApiError, bad_request, invalid_value
 from gateway.unsupported import refuse_unsupported
@@ -154,6 +155,23 @@ class CompletionBody(_SamplingBody):
         return self.logprobs
 
 
+class CallbackBody(_Strict):
+    """Whom to tell of a job's end: exactly one of the first six."""
+
+    url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
+    sqs: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    sns: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    eventbridge: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    function: Annotated[str | None, Field(alias="lambda", min_length=1, max_length=512)] = None
+    s3: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    secret: Annotated[str, Field(max_length=128)] | None = None
+    payload: Literal["thin", "full"] | None = None
+    events: Annotated[list[Literal["job.started", "job.progress"]], Field(max_length=2)] | None = (
+        None
+    )
+    progress_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
 class JobBody(_Strict):
     """POST /v1/jobs; `body` is checked as the body of its endpoint."""
 
@@ -163,6 +181,7 @@ class JobBody(_Strict):
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
     retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from its end on
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    callback: CallbackBody | None = None
 
 
 class JobChange(_Strict):
@@ -194,9 +213,7 @@ def parse_call(endpoint: Endpoint, raw: Mapping[str, Any]) -> CallBody:
 
 def parse_job(raw: Mapping[str, Any]) -> JobBody:
     """Raises ApiError."""
-    if raw.get("callback") is not None:
-        raise bad_request("unsupported_parameter", "callbacks are not supported yet", "callback")
-    return _validate(JobBody, {name: raw[name] for name in raw if name != "callback"})
+    return _validate(JobBody, raw)
 
 
 def parse_job_change(raw: Mapping[str, Any]) -> JobChange:

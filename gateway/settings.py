@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
+from contract.addresses import AllowList
+from contract.callback_secrets import Secrets
 from payloads.opening import open_store
 
 
@@ -30,6 +32,9 @@ class GatewaySettings:
     object_store: str = ""  # a directory or s3://bucket/prefix; "": all lies in Redis
     object_min_bytes: int = 16 * 1024
     result_url_s: float = 3_600.0
+    callback_allow: tuple[str, ...] = ()  # private addresses that callbacks may reach: development
+    callback_aws: tuple[str, ...] = ()  # patterns of what they may reach in AWS
+    callback_secrets: str = field(default="", repr=False)  # only to know who needs to bring none
     max_body_bytes: int = 256 * 1024
     body_timeout_s: float = 10.0
     max_output_tokens: int = 32_768
@@ -53,6 +58,11 @@ class GatewaySettings:
             open_store(self.object_store)
         except ValueError as exc:
             raise ValueError(f"{variable('object_store')}: {exc}") from exc
+        for name, parse in (("allow", self.allowed_targets), ("secrets", self.known_secrets)):
+            try:
+                parse()
+            except ValueError as exc:
+                raise ValueError(f"{variable(f'callback_{name}')}: {exc}") from exc
         may_be_zero = {
             "require_key",
             "sync_limit_s",
@@ -71,6 +81,14 @@ class GatewaySettings:
     def wants_key(self) -> bool:
         """Whether nobody is served without a key, whatever Redis knows."""
         return self.require_key or self.api_key is not None
+
+    def allowed_targets(self) -> AllowList:
+        """What callbacks may reach beyond public addresses. Raises ValueError."""
+        return AllowList.parse(self.callback_allow)
+
+    def known_secrets(self) -> Secrets:
+        """What signs callbacks that bring no secret. Raises ValueError."""
+        return Secrets.parse(self.callback_secrets)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Self:

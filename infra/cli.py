@@ -3,24 +3,31 @@
 import argparse
 import asyncio
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from contract.errors import BrokerUnavailable
 from gateway.settings import GatewaySettings
 from infra import options as opts
+from infra.callbacks_command import (
+    ALLOW_VARIABLE,
+    KEY_VARIABLE,
+    SECRETS_VARIABLE,
+    add_allow_option,
+    add_callbacks_options,
+    run_callbacks_command,
+)
 from infra.drain_command import add_drain_options, run_drain
 from infra.jobs_command import add_jobs_options, run_jobs
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options, keys_exist, run_keys
 from infra.preconditions import UsageError, check_extra, check_redis, known_redis
 
 EXIT_USAGE = 2
-_LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
-    commands |= {"keys": _keys, "jobs": _jobs, "drain": _drain}
+    commands |= {"callbacks": _callbacks, "keys": _keys}
+    commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
@@ -54,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     up = _add(commands, "up", "run everything on this machine: Redis, workers and a gateway")
     opts.add_address_options(up)
     opts.add_up_options(up)
+    add_allow_option(up)
     opts.add_shared_options(up, redis_default="a server of its own")
     opts.add_object_store_option(up, "a directory beside its own Redis")
     opts.add_drain_option(
@@ -88,6 +97,15 @@ def build_parser() -> argparse.ArgumentParser:
         worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
     )
     opts.add_model_options(worker)
+
+    callbacks = _add(
+        commands,
+        "callbacks",
+        "tell callers what became of their jobs; look at callbacks that were given up",
+        f"The variables {KEY_VARIABLE}, which all such processes share, and {SECRETS_VARIABLE}: "
+        "see docs/configuration.md.",
+    )
+    add_callbacks_options(callbacks)
 
     keys = _add(
         commands,
@@ -125,8 +143,9 @@ def _version() -> str:
 
 
 def _up(options: argparse.Namespace) -> int:
-    check_extra("gateway")
-    check_extra("worker")
+    for extra in ("gateway", "worker", "callbacks"):
+        check_extra(extra)
+    os.environ[ALLOW_VARIABLE] = options.callback_allow  # for gateway and callbacks alike
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
             "--data-dir keeps the data of a Redis that batchway starts; here REDIS_URL or "
@@ -157,6 +176,7 @@ def _up(options: argparse.Namespace) -> int:
         served_model_name=opts.served_name(options),
         drain_s=options.drain_s,
         gateway_arguments=(drain, *shared),
+        callbacks_arguments=(drain, *shared),
         worker_arguments=(*opts.model_arguments(options), drain, *shared),
     )
     return asyncio.run(run_up(stack))
@@ -174,7 +194,7 @@ def _gateway(options: argparse.Namespace) -> int:
     from gateway.server import serve
     from infra.lifeline import end_with_parent
 
-    end_with_parent(options.drain_s + _LIFELINE_GRACE_S)
+    end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     # uvicorn raises the signal that it has obeyed once more, when all is done.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
@@ -252,8 +272,17 @@ def _worker(options: argparse.Namespace) -> int:
     )
     if options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)
-    end_with_parent(options.drain_s + _LIFELINE_GRACE_S)
+    end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     return asyncio.run(run_worker(settings))
+
+
+def _callbacks(options: argparse.Namespace) -> int:
+    if options.callbacks is None:
+        check_extra("callbacks")
+    try:
+        return _with_redis(run_callbacks_command, options)
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def _keys(options: argparse.Namespace) -> int:
@@ -261,14 +290,6 @@ def _keys(options: argparse.Namespace) -> int:
         return run_keys(options, known_redis(options))
     except (BrokerUnavailable, ValueError) as exc:
         raise UsageError(str(exc)) from exc
-
-
-def _jobs(options: argparse.Namespace) -> int:
-    return _with_redis(run_jobs, options)
-
-
-def _drain(options: argparse.Namespace) -> int:
-    return _with_redis(run_drain, options)
 
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ Knows processes and their order; what each of them does, its own command says.
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.library import ensure_library
+from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child
 from infra.console import Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
@@ -30,7 +32,10 @@ _GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
 _POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 _API_KEY_VARIABLE = "BATCHWAY_API_KEY"
-_SECRET_VARIABLES = (_API_KEY_VARIABLE, "BATCHWAY_KEY_PEPPER")  # none of a worker's business
+_SECRET_VARIABLES = (  # none of a worker's business
+    *(_API_KEY_VARIABLE, "BATCHWAY_KEY_PEPPER"),
+    *(KEY_VARIABLE, SECRETS_VARIABLE),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,7 @@ class StackOptions:
     drain_s: float
     gateway_arguments: tuple[str, ...]
     worker_arguments: tuple[str, ...]
+    callbacks_arguments: tuple[str, ...]
 
 
 class LocalStack:
@@ -64,6 +70,7 @@ class LocalStack:
         )
         self._workers: list[Child] = []
         self._gateway: Child | None = None
+        self._callbacks: Child | None = None
 
     async def serve(self) -> None:
         """Starts all parts and keeps them running until cancelled. Raises PartLost."""
@@ -89,6 +96,8 @@ class LocalStack:
         if self._gateway is not None:
             await self._gateway.stop(budget_s)
         await asyncio.gather(*(worker.stop(budget_s) for worker in self._workers))
+        if self._callbacks is not None:  # the last, for it tells how the others' jobs ended
+            await self._callbacks.stop(budget_s)
         if self._redis is not None:
             await _in_thread(self._redis.stop)
 
@@ -147,7 +156,7 @@ class LocalStack:
     # --- children -----------------------------------------------------------------------------
 
     def _children(self) -> list[Child]:
-        return [*self._workers, *([self._gateway] if self._gateway else [])]
+        return [*self._workers, *filter(None, [self._gateway, self._callbacks])]
 
     def _make_children(self, redis_url: str, object_store: str) -> None:
         environ = _child_environ(os.environ, redis_url, self._lifeline_fd) | {
@@ -166,6 +175,17 @@ class LocalStack:
             environ,
             fd,
         )
+        key = os.environ.get(KEY_VARIABLE) or secrets.token_hex()  # of this life alone
+        self._callbacks = self._child(
+            "callbacks",
+            "callbacks",
+            self._options.callbacks_arguments,
+            environ | {KEY_VARIABLE: key},
+        )
+        if allowed := os.environ.get(ALLOW_VARIABLE):
+            self._console.line(
+                "batchway", f"WARNING: callbacks may reach private addresses: {allowed}"
+            )
 
     def _child(
         self,

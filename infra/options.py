@@ -25,6 +25,7 @@ from workers.batching import StrategyName, StrategyOptions
 from workers.messages import EngineOptions
 from workers.settings import LANES, WorkerSettings
 
+LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
 DEMO_NAME = "demo"
 NAMESPACE_VARIABLE = variable("namespace")
 OBJECT_STORE_VARIABLE = variable("object_store")

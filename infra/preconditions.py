@@ -11,6 +11,7 @@ from contract.fitness import check_fitness
 
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2"),
+    "callbacks": ("rq", "httpx"),
     "worker": ("torch", "transformers", "tokenizers", "numpy"),
 }
 

@@ -12,6 +12,7 @@ from gateway.admission import Terms
 from gateway.answers import Answer
 from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
+from gateway.callbacks import to_callback
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
 from gateway.errors import ApiError, draining, invalid_value
 from gateway.event_ids import asked_position
@@ -38,6 +39,7 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
         deadline_s=asked.deadline_s or gateway.settings.job_deadline_s,
         retention_s=_retention_s(gateway.settings, asked),
         metadata=asked.metadata or {},
+        callback=to_callback(asked.callback, caller.tenant, gateway.settings),
         idempotency_key=idempotency_key(request),
         body_hash=body_hash("/v1/jobs", raw),
     )

@@ -181,7 +181,6 @@ async def test_a_call_becomes_a_job_where_asked(
         ({"endpoint": "/v1/embeddings"}, "endpoint", "invalid_value"),
         ({"lane": "fast"}, "lane", "invalid_value"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
-        ({"callback": {"url": "https://example.com"}}, "callback", "unsupported_parameter"),
         ({"x": 1}, "x", "unknown_parameter"),
         ({"body": BODY | {"n": 9}}, "body.n", "invalid_value"),
         ({"body": BODY | {"model": "none"}}, "body.model", "model_not_found"),

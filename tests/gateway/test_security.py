@@ -26,6 +26,9 @@ ROUTES = [
     ("GET", "/v1/jobs/job-0-" + "0" * 32 + "/events"),
     ("POST", "/v1/jobs/job-0-" + "0" * 32 + "/cancel"),
     ("PATCH", "/v1/jobs/job-0-" + "0" * 32),
+    ("GET", "/v1/callbacks/dead"),
+    ("GET", "/v1/callbacks/dead/job-0-" + "0" * 32),
+    ("POST", "/v1/callbacks/dead/job-0-" + "0" * 32 + "/replay"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/x"),
 ]

@@ -2,10 +2,11 @@
 
 import argparse
 
-from infra import cli, jobs_command, keys_command, tenant_jobs
+from infra import callbacks_command, cli, jobs_command, keys_command, tenant_jobs
 
 COMMANDS = (
-    *("up", "gateway", "worker", "drain"),
+    *("up", "gateway", "worker", "callbacks", "drain"),
+    *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
     *(f"jobs {action}" for action in tenant_jobs.ACTIONS),
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),

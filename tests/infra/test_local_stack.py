@@ -42,7 +42,7 @@ def test_what_it_prints_can_be_copied() -> None:
         assert f'"model": "{MODEL}"' in curl
         assert stack.end() == 0
         names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
-        assert names == {"batchway", "gateway", "worker-1"}
+        assert names == {"batchway", "callbacks", "gateway", "worker-1"}
 
 
 def test_a_key_is_asked_for_and_never_shown() -> None:

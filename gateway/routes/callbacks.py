@@ -1,0 +1,77 @@
+"""GET /v1/callbacks/dead; GET /v1/callbacks/dead/{id}; POST /v1/callbacks/dead/{id}/replay."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from contract.callbacks import OutboxState
+from contract.outbox import DeadLetter
+from gateway.auth import JobsReader, JobsWriter
+from gateway.calls import gateway_of, json_response
+from gateway.errors import ApiError, not_found
+from gateway.job_objects import checked_id
+
+router = APIRouter()
+
+_MAX_PAGE = 100
+
+
+@router.get("/v1/callbacks/dead")
+async def list_dead_letters(
+    request: Request,
+    caller: JobsReader,
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+    before: Annotated[float | None, Query(ge=0, lt=2**40)] = None,
+) -> Response:
+    """The caller's messages that were given up, the youngest first."""
+    before_ms = None if before is None else round(before * 1000)
+    broker = gateway_of(request).broker
+    letters = await broker.ask_outbox(
+        lambda outbox: outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
+    )
+    return json_response({"object": "list", "data": [_shown(letter) for letter in letters]})
+
+
+@router.get("/v1/callbacks/dead/{job_id}")
+async def get_dead_letter(job_id: str, request: Request, caller: JobsReader) -> Response:
+    """The message of one job that was given up."""
+    broker = gateway_of(request).broker
+    job_id = checked_id(job_id)
+    letters = await broker.ask_outbox(lambda outbox: outbox.dead(caller.tenant, job_id=job_id))
+    if not letters:
+        raise _unknown()
+    return json_response(_shown(letters[0]))
+
+
+@router.post("/v1/callbacks/dead/{job_id}/replay")
+async def replay_dead_letter(job_id: str, request: Request, caller: JobsWriter) -> Response:
+    """Delivers it again, from the first attempt on, with the same id; 202."""
+    broker = gateway_of(request).broker
+    job_id = checked_id(job_id)
+    state = await broker.ask_outbox(lambda outbox: outbox.replay(job_id, caller.tenant))
+    if state is None:
+        raise _unknown()
+    if state is OutboxState.DELIVERED:
+        raise ApiError(409, "already_delivered", "the callback was delivered before")
+    return json_response({"id": job_id, "object": "callback", "state": state}, status=202)
+
+
+def _unknown() -> ApiError:
+    return not_found("this callback", "callback_not_found")
+
+
+def _shown(letter: DeadLetter) -> dict[str, Any]:
+    """Never the callback itself: a URL may hold a secret."""
+    record = letter.record
+    return {
+        "id": record.job_id,
+        "object": "callback",
+        "state": record.state,
+        "message_id": record.message_id,
+        "type": record.kind.event_type,
+        "attempts": record.attempt,
+        "last_error": record.note,
+        "happened_at": record.at_ms / 1000,
+        "died_at": letter.died_ms / 1000,
+    }

@@ -1,0 +1,178 @@
+"""`batchway callbacks`: tells callers what became of their jobs, and shows what it gave up."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from contract.addresses import AllowList
+from contract.callback_secrets import Secrets
+from contract.connection import connect
+from contract.keys import Keys
+from contract.outbox import DeadLetter, Outbox
+from gateway.settings import variable
+from infra import option_values
+from infra import options as opts
+from infra.tables import date, table, write
+
+if TYPE_CHECKING:
+    from workers.callbacks.settings import CallbackSettings
+
+KEY_VARIABLE = "BATCHWAY_CALLBACK_KEY"
+SECRETS_VARIABLE = variable("callback_secrets")
+ALLOW_VARIABLE = variable("callback_allow")
+AWS_VARIABLE = variable("callback_aws")
+URL_VARIABLE = "BATCHWAY_PUBLIC_URL"
+ACTIONS = ("list", "show", "replay")
+EXIT_UNKNOWN = 1
+DRAIN_S = 20.0
+_MAX_LETTERS = 1000
+_COLUMNS = ("job", "type", "attempts", "last_error", "died")
+_UNKNOWN = "no such callback"
+
+
+def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
+    """Without an action it delivers; `dead` looks at what could not be."""
+    opts.add_shared_options(parser, redis_default="refused")
+    opts.add_object_store_option(parser, "all lies in Redis")
+    opts.add_drain_option(parser, DRAIN_S, "when asked to end, how long attempts may go on")
+    add_allow_option(parser)
+    parser.add_argument(
+        "--max-concurrent",
+        type=option_values.integer(1, 512),
+        default=32,
+        metavar="N",
+        help="deliveries at a time (default: 32)",
+    )
+    parser.add_argument(
+        "--max-per-target",
+        type=option_values.integer(1, 512),
+        default=8,
+        metavar="N",
+        help="deliveries at a time to one destination of one tenant (default: 8)",
+    )
+    words = parser.add_subparsers(dest="callbacks", metavar="dead")
+    actions = words.add_parser(
+        "dead", help="callbacks that were given up", description="Callbacks that were given up."
+    ).add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, summary in zip(
+        ACTIONS,
+        ("list those of a tenant", "show one of them", "deliver one again, with the same id"),
+        strict=True,
+    ):
+        one = actions.add_parser(action, help=summary, description=f"{summary.capitalize()}.")
+        opts.add_shared_options(one, redis_default="refused")
+        one.add_argument(
+            "--tenant", default="default", metavar="NAME", help="whose (default: default)"
+        )
+        if action != "replay":
+            opts.add_json_option(one)
+        if action != "list":
+            one.add_argument("job", metavar="JOB", help="the id of the job that it tells of")
+
+
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--callback-allow",
+        type=allow_list,
+        default=os.environ.get(ALLOW_VARIABLE) or "",
+        metavar="ADDRESSES",
+        help="for development: addresses, networks and host names that callbacks may reach though "
+        f"they are private, also without TLS (default: the variable {ALLOW_VARIABLE}, else none)",
+    )
+
+
+def allow_list(raw: str) -> str:
+    try:
+        AllowList.parse(_parts(raw))
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return raw
+
+
+def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
+    """Raises BrokerUnavailable; ValueError for settings that cannot work."""
+    if options.callbacks == "dead":
+        return asyncio.run(_dead(options, url))
+
+    from infra.lifeline import end_with_parent
+    from workers.callbacks.service import run_callbacks
+
+    settings = callback_settings(options, url)
+    end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
+    return asyncio.run(run_callbacks(settings))
+
+
+def callback_settings(options: argparse.Namespace, url: str) -> "CallbackSettings":
+    """What options and variables say. Raises ValueError."""
+    from workers.callbacks.settings import CallbackSettings
+
+    try:
+        secrets = Secrets.parse(os.environ.get(SECRETS_VARIABLE, ""))
+    except ValueError as exc:
+        raise ValueError(f"{SECRETS_VARIABLE}: {exc}") from exc
+    return CallbackSettings(
+        redis_url=url,
+        key=os.environ.get(KEY_VARIABLE, ""),
+        namespace=options.namespace,
+        secrets=secrets,
+        allow=AllowList.parse(_parts(options.callback_allow)),
+        aws_targets=tuple(_parts(os.environ.get(AWS_VARIABLE, ""))),
+        public_url=os.environ.get(URL_VARIABLE, "").rstrip("/"),
+        object_store=options.object_store,
+        max_concurrent=options.max_concurrent,
+        max_per_target=options.max_per_target,
+        drain_s=options.drain_s,
+    )
+
+
+def _parts(raw: str) -> Sequence[str]:
+    return [part.strip() for part in raw.split(",") if part.strip()]
+
+
+async def _dead(options: argparse.Namespace, url: str) -> int:
+    async with _outbox(options, url) as outbox:
+        if options.action == "replay":
+            state = await outbox.replay(options.job, options.tenant)
+            print(f"{options.job}: {state}" if state else _UNKNOWN)
+            return 0 if state else EXIT_UNKNOWN
+        job_id = options.job if options.action == "show" else ""
+        letters = await outbox.dead(options.tenant, job_id=job_id, limit=_MAX_LETTERS)
+    shown = [_fields(letter) for letter in letters]
+    if options.action == "list":
+        rows = [tuple(str(fields[name]) for name in _COLUMNS) for fields in shown]
+        write({"callbacks": shown}, table([_COLUMNS, *rows]), options.json)
+        return 0
+    if not shown:
+        print(_UNKNOWN)
+        return EXIT_UNKNOWN
+    write(shown[0], "\n".join(f"{n}: {value}" for n, value in shown[0].items()), options.json)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _outbox(options: argparse.Namespace, url: str) -> AsyncIterator[Outbox]:
+    client = connect(url)
+    try:
+        yield Outbox(client, Keys(options.namespace))
+    finally:
+        await client.aclose()
+
+
+def _fields(letter: DeadLetter) -> dict[str, Any]:
+    """Never the secret, and of a target its kind alone: a URL may hold one."""
+    record = letter.record
+    return {
+        "job": record.job_id,
+        "message": record.message_id,
+        "type": record.kind.event_type,
+        "model": record.model,
+        "lane": record.lane,
+        "to": record.callback.kind if record.callback else "-",
+        "attempts": record.attempt,
+        "last_error": record.note,
+        "happened": date(record.at_ms / 1000),
+        "died": date(letter.died_ms / 1000),
+    }

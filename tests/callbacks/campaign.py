@@ -1,0 +1,229 @@
+"""Jobs on real workers, receivers that misbehave, and callbacks processes that are killed.
+
+`scripts/callbacks-campaign --jobs 1000 --kills 50 --json OUT` runs it at length and reports; a
+short run is a test. What it holds: every end is delivered at least once, under one id.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.callbacks import Callback, CallbackKind
+from contract.calls import Submission
+from contract.connection import connect
+from contract.functions import Functions
+from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams, new_job_id
+from contract.keys import Keys
+from contract.library import ensure_library
+from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.office import Office, offices
+from tests.callbacks.receiver import SECRET, Answer, Receiver, always, half_of_the_time
+from tests.fakes import HashModelOptions, encode_text
+from tests.fleet import TENANT, fleet, until
+
+PATHS = ("/well", "/half", "/slow", "/down")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long and how rough."""
+
+    num_jobs: int
+    num_kills: int
+    down_s: float  # how long `/down` refuses everything, from the first job on
+    slow_s: float = 0.5
+    num_workers: int = 2
+    num_offices: int = 2
+    pace_s: float = 0.02  # between two submissions
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of it. Latencies are seconds from a job's end to the first accepted delivery."""
+
+    num_jobs: int
+    num_kills: int
+    num_delivered: int
+    num_deliveries: int  # accepted ones, repeats included
+    num_attempts_heard: int
+    num_forged: int
+    num_ids_of_two: int  # jobs that were told of under more than one id
+    num_dead: int
+    p50_well_s: float
+    p99_well_s: float
+    p50_s: float
+    max_s: float
+    took_s: float
+
+    def mistakes(self) -> list[str]:
+        """What must never be."""
+        found = []
+        if self.num_delivered != self.num_jobs:
+            found.append(f"{self.num_jobs - self.num_delivered} ends were told to nobody")
+        if self.num_ids_of_two:
+            found.append(f"{self.num_ids_of_two} ends had more than one id")
+        if self.num_forged:
+            found.append(f"{self.num_forged} messages could not be verified")
+        if self.num_dead:
+            found.append(f"{self.num_dead} callbacks were given up")
+        return found
+
+
+async def run_campaign(redis_url: str, plan: Plan) -> Report:
+    """Plays the plan on a Redis of its own."""
+    rng = random.Random(plan.seed)
+    client = connect(redis_url)
+    await client.flushall()
+    await ensure_library(client)
+    keys = Keys("test")
+    functions = Functions(client, keys)
+    started_s = time.monotonic()
+    behaviours = {
+        "/well": always(Answer()),
+        "/half": half_of_the_time(rng),
+        "/slow": always(Answer(delay_s=plan.slow_s)),
+        "/down": lambda _: Answer(0 if time.monotonic() - started_s < plan.down_s else 204),
+    }
+    async with (
+        Receiver(behaviours) as receiver,
+        fleet(redis_url, plan.num_workers, HashModelOptions()),
+        offices(redis_url, plan.num_offices) as running,
+    ):
+        paths: dict[str, str] = {}
+        killing = asyncio.create_task(_kill(redis_url, running, plan, rng))
+        for number in range(plan.num_jobs):
+            path = PATHS[number % len(PATHS)]
+            paths[await _submit(functions, receiver.url(path))] = path
+            await asyncio.sleep(plan.pace_s)
+        await killing
+        await receiver.until(lambda: len(_told(receiver)) >= plan.num_jobs, 300.0)
+        ends = await _ends(functions, list(paths))
+        num_dead = int(await client.zcard(keys.dead_letters(TENANT)))
+    await client.aclose()
+    return _report(plan, receiver, paths, ends, num_dead, time.monotonic() - started_s)
+
+
+async def _kill(redis_url: str, running: list[Office], plan: Plan, rng: random.Random) -> None:
+    """kill -9 of one process at a time, at random moments; another takes its place."""
+    every_s = plan.num_jobs * plan.pace_s / max(1, plan.num_kills)
+    for _ in range(plan.num_kills):
+        await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
+        victim = rng.randrange(len(running))
+        running[victim].kill()
+        running[victim] = Office(redis_url)
+
+
+async def _submit(functions: Functions, url: str) -> str:
+    job = Job(
+        id=new_job_id(),
+        tenant=TENANT,
+        model="m",
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=encode_text("tell me"),
+        params=SamplingParams(max_tokens=8, seed=7, temperature=0.0),
+        created_s=0,
+    )
+    callback = Callback(kind=CallbackKind.URL, target=url, secret=SECRET)
+    submission = Submission(
+        max_output_tokens=8, deadline_s=600, retention_s=3600, callback=callback
+    )
+    await functions.submit(job, submission)
+    return job.id
+
+
+def _told(receiver: Receiver) -> set[str]:
+    """The jobs whose end was accepted."""
+    return {
+        message.body["data"]["id"]
+        for messages in receiver.accepted().values()
+        for message in messages
+        if message.body["data"]["status"] in TERMINAL_STATUSES
+    }
+
+
+async def _ends(functions: Functions, job_ids: list[str]) -> dict[str, float]:
+    """When each job ended, Unix seconds of Redis, which is this machine's clock here."""
+    ends: dict[str, float] = {}
+
+    async def all_ended() -> bool:
+        for job_id in job_ids:
+            found = await functions.read(job_id, TENANT)
+            assert found is not None
+            if found[0].finished_ms is None:
+                return False
+            assert found[0].status is JobStatus.SUCCEEDED
+            ends[job_id] = found[0].finished_ms / 1000
+        return True
+
+    await until(all_ended)
+    return ends
+
+
+def _report(
+    plan: Plan,
+    receiver: Receiver,
+    paths: dict[str, str],
+    ends: dict[str, float],
+    num_dead: int,
+    took_s: float,
+) -> Report:
+    ids: dict[str, set[str]] = {}
+    first_s: dict[str, float] = {}
+    for message in receiver.messages:
+        job_id = message.body["data"]["id"]
+        ids.setdefault(job_id, set()).add(message.id)
+        if message.was_accepted:
+            first_s.setdefault(job_id, message.at_s)
+    latencies = {job_id: at_s - ends[job_id] for job_id, at_s in first_s.items()}
+    well = sorted(s for job_id, s in latencies.items() if paths[job_id] == "/well")
+    return Report(
+        num_jobs=plan.num_jobs,
+        num_kills=plan.num_kills,
+        num_delivered=len(first_s),
+        num_deliveries=sum(message.was_accepted for message in receiver.messages),
+        num_attempts_heard=len(receiver.messages),
+        num_forged=len(receiver.forged),
+        num_ids_of_two=sum(len(seen) > 1 for seen in ids.values()),
+        num_dead=num_dead,
+        p50_well_s=round(statistics.median(well), 3),
+        p99_well_s=round(well[int(0.99 * (len(well) - 1))], 3),
+        p50_s=round(statistics.median(latencies.values()), 3),
+        max_s=round(max(latencies.values()), 3),
+        took_s=round(took_s, 1),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Callbacks under failures, see docs/reliability.md."
+    )
+    parser.add_argument("--jobs", type=int, default=1000, help="(default: 1000)")
+    parser.add_argument("--kills", type=int, default=50, help="kill -9 (default: 50)")
+    parser.add_argument("--down-s", type=float, default=60.0, help="(default: 60 s)")
+    parser.add_argument("--pace-s", type=float, default=0.2, help="between jobs (default: 0.2 s)")
+    parser.add_argument("--json", metavar="OUT", help="also writes the report here")
+    options = parser.parse_args()
+    plan = Plan(options.jobs, options.kills, options.down_s, pace_s=options.pace_s)
+    with EmbeddedRedis() as server:
+        report = asyncio.run(run_campaign(server.url, plan))
+    shown: dict[str, Any] = {name: getattr(report, name) for name in report.__slots__}
+    for name, value in shown.items():
+        print(f"{name:20} {value}")
+    if options.json:
+        Path(options.json).write_text(json.dumps(shown, indent=2) + "\n")
+    for mistake in report.mistakes():
+        print(f"WRONG: {mistake}", file=sys.stderr)
+    return 1 if report.mistakes() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A real `batchway callbacks` process with a short ladder: `python -m tests.callbacks.office JSON`.
+
+What a campaign cannot wait for, minutes and hours, is scaled down here; nothing else differs.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from contract.addresses import AllowList
+from workers.callbacks.service import run_callbacks
+from workers.callbacks.settings import CallbackSettings
+
+SHORT_RUNGS_S = (0.2, 0.3, 0.5) + (1.0,) * 200
+
+
+def office_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
+    fields: dict[str, Any] = {
+        "redis_url": redis_url,
+        "namespace": "test",
+        "key": "the key of all offices",
+        "allow": AllowList.parse(["127.0.0.1"]),
+        "rungs_s": SHORT_RUNGS_S,
+        "timeout_s": 3.0,
+        "lease_s": 1.5,
+        "drain_s": 5.0,
+    }
+    return CallbackSettings(**(fields | overrides))
+
+
+class Office:
+    """One process, in a session of its own."""
+
+    def __init__(self, redis_url: str, **settings: Any) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.callbacks.office",
+                json.dumps({"redis_url": redis_url, **settings}),
+            ],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait()
+
+    async def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self._process.wait, 30)
+
+
+@contextlib.asynccontextmanager
+async def offices(redis_url: str, number: int, **settings: Any) -> AsyncIterator[list[Office]]:
+    """So many processes; the list may change, and what is in it at exit is ended."""
+    running = [Office(redis_url, **settings) for _ in range(number)]
+    try:
+        yield running
+    finally:
+        await asyncio.gather(*(office.stop() for office in running))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    fields = json.loads(sys.argv[1])
+    sys.exit(asyncio.run(run_callbacks(office_settings(fields.pop("redis_url"), **fields))))

@@ -1,0 +1,115 @@
+"""Callbacks over HTTP: what is refused at once, and dead letters."""
+
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.callbacks import Callback, CallbackKind
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.outbox import Outbox
+from tests.contract.test_functions import make_job, make_submission
+from tests.gateway.conftest import gateway_url, http, idle_worker  # noqa: F401 - fixtures
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+URL = "https://receiver.example/hook?token=hush"
+SECRET = "whsec_" + "A" * 32
+BODY = {"model": MODEL, "prompt": "ab", "max_tokens": 4}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"url": "http://example.com/"}, "url", "invalid_value"),
+    ({"url": "https://10.0.0.1/"}, "url", "invalid_value"),
+    ({"url": "https://u:p@example.com/"}, "url", "invalid_value"),
+    ({"url": URL}, "secret", "missing_required_parameter"),
+    ({"url": URL, "secret": "hush"}, "secret", "invalid_value"),
+    ({"sqs": "https://sqs.example/q"}, "sqs", "invalid_value"),
+    ({"lambda": "f", "x": 1}, "x", "unknown_parameter"),
+    ({"url": URL, "secret": SECRET, "progress_tokens": 5}, "progress_tokens", "invalid_value"),
+    ({"url": URL, "secret": SECRET, "progress_tokens": 0}, "progress_tokens", "invalid_value"),
+    ({"url": URL, "secret": SECRET, "events": ["job.done"]}, "events.0", "invalid_value"),
+    ({"url": URL, "secret": SECRET, "payload": "fat"}, "payload", "invalid_value"),
+]
+
+
+async def submit(http: httpx.AsyncClient, callback: object) -> httpx.Response:  # noqa: F811
+    job = {"endpoint": "/v1/completions", "body": BODY, "callback": callback}
+    return await http.post("/v1/jobs", json=job)
+
+
+@pytest.mark.parametrize(("callback", "param", "code"), REFUSED)
+async def test_a_callback_that_cannot_work_is_refused_by_name(
+    http: httpx.AsyncClient,  # noqa: F811
+    idle_worker: FakeWorker,  # noqa: F811
+    callback: dict[str, Any],
+    param: str,
+    code: str,
+) -> None:
+    """400 at submission, with nothing of the URL or the secret in the answer."""
+    answer = await submit(http, callback)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (f"callback.{param}", code)
+    assert "hush" not in answer.text
+
+
+async def test_exactly_one_target_is_needed(
+    http: httpx.AsyncClient,  # noqa: F811
+    idle_worker: FakeWorker,  # noqa: F811
+) -> None:
+    """None, or two of them, name the field itself."""
+    for callback in ({}, {"url": URL, "s3": "bucket"}):
+        answer = await submit(http, callback)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "callback")
+
+
+async def test_no_answer_shows_the_callback_again(
+    http: httpx.AsyncClient,  # noqa: F811
+    idle_worker: FakeWorker,  # noqa: F811
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """It is kept with the job and shown to nobody."""
+    answer = await submit(http, {"url": URL, "secret": SECRET, "payload": "full"})
+    assert answer.status_code == 202, answer.text
+    job_id = answer.json()["id"]
+    shown = await http.get(f"/v1/jobs/{job_id}")
+    assert SECRET not in answer.text + shown.text
+    assert "hush" not in answer.text + shown.text
+    assert await redis_client.hexists(keys.job(job_id), "callback")
+
+
+async def test_dead_letters_are_listed_shown_and_replayed(
+    http: httpx.AsyncClient,  # noqa: F811
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """For their own tenant alone, without the URL; a replay makes the message due again."""
+    outbox = Outbox(redis_client, keys)
+    callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
+    for tenant in ("default", "other"):
+        job = make_job(tenant)
+        await functions.submit(job, make_submission(callback=callback))
+        await functions.cancel(job.id, tenant)
+    for taken in await outbox.take(lease_s=5, max_messages=9, max_per_target=9):
+        await outbox.done(taken, "dead", note="HTTP 410")
+
+    listed = await http.get("/v1/callbacks/dead")
+    [letter] = listed.json()["data"]
+    assert (letter["type"], letter["last_error"]) == ("job.cancelled", "HTTP 410")
+    path = f"/v1/callbacks/dead/{letter['id']}"
+    assert (await http.get(path)).json() == letter
+    foreign = f"/v1/callbacks/dead/{job.id}"
+    assert (await http.get(foreign)).status_code == 404
+    assert (await http.post(f"{foreign}/replay")).status_code == 404
+    replayed = await http.post(f"{path}/replay")
+    assert (replayed.status_code, replayed.json()["state"]) == (202, "due")
+    assert (await http.get("/v1/callbacks/dead")).json()["data"] == []
+    [again] = await outbox.take(lease_s=5, max_messages=9, max_per_target=9)
+    record = await outbox.start(again, lease_s=5)
+    assert record is not None
+    assert record.message_id == letter["message_id"]
+    assert "hush" not in listed.text

@@ -1,0 +1,162 @@
+"""No callback reaches a private address, whatever its URL says or its name server answers."""
+
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+
+from contract.addresses import AllowList, why_blocked
+from contract.callback_urls import BadCallbackUrl, parse_callback_url
+from tests.callbacks.hostile_urls import PRIVATE_ANSWERS, hostile_urls
+from workers.callbacks.guard import BlockedAddress, Guard
+from workers.callbacks.outcome import Delivered, Failed, Refused
+from workers.callbacks.webhook import WebhookSender
+
+pytestmark = pytest.mark.anyio
+
+NOBODY = AllowList()
+PUBLIC = "203.1.112.10"  # never connected to: see `no_connection`
+
+
+class Connections:
+    """Every address that this process connects a socket to while it watches."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.is_watching = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_watching and event == "socket.connect" and isinstance(arguments[1], tuple):
+            self.addresses.append(arguments[1][0])
+            raise ConnectionRefusedError("no connection leaves this test")
+
+
+_CONNECTIONS = Connections()  # an audit hook can never be removed, so there is one
+
+
+@pytest.fixture
+def connections() -> Iterator[Connections]:
+    _CONNECTIONS.addresses.clear()
+    _CONNECTIONS.is_watching = True
+    yield _CONNECTIONS
+    _CONNECTIONS.is_watching = False
+
+
+class NameServer:
+    """Answers in turn what it was given, the last for ever."""
+
+    def __init__(self, *answers: Sequence[str]) -> None:
+        self._answers = list(answers)
+        self.num_asked = 0
+
+    async def resolve(self, host: str, port: int) -> Sequence[str]:
+        self.num_asked += 1
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def sender(names: NameServer, allow: AllowList = NOBODY) -> WebhookSender:
+    guard = Guard(allow, names.resolve)
+    return WebhookSender(allow, guard, timeout_s=5.0, tls=ssl.create_default_context())
+
+
+async def test_no_hostile_url_makes_a_connection(connections: Connections) -> None:
+    """More than two hundred, with a name server that would lead each of them home."""
+    urls = list(hostile_urls())
+    assert len(urls) >= 200
+    names = NameServer(["127.0.0.1"])
+    webhooks = sender(names)
+    for url in urls:
+        assert isinstance(await webhooks.send(url, b"{}", {}), Refused), url
+    await webhooks.aclose()
+    assert connections.addresses == []
+
+
+@pytest.mark.parametrize("answer", PRIVATE_ANSWERS)
+async def test_no_answer_of_a_name_server_leads_home(connections: Connections, answer: str) -> None:
+    """Alone, or hidden behind a public address."""
+    for answers in ([answer], [PUBLIC, answer], [answer, PUBLIC]):
+        webhooks = sender(NameServer(answers))
+        outcome = await webhooks.send("https://example.com/", b"{}", {})
+        await webhooks.aclose()
+        assert isinstance(outcome, Refused)
+        assert "not public" in outcome.note
+    assert connections.addresses == []
+
+
+async def test_a_rebinding_name_server_is_asked_once(connections: Connections) -> None:
+    """What was checked is what is connected to: the second answer is never heard."""
+    names = NameServer([PUBLIC], ["127.0.0.1"])
+    webhooks = sender(names)
+    outcome = await webhooks.send("https://rebind.example/", b"{}", {})
+    await webhooks.aclose()
+    assert isinstance(outcome, Failed)
+    assert connections.addresses == [PUBLIC]
+    assert names.num_asked == 1
+
+
+async def test_the_hook_sees_connections(connections: Connections) -> None:
+    """The watch that the other tests rely on is awake."""
+    webhooks = sender(NameServer(["127.0.0.1"]), AllowList.parse(["127.0.0.1"]))
+    assert not isinstance(await webhooks.send("http://127.0.0.1:9/", b"{}", {}), Delivered)
+    await webhooks.aclose()
+    assert connections.addresses == ["127.0.0.1"]
+
+
+async def test_proxies_of_the_environment_are_not_used(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy would resolve the name again, elsewhere."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    webhooks = sender(NameServer([PUBLIC]))
+    await webhooks.send("https://example.com/", b"{}", {})
+    await webhooks.aclose()
+    assert connections.addresses == [PUBLIC]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1", "192.0.1.1"],
+)
+def test_public_addresses_are_open(address: str) -> None:
+    """Also those of networks that have IPv6 alone, which see IPv4 through NAT64."""
+    assert why_blocked(ip_address(address)) is None
+
+
+def test_development_may_open_what_is_private() -> None:
+    """By network or by name, for those alone, and then without TLS too."""
+    allow = AllowList.parse(["127.0.0.0/8", "receiver", "fd00::/8"])
+    for url in (
+        "http://127.0.0.1:9/",
+        "http://localhost/",
+        "http://receiver/x",
+        "https://[fd00::1]/",
+    ):
+        assert parse_callback_url(url, allow).target.startswith("/")
+    for url in ("http://10.0.0.1/", "https://other/", "http://example.com/"):
+        with pytest.raises(BadCallbackUrl):
+            parse_callback_url(url, allow)
+    with pytest.raises(ValueError, match="0x7f"):
+        AllowList.parse(["0x7f.1"])
+
+
+async def test_a_name_that_is_open_may_lead_anywhere() -> None:
+    """The name was opened, wherever a container puts it; others stay closed."""
+    allow = AllowList.parse(["receiver"])
+    guard = Guard(allow, NameServer(["10.0.0.7"]).resolve)
+    assert await guard.addresses(parse_callback_url("http://receiver:80/", allow)) == ["10.0.0.7"]
+    with pytest.raises(BlockedAddress):
+        await guard.addresses(parse_callback_url("https://example.com/", allow))
+
+
+def test_a_url_is_read_into_parts() -> None:
+    """Host in lower case, port of the scheme, path and query as they stand."""
+    url = parse_callback_url("HTTPS://Example.COM/a%2Fb?c=d&e=%20", NOBODY)
+    assert (url.scheme, url.host, url.port) == ("https", "example.com", 443)
+    assert (url.target, url.host_header) == ("/a%2Fb?c=d&e=%20", "example.com")
+    other = parse_callback_url("https://[2606:4700::1111]:8443?x", NOBODY)
+    assert (other.target, other.host_header) == ("/?x", "[2606:4700::1111]:8443")

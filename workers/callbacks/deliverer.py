@@ -1,0 +1,166 @@
+"""One attempt to deliver a message, from the start of its lease to the note of what came of it."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+from contract import tasks
+from contract.callbacks import Callback, CallbackKind, is_open_target
+from contract.errors import BatchwayError, BrokerUnavailable
+from contract.functions import Functions
+from contract.outbox import Outbox, OutboxRecord, Taken
+from payloads.results import decode_log
+from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
+from workers.callbacks import envelope
+from workers.callbacks.destinations import MAX_BYTES, AwsSender
+from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s
+from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.settings import CallbackSettings
+from workers.callbacks.signing import signed_headers
+from workers.callbacks.webhook import WebhookSender
+
+log = logging.getLogger("batchway.callbacks")
+
+_PAGE_EVENTS = 500
+_DONE_TRIES = 5  # to say what came of an attempt; then the lease says that nobody knows
+
+
+class Deliverer:
+    """Makes attempts, any number at a time on one event loop."""
+
+    def __init__(
+        self,
+        settings: CallbackSettings,
+        outbox: Outbox,
+        functions: Functions,
+        webhooks: WebhookSender,
+        aws: AwsSender,
+        store: ObjectStore | None,
+        *,
+        random: Random,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._outbox = outbox
+        self._functions = functions
+        self._webhooks = webhooks
+        self._aws = aws
+        self._store = store
+        self._random = random
+        self._clock = clock
+
+    async def attempt(self, taken: Taken) -> None:
+        """Raises nothing that one message could cause for another."""
+        try:
+            record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
+            if record is None:
+                return  # somebody else's by now
+            async with self._renewing(taken):
+                outcome = await self._deliver(record)
+            await self._note(taken, record, outcome)
+        except BatchwayError as exc:
+            log.warning("attempt given up (%s) job_id=%s", type(exc).__name__, taken.job_id)
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, taken: Taken) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._renew(taken))
+        try:
+            yield
+        finally:
+            await tasks.end(task)
+
+    async def _renew(self, taken: Taken) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            with contextlib.suppress(BrokerUnavailable):
+                await self._outbox.renew(taken, lease_s=self._settings.lease_s)
+
+    async def _deliver(self, record: OutboxRecord) -> Outcome:
+        callback = record.callback
+        if callback is None:
+            return Refused("the record holds no callback")
+        try:
+            body = await self._body(record, callback)
+        except PayloadUnavailable:
+            return Failed("the object store does not answer")
+        headers = signed_headers(
+            record.message_id, int(self._clock()), body, self._secrets(record, callback)
+        )
+        if callback.kind is CallbackKind.URL:
+            return await self._webhooks.send(callback.target, body, headers)
+        if not is_open_target(callback, self._settings.aws_targets):
+            return Refused("BATCHWAY_CALLBACK_AWS does not name this target")
+        return await self._aws.send(callback, record.kind.event_type, body, headers)
+
+    def _secrets(self, record: OutboxRecord, callback: Callback) -> tuple[str, ...]:
+        if callback.secret is not None:
+            return (callback.secret,)
+        return self._settings.secrets.of(record.tenant)
+
+    async def _body(self, record: OutboxRecord, callback: Callback) -> bytes:
+        thin = envelope.encode(record, public_url=self._settings.public_url)
+        if not callback.is_full or not record.kind.is_end:
+            return thin
+        choices = await self._choices(record)
+        if choices is None:
+            return thin
+        full = envelope.encode(record, public_url=self._settings.public_url, choices=choices)
+        return full if len(full) <= MAX_BYTES else thin
+
+    async def _choices(self, record: OutboxRecord) -> envelope.Choices | None:
+        """The job's output; None where it is kept no more."""
+        entries, number = [], 0
+        while True:
+            found = await self._functions.read(
+                record.job_id, record.tenant, after=number, max_events=_PAGE_EVENTS
+            )
+            if found is None:
+                return None
+            view, page = found
+            if view.result is not None and self._store is not None:
+                try:
+                    data = await asyncio.to_thread(self._store.get, view.result)
+                except PayloadLost:
+                    return None
+                return envelope.choices_of(view.job, decode_log(data))
+            if view.result is not None:
+                return None
+            entries += page
+            if len(page) < _PAGE_EVENTS:
+                return envelope.choices_of(view.job, entries)
+            number = page[-1].number
+
+    async def _note(self, taken: Taken, record: OutboxRecord, outcome: Outcome) -> None:
+        delay_s = self._delay_s(record, outcome)
+        where = "retry" if delay_s is not None else "dead"
+        for _ in range(_DONE_TRIES):
+            try:
+                if isinstance(outcome, Delivered):
+                    await self._outbox.done(taken, "delivered", note=outcome.note)
+                elif delay_s is not None:
+                    await self._outbox.done(taken, "retry", delay_s=delay_s, note=outcome.note)
+                else:
+                    await self._outbox.done(taken, "dead", note=outcome.note)
+                break
+            except BrokerUnavailable:
+                await asyncio.sleep(self._settings.lease_s / _DONE_TRIES)
+        told = "delivered" if isinstance(outcome, Delivered) else where
+        level = logging.WARNING if told == "dead" else logging.INFO
+        log.log(
+            level,
+            "callback %s: %s job_id=%s kind=%s attempt=%d",
+            *(told, outcome.note, record.job_id, record.kind, taken.attempt),
+        )
+
+    def _delay_s(self, record: OutboxRecord, outcome: Outcome) -> float | None:
+        if not isinstance(outcome, Failed):
+            return None
+        rungs_s = self._settings.rungs_s
+        if not record.kind.is_end:
+            rungs_s = rungs_s[:MAX_PROGRESS_FAILURES]
+        return next_delay_s(
+            record.failures + 1, self._random, rungs_s=rungs_s, retry_after_s=outcome.retry_after_s
+        )

@@ -1,0 +1,46 @@
+"""When a failed delivery is tried again. Knows neither clock nor Redis: delays only, in seconds."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from random import Random
+
+_MINUTE_S, _HOUR_S = 60.0, 3600.0
+
+# After the first attempt, which is made at once.
+RUNGS_S = (5.0, 5 * _MINUTE_S, 30 * _MINUTE_S, 2 * _HOUR_S, 5 * _HOUR_S, 10 * _HOUR_S, 10 * _HOUR_S)
+JITTER = 0.2  # a delay is up to so much longer, so that receivers do not meet all at once
+MAX_RETRY_AFTER_S = 12 * _HOUR_S
+MAX_PROGRESS_FAILURES = 2  # what is told of a start or of progress is soon stale
+
+
+def next_delay_s(
+    num_failures: int,
+    random: Random,
+    *,
+    rungs_s: Sequence[float] = RUNGS_S,
+    retry_after_s: float | None = None,
+) -> float | None:
+    """How long to wait after so many failures (from 1); None: give up.
+
+    A receiver may ask for a longer wait, within bounds, never for a shorter one.
+    """
+    if num_failures > len(rungs_s):
+        return None
+    delay_s = rungs_s[num_failures - 1] * (1 + JITTER * random.random())
+    return max(delay_s, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
+
+
+def parse_retry_after(value: str | None, now: datetime) -> float | None:
+    """Seconds in a Retry-After header, which has seconds or a date; None for anything else."""
+    if not value:
+        return None
+    if value.isascii() and value.isdigit() and len(value) < 10:
+        return float(value)
+    try:
+        then = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=UTC)
+    return max(0.0, (then - now).total_seconds())

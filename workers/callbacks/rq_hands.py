@@ -1,0 +1,201 @@
+"""RQ as the hands of callbacks: a queue of attempts, and a worker that makes many at a time.
+
+The outbox is the truth. Whatever RQ loses, with a killed worker or a flushed key, is made again
+when the lease of the outbox record lapses; so nothing here is retried or scheduled.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import redis
+from rq import Queue
+from rq.exceptions import DuplicateJobError, StopRequested
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from rq.timeouts import BaseDeathPenalty
+from rq.worker import BaseWorker
+
+from contract.outbox import Taken
+from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
+
+log = logging.getLogger("batchway.callbacks")
+
+MAINTENANCE_S = 60
+_DEQUEUE_S = 1  # how long a look into an empty queue waits, and so a stop
+_PAUSE_S = 1.0  # between two lives of a worker that Redis left
+_SOCKET_S = 10.0
+_CONNECT_S = 1.0
+
+
+def open_redis(url: str) -> redis.Redis:
+    """RQ's own client: it blocks, and keeps bytes as they are."""
+    return redis.Redis.from_url(
+        url,
+        protocol=2,
+        decode_responses=False,
+        socket_timeout=_SOCKET_S,
+        socket_connect_timeout=1.0,
+    )
+
+
+class AttemptQueue:
+    """The RQ queue of a namespace."""
+
+    def __init__(self, client: redis.Redis, namespace: str, key: str) -> None:
+        self._client = client
+        self._key = derived_key(key, namespace)
+        self.queue: Any = Queue(
+            f"batchway-{namespace}-callbacks",
+            connection=client,
+            serializer=JSONSerializer,
+            job_class=SignedJob,
+        )
+
+    def put(self, attempts: Sequence[Taken]) -> None:
+        """Enqueues attempts; one that is there already is left alone."""
+        for taken in attempts:
+            job = signed_job(taken, self._key, self._client, JSONSerializer)
+            with contextlib.suppress(DuplicateJobError):
+                self.queue.enqueue_job(job, unique=True)
+
+    def num_waiting(self) -> int:
+        return int(self.queue.count)
+
+    def taken_of(self, job: SignedJob) -> Taken:
+        """Raises ForgedJob."""
+        return job.taken(self._key)
+
+
+class _NoPenalty(BaseDeathPenalty):
+    """RQ would interrupt a thread with a signal; an attempt has a time limit of its own."""
+
+    def setup_death_penalty(self) -> None: ...
+
+    def cancel_death_penalty(self) -> None: ...
+
+
+class ThreadedWorker(BaseWorker):
+    """Takes RQ jobs while it has free threads. Hears no commands: they come through Redis."""
+
+    death_penalty_class = _NoPenalty
+    job_class = SignedJob
+    log_result_lifespan = False
+    max_connection_wait_time = _PAUSE_S
+
+    def __init__(
+        self,
+        attempts: AttemptQueue,
+        client: redis.Redis,
+        deliver: Callable[[Taken], None],
+        pool: ThreadPoolExecutor,
+        free: threading.Semaphore,
+    ) -> None:
+        super().__init__(
+            [attempts.queue],
+            connection=client,
+            serializer=JSONSerializer,
+            job_class=SignedJob,
+            maintenance_interval=MAINTENANCE_S,
+            log_job_description=False,
+        )
+        self._attempts = attempts
+        self._deliver = deliver
+        self._pool = pool
+        self._free = free
+
+    @property
+    def dequeue_timeout(self) -> int:
+        return _DEQUEUE_S
+
+    def ask_to_stop(self) -> None:
+        self._stop_requested = True
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Comes before each look into the queue, which is where a stop is obeyed."""
+        if self._stop_requested:
+            raise StopRequested
+        super().heartbeat(timeout, pipeline)
+
+    def execute_job(self, job: Job, queue: Any) -> None:
+        """Hands a job to a free thread, for which it waits."""
+        self._free.acquire()
+        execution = self.prepare_execution(job)
+        self._pool.submit(self._perform, job, queue, execution)
+
+    def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
+        """RQ's, with our one function in the place of the job's own."""
+        assert isinstance(job, SignedJob)
+        try:
+            taken = self._attempts.taken_of(job)
+        except ForgedJob as exc:
+            log.warning("refused an RQ job that is not ours: %s", exc)
+        else:
+            job.hands = lambda: self._deliver(taken)
+        return bool(super().perform_job(job, queue, execution))
+
+    def _perform(self, job: Job, queue: Any, execution: Any) -> None:
+        try:
+            self.perform_job(job, queue, execution)
+        except Exception as exc:  # RQ's book-keeping, where Redis has gone
+            log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
+        finally:
+            self._free.release()
+
+    def check_for_suspension(self, burst: bool) -> None:
+        """Nor would they hold it up."""
+
+    def subscribe(self) -> None:
+        """Commands would let whoever writes to Redis end this process."""
+
+    def _install_signal_handlers(self) -> None:
+        """Signals are the process's."""
+
+    def procline(self, message: str) -> None:
+        """The process is called what it is called."""
+
+
+class RqHands:
+    """The worker and its threads, kept at work until they are told to stop."""
+
+    def __init__(
+        self,
+        attempts: AttemptQueue,
+        client: redis.Redis,
+        deliver: Callable[[Taken], None],
+        *,
+        max_concurrent: int,
+    ) -> None:
+        self._attempts = attempts
+        self._client = client
+        self._deliver = deliver
+        self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="attempt")
+        self._free = threading.Semaphore(max_concurrent)
+        self._stop = threading.Event()
+        self._worker: ThreadedWorker | None = None
+        self._thread = threading.Thread(target=self._work, name="rq", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes no more; returns when what is under way has ended."""
+        self._stop.set()
+        if self._worker is not None:
+            self._worker.ask_to_stop()
+        self._thread.join()
+        self._pool.shutdown(wait=True)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._worker = ThreadedWorker(
+                    self._attempts, self._client, self._deliver, self._pool, self._free
+                )
+                self._worker.work(logging_level=None)
+            except Exception as exc:
+                log.warning("RQ's worker ended (%s)", type(exc).__name__)
+            self._stop.wait(_PAUSE_S)

@@ -1,0 +1,145 @@
+"""`batchway callbacks`: the relay, which makes an RQ job of each message that is due, and RQ.
+
+Any number of these processes may run. None of them knows of the others: the outbox lends each
+message to one of them at a time.
+"""
+
+import asyncio
+import logging
+import random
+import signal
+import ssl
+
+from redis.exceptions import NoPermissionError, RedisError
+
+from contract import tasks
+from contract.connection import connect
+from contract.errors import BrokerUnavailable
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.library import ensure_library
+from contract.outbox import Outbox, Taken
+from payloads.opening import open_store
+from workers.callbacks.deliverer import Deliverer
+from workers.callbacks.destinations import AwsSender
+from workers.callbacks.guard import Guard
+from workers.callbacks.rq_hands import AttemptQueue, RqHands, open_redis
+from workers.callbacks.settings import CallbackSettings
+from workers.callbacks.webhook import WebhookSender
+
+log = logging.getLogger("batchway.callbacks")
+
+_PAUSE_S = 1.0  # while Redis is away
+
+
+async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | None = None) -> int:
+    """Runs until SIGTERM or SIGINT; what is under way then may end. Returns the exit status."""
+    for name in ("httpx", "httpcore", "rq"):  # they tell of URLs, which may hold secrets
+        logging.getLogger(name).setLevel(logging.WARNING)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await CallbackService(settings, tls).run(stopping)
+    return 0
+
+
+class CallbackService:
+    """One relay and one RQ worker."""
+
+    def __init__(self, settings: CallbackSettings, tls: ssl.SSLContext | None = None) -> None:
+        self._settings = settings
+        self._client = connect(settings.redis_url)
+        keys = Keys(settings.namespace)
+        self._outbox = Outbox(self._client, keys)
+        guard = Guard(settings.allow)
+        self._webhooks = WebhookSender(settings.allow, guard, timeout_s=settings.timeout_s, tls=tls)
+        self._deliverer = Deliverer(
+            settings,
+            self._outbox,
+            Functions(self._client, keys),
+            self._webhooks,
+            AwsSender(timeout_s=settings.timeout_s),
+            open_store(settings.object_store),
+            random=random.Random(),
+        )
+        self._rq_client = open_redis(settings.redis_url)
+        self._attempts = AttemptQueue(self._rq_client, settings.namespace, settings.key)
+        self._num_running = 0
+        self._freed = asyncio.Event()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(taken: Taken) -> None:
+            asyncio.run_coroutine_threadsafe(self._attempt(taken), loop).result()
+
+        hands = RqHands(
+            self._attempts,
+            self._rq_client,
+            deliver,
+            max_concurrent=self._settings.max_concurrent,
+        )
+        hands.start()
+        log.info("callbacks are delivered namespace=%s", self._settings.namespace)
+        relaying = asyncio.create_task(self._relay())
+        await stopping.wait()
+        await tasks.end(relaying)
+        ending = asyncio.create_task(asyncio.to_thread(hands.stop))
+        done, _ = await asyncio.wait([ending], timeout=self._settings.drain_s)
+        if not done:
+            log.warning("attempts are left to their leases")
+        await self._webhooks.aclose()
+        await self._client.aclose()
+        self._rq_client.close()
+
+    async def _attempt(self, taken: Taken) -> None:
+        self._num_running += 1
+        try:
+            await self._deliverer.attempt(taken)
+        finally:
+            self._num_running -= 1
+            self._freed.set()
+
+    async def _relay(self) -> None:
+        """Makes RQ jobs of what is due, for ever; ends by being cancelled."""
+        while True:
+            self._freed.clear()
+            try:
+                has_more = await self._relay_once()
+            except (BrokerUnavailable, RedisError) as exc:
+                log.info("the relay waits for Redis (%s)", type(exc).__name__)
+                await asyncio.sleep(_PAUSE_S)
+                await self._ensure_library()
+                continue
+            if not has_more:
+                await asyncio.sleep(self._settings.poll_s)
+            elif self._num_running:
+                await _wait(self._freed, self._settings.poll_s)
+
+    async def _relay_once(self) -> bool:
+        """Whether there may be more that is due."""
+        num_waiting = await asyncio.to_thread(self._attempts.num_waiting)
+        room = self._settings.max_concurrent - self._num_running - num_waiting
+        if room <= 0:
+            return True
+        taken = await self._outbox.take(
+            lease_s=self._settings.lease_s,
+            max_messages=room,
+            max_per_target=self._settings.max_per_target,
+        )
+        if taken:
+            await asyncio.to_thread(self._attempts.put, taken)
+        return bool(taken)
+
+    async def _ensure_library(self) -> None:
+        try:
+            await ensure_library(self._client)
+        except (BrokerUnavailable, NoPermissionError):
+            return  # the next call says so again
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    waiting = asyncio.ensure_future(event.wait())
+    await asyncio.wait([waiting], timeout=timeout_s)
+    await tasks.end(waiting)

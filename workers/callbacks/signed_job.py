@@ -1,0 +1,102 @@
+"""RQ jobs that do one thing only: make one attempt to deliver the outbox record they name.
+
+RQ imports and calls whatever function a job's record names, and so whoever can write to Redis
+could run code here, with the JSON serializer too. These jobs are never imported from: their
+function is compared with the one that is allowed, their arguments carry an HMAC under a key that
+Redis does not hold, and RQ's other ways to run or to send something are cut off.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+from rq.job import Job
+
+from contract.outbox import Taken
+
+FUNCTION = "workers.callbacks.deliver"  # a name to compare with; there is no such function
+_TTL_S = 60  # an RQ job that nobody takes; by then the outbox has long made another
+
+
+class ForgedJob(Exception):
+    """An RQ job that no relay of ours made. The message quotes nothing of it."""
+
+
+class SignedJob(Job):
+    """An RQ job as it is read back: everything but its arguments is dropped.
+
+    `hands` is what it does; whoever has checked it sets that.
+    """
+
+    hands: Callable[[], None] | None = None
+
+    def restore(self, raw_data: Any) -> Any:
+        super().restore(raw_data)
+        self._success_callback_name = None
+        self._failure_callback_name = None
+        self._stopped_callback_name = None
+        self.webhooks = []  # of RQ's own, which go wherever the record says
+        self._dependency_ids = []
+        self.retries_left = self.repeats_left = None
+        self.group_id = self.rate_limit_key = None
+        self.result_ttl, self.failure_ttl = 0, _TTL_S
+        self.meta = {}
+
+    @property
+    def func(self) -> None:
+        """RQ would import it by name."""
+        raise ForgedJob("nothing is imported")
+
+    def _execute(self) -> None:
+        if self.hands is not None:
+            self.hands()
+
+    def taken(self, key: bytes) -> Taken:
+        """What it asks to deliver. Raises ForgedJob."""
+        try:
+            function, instance, args, kwargs = self.serializer.loads(self.data)
+            job_id, attempt, mac = args
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise ForgedJob("its data is not what we write") from exc
+        if function != FUNCTION or instance is not None or kwargs != {}:
+            raise ForgedJob("its function is not the one that is allowed")
+        if not (isinstance(job_id, str) and type(attempt) is int and isinstance(mac, str)):
+            raise ForgedJob("its arguments are not what we write")
+        taken = Taken(job_id, attempt)
+        is_ours = hmac.compare_digest(mac.encode(), _mac(key, taken).encode())
+        if not is_ours or self.id != rq_job_id(taken):
+            raise ForgedJob("its signature is not ours")
+        return taken
+
+
+def rq_job_id(taken: Taken) -> str:
+    """One for each attempt: RQ lets an id be used once while its record is there."""
+    return f"cb-{taken.job_id}-{taken.attempt}"
+
+
+def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> SignedJob:
+    """The RQ job of an attempt; it holds no more than the record's id."""
+    job = SignedJob.create(
+        FUNCTION,
+        args=(taken.job_id, taken.attempt, _mac(key, taken)),
+        id=rq_job_id(taken),
+        connection=connection,
+        serializer=serializer,
+        ttl=_TTL_S,
+        result_ttl=0,
+        failure_ttl=_TTL_S,
+        description=rq_job_id(taken),
+    )
+    assert isinstance(job, SignedJob)
+    return job
+
+
+def derived_key(key: str, namespace: str) -> bytes:
+    """The key of a namespace: what one signs, another does not take."""
+    return hmac.digest(key.encode(), f"batchway callbacks {namespace}".encode(), hashlib.sha256)
+
+
+def _mac(key: bytes, taken: Taken) -> str:
+    text = f"{FUNCTION}\n{taken.job_id}\n{taken.attempt}".encode()
+    return hmac.digest(key, text, hashlib.sha256).hex()

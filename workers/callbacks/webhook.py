@@ -1,0 +1,117 @@
+"""Posts a message to a URL: one POST to a checked address, no redirects, a short answer."""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from ipaddress import IPv6Address, ip_address
+
+import httpx
+
+from contract.addresses import AllowList
+from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
+from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
+from workers.callbacks.ladder import parse_retry_after
+from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+
+MAX_ANSWER_BYTES = 64 * 1024
+_GONE = 410
+
+
+class WebhookSender:
+    """One for each process. Reuses no connection: one opened for a name must serve no other."""
+
+    def __init__(
+        self,
+        allow: AllowList,
+        guard: Guard,
+        *,
+        timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._allow = allow
+        self._guard = guard
+        self._timeout_s = timeout_s
+        self._now = now
+        self._client = httpx.AsyncClient(
+            verify=tls or ssl.create_default_context(),
+            trust_env=False,  # no proxy: it would resolve the name again
+            follow_redirects=False,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=0, max_connections=None),
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def send(self, target: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
+        """Says what came of it; raises nothing of the network's."""
+        try:
+            url = parse_callback_url(target, self._allow)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._post(url, body, headers)
+        except BadCallbackUrl as exc:
+            return Refused(f"the URL {exc}")
+        except BlockedAddress as exc:
+            return Refused(f"blocked: the host leads to an address that is not public ({exc})")
+        except Unresolvable as exc:
+            return Failed(f"the host's name is not known ({exc})")
+        except (TimeoutError, httpx.TimeoutException):
+            return Failed(f"no answer within {self._timeout_s:g} s")
+        except httpx.HTTPError as exc:
+            return Failed(f"the connection failed ({type(exc).__name__})")
+
+    async def _post(self, url: CallbackUrl, body: bytes, headers: Mapping[str, str]) -> Outcome:
+        addresses = await self._guard.addresses(url)
+        for address in addresses[:-1]:
+            try:
+                return await self._post_to(address, url, body, headers)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                continue  # nothing was sent
+        return await self._post_to(addresses[-1], url, body, headers)
+
+    async def _post_to(
+        self, address: str, url: CallbackUrl, body: bytes, headers: Mapping[str, str]
+    ) -> Outcome:
+        """To this address and no other; the name is for TLS and the Host header alone."""
+        shown = f"[{address}]" if isinstance(ip_address(address), IPv6Address) else address
+        request = self._client.build_request(
+            "POST",
+            httpx.URL(
+                scheme=url.scheme, host=shown, port=url.port, raw_path=url.target.encode("ascii")
+            ),
+            content=body,
+            headers={
+                "host": url.host_header,
+                "content-type": "application/json",
+                "user-agent": "batchway",
+                "accept-encoding": "identity",
+                **headers,
+            },
+            extensions={"sni_hostname": url.host},
+        )
+        response = await self._client.send(request, stream=True)
+        try:
+            await _read_some(response)
+        finally:
+            await response.aclose()
+        return self._judged(response)
+
+    def _judged(self, response: httpx.Response) -> Outcome:
+        note = f"HTTP {response.status_code}"
+        if response.is_success:
+            return Delivered(note)
+        if response.status_code == _GONE:
+            return Refused(f"{note}: the receiver wants no more")
+        wanted = parse_retry_after(response.headers.get("retry-after"), self._now())
+        return Failed(note, wanted)
+
+
+async def _read_some(response: httpx.Response) -> None:
+    """Lets the receiver say what it likes, up to a bound; nothing of it is kept."""
+    num_bytes = 0
+    async for chunk in response.aiter_raw():
+        num_bytes += len(chunk)
+        if num_bytes > MAX_ANSWER_BYTES:
+            return
