@@ -36,7 +36,7 @@ _PROGRESS_S = 5.0
 _LOOK_S = 0.2
 _RETENTION_MS = 8 * 24 * 3600 * 1000  # longer than any job is kept
 _SWEEP_JOBS = 1000
-_NUM_QUESTIONS = 12  # of the demo model
+_NUM_QUESTIONS = 6  # of the demo model
 _DEMO_WORKER: Mapping[str, Any] = {
     "served_model_name": "demo",
     "engine_module": "workers.engine_process",
