@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Answer:
     status: int = 204
     delay_s: float = 0.0
     headers: Mapping[str, str] = field(default_factory=dict)
+    endless: bool = False  # the answer goes on for as long as somebody reads it
 
 
 Behaviour = Callable[[str], Answer]
@@ -49,7 +51,10 @@ def half_of_the_time(rng: random.Random) -> Behaviour:
 class Receiver:
     """Listens on a port of its own; by path, so that one server stands for several."""
 
-    def __init__(self, behaviours: Mapping[str, Behaviour]) -> None:
+    def __init__(
+        self, behaviours: Mapping[str, Behaviour], *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = tls
         self.behaviours = dict(behaviours)
         self.messages: list[Message] = []
         self.forged: list[str] = []  # what could not be verified
@@ -58,7 +63,7 @@ class Receiver:
         self._port = 0
 
     async def __aenter__(self) -> "Receiver":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         self._port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -95,6 +100,11 @@ class Receiver:
             body = await reader.readexactly(int(headers["content-length"]))
             answer = self._hear(head[0].split()[1], headers, body)
             await asyncio.sleep(answer.delay_s)
+            if answer.endless:
+                writer.write(b"HTTP/1.1 200 X\r\n\r\n")
+                while True:
+                    writer.write(b"x" * 65_536)
+                    await writer.drain()
             if answer.status:
                 extra = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
                 writer.write(

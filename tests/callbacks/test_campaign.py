@@ -5,12 +5,14 @@ import pytest
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.campaign import Plan, run_campaign
 
+PLAN = Plan(num_jobs=100, num_kills=5, down_s=2.0, slow_s=0.2, num_workers=1)
+
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 
 async def test_every_end_is_told_though_receivers_fail_and_callbacks_are_killed() -> None:
     """At least once, under one id, signed; no callback is given up."""
     with EmbeddedRedis() as server:
-        report = await run_campaign(server.url, Plan(num_jobs=100, num_kills=5, down_s=4.0))
+        report = await run_campaign(server.url, PLAN)
     assert report.mistakes() == []
     assert report.num_attempts_heard > report.num_jobs

@@ -17,7 +17,7 @@ from rq.exceptions import DuplicateJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
-from rq.worker import BaseWorker
+from rq.worker import BaseWorker, WorkerStatus
 
 from contract.outbox import Taken
 from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
@@ -144,6 +144,11 @@ class ThreadedWorker(BaseWorker):
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
+
+    def bootstrap(self, *_: Any) -> None:
+        """Without RQ's log handlers, which tell of every step."""
+        self.register_birth()  # type: ignore[no-untyped-call]
+        self.set_state(WorkerStatus.STARTED)
 
     def check_for_suspension(self, burst: bool) -> None:
         """Nor would they hold it up."""

@@ -1,0 +1,235 @@
+"""What a receiver gets, and what its answers lead to: the whole way from a job's end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis.asyncio
+from standardwebhooks import Webhook
+
+from contract.callback_secrets import Secrets
+from contract.callbacks import Callback, CallbackKind
+from contract.calls import Append
+from contract.events import ChoiceDelta, Tokens
+from contract.functions import Functions
+from contract.jobs import FinishReason, Job, JobStatus
+from contract.keys import Keys
+from contract.outbox import DeadLetter, Outbox
+from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.office import office_settings
+from tests.callbacks.receiver import SECRET, Answer, Receiver, always
+from tests.contract.test_functions import claim, make_job, make_submission
+from workers.callbacks.service import CallbackService
+
+pytestmark = pytest.mark.anyio
+
+OTHER_SECRET = "whsec_" + "QUJD" * 8
+
+
+@asynccontextmanager
+async def service(redis_server: EmbeddedRedis, **settings: Any) -> AsyncIterator[None]:
+    """A relay and an RQ worker in this process, ended at exit."""
+    stopping = asyncio.Event()
+    running = asyncio.create_task(
+        CallbackService(office_settings(redis_server.url, **settings)).run(stopping)
+    )
+    try:
+        yield
+    finally:
+        stopping.set()
+        await running
+
+
+def to_url(url: str, **options: Any) -> Callback:
+    fields: dict[str, Any] = {"secret": SECRET, **options}
+    return Callback(kind=CallbackKind.URL, target=url, **fields)
+
+
+async def ended_job(functions: Functions, callback: Callback, text: str = "said") -> Job:
+    """A job that ran on a worker and succeeded with one token."""
+    job = make_job()
+    await functions.submit(job, make_submission(callback=callback))
+    [claimed] = await claim(functions)
+    delta = ChoiceDelta(0, 0, (7,), text, FinishReason.STOP)
+    item = Append(job.id, claimed.epoch, 1, Tokens((delta,)), 1, JobStatus.SUCCEEDED)
+    await functions.append("w1", [item], lease_s=10)
+    return job
+
+
+async def dead_letter(outbox: Outbox, job: Job) -> DeadLetter:
+    """The job's, once it is one."""
+    async with asyncio.timeout(30):
+        while not (found := await outbox.dead("t", job_id=job.id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # the process that buries it is no task of ours
+    return found[0]
+
+
+@pytest.fixture
+def outbox(redis_client: redis.asyncio.Redis, keys: Keys) -> Outbox:
+    return Outbox(redis_client, keys)
+
+
+async def test_an_end_is_told_signed_and_thin(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """Status, usage and where the result is; no output, and a signature that others verify."""
+    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
+        job = await ended_job(functions, to_url(receiver.url("/?token=x")))
+        await receiver.until(lambda: len(receiver.messages) == 1)
+    [message] = receiver.messages
+    assert receiver.forged == []
+    assert message.id == f"{job.id}-1"
+    assert message.body["type"] == "job.succeeded"
+    data = message.body["data"]
+    assert (data["id"], data["status"], data["error"]) == (job.id, "succeeded", None)
+    assert data["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    assert data["result_url"] == f"/v1/jobs/{job.id}"
+    assert "said" not in json.dumps(message.body)
+
+
+async def test_a_full_message_holds_the_output(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """On request: each choice's text and why it ended."""
+    public_url = "https://models.example"
+    async with (
+        Receiver({"/": always(Answer())}) as receiver,
+        service(redis_server, public_url=public_url),
+    ):
+        await ended_job(functions, to_url(receiver.url("/"), is_full=True), text="ünder")
+        await receiver.until(lambda: len(receiver.messages) == 1)
+    data = receiver.messages[0].body["data"]
+    assert data["choices"] == [{"index": 0, "text": "ünder", "finish_reason": "stop"}]
+    assert data["result_url"].startswith(f"{public_url}/v1/jobs/")
+
+
+async def test_failures_are_tried_again_under_the_same_id(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """Errors, a redirect that is not followed, a broken connection, and then success."""
+    redirect = Answer(307, headers={"location": "/elsewhere"})
+    answers = iter([Answer(500), redirect, Answer(0), Answer(404), Answer()])
+    async with (
+        Receiver({"/": lambda _: next(answers), "/elsewhere": always(Answer())}) as receiver,
+        service(redis_server),
+    ):
+        await ended_job(functions, to_url(receiver.url("/")))
+        await receiver.until(lambda: bool(receiver.accepted()))
+    assert len({message.id for message in receiver.messages}) == 1
+    assert [message.was_accepted for message in receiver.messages] == [False] * 4 + [True]
+    assert len({json.dumps(message.body) for message in receiver.messages}) == 1
+
+
+async def test_410_and_the_ladders_end_make_dead_letters(
+    functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
+) -> None:
+    """Gone at once, or when the rungs are used up; a replay begins anew, and is delivered."""
+    behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
+    async with Receiver(behaviours) as receiver, service(redis_server, rungs_s=(0.05, 0.05)):
+        gone = await ended_job(functions, to_url(receiver.url("/gone")))
+        letter = await dead_letter(outbox, gone)
+        assert letter.record.attempt == 1
+        assert letter.record.note.startswith("HTTP 410")
+        bad = await ended_job(functions, to_url(receiver.url("/bad")))
+        letter = await dead_letter(outbox, bad)
+        assert letter.record.attempt == 3
+        receiver.behaviours["/bad"] = always(Answer())
+        await outbox.replay(bad.id, "t")
+        await receiver.until(lambda: bool(receiver.accepted()))
+    assert list(receiver.accepted()) == [letter.record.message_id]
+
+
+async def test_a_blocked_address_is_a_dead_letter_at_once(
+    functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
+) -> None:
+    """Nothing is sent, and the note says why without saying where."""
+    async with service(redis_server):
+        job = await ended_job(functions, to_url("https://10.0.0.1/hook?token=hush"))
+        letter = await dead_letter(outbox, job)
+    assert "not public" in letter.record.note
+    assert "10.0" not in letter.record.note
+
+
+async def test_a_slow_receiver_holds_up_itself_alone(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """More messages than there are threads wait for it, and another's pass them."""
+    async with (
+        Receiver({"/": always(Answer(delay_s=30))}) as slow,
+        Receiver({"/": always(Answer())}) as quick,
+        service(redis_server, max_concurrent=4, max_per_target=2, timeout_s=5.0),
+    ):
+        for _ in range(8):
+            await ended_job(functions, to_url(slow.url("/")))
+        await slow.until(lambda: len(slow.messages) == 2)
+        for _ in range(8):
+            await ended_job(functions, to_url(quick.url("/")))
+        await quick.until(lambda: len(quick.accepted()) == 8)
+        assert len(slow.messages) == 2, "no more than its share at a time"
+
+
+async def test_progress_is_told_before_the_end_and_never_after(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """Started, progress, the end; each a message of its own, one after the other."""
+    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
+        callback = to_url(receiver.url("/"), tells_start=True, progress_tokens=2)
+        job = make_job()
+        await functions.submit(job, make_submission(callback=callback))
+        [claimed] = await claim(functions)
+        await receiver.until(lambda: len(receiver.messages) == 1)
+        for number in (1, 2):
+            ids = (7, 8)
+            delta = ChoiceDelta(0, 2 * (number - 1), ids, "xx")
+            fin = JobStatus.SUCCEEDED if number == 2 else ""
+            item = Append(job.id, claimed.epoch, number, Tokens((delta,)), 2, fin)  # type: ignore[arg-type]
+            await functions.append("w1", [item], lease_s=10)
+            await receiver.until(lambda n=number: len(receiver.messages) == 1 + n)  # type: ignore[misc]
+    told = [(message.body["type"], message.id) for message in receiver.messages]
+    assert told == [
+        ("job.started", f"{job.id}-1"),
+        ("job.progress", f"{job.id}-2"),
+        ("job.succeeded", f"{job.id}-3"),
+    ]
+    assert receiver.messages[1].body["data"]["usage"]["completion_tokens"] == 2
+
+
+async def test_the_end_takes_the_place_of_progress_that_nobody_took(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """While the receiver was down the job ended: the progress is told no more."""
+    async with Receiver({"/": always(Answer())}) as receiver:
+        callback = to_url(receiver.url("/"), tells_start=True, progress_tokens=1)
+        await ended_job(functions, callback)
+        async with service(redis_server):
+            await receiver.until(lambda: len(receiver.messages) == 1)
+    assert receiver.messages[0].body["type"] == "job.succeeded"
+
+
+async def test_secrets_of_the_installation_sign_and_rotate(
+    functions: Functions, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> None:
+    """A signature of each: who knows the old secret verifies, and who knows the new one."""
+    secrets = Secrets.parse(f"{OTHER_SECRET} t={OTHER_SECRET},{SECRET}")
+    assert SECRET not in repr(secrets)
+    async with (
+        Receiver({"/": always(Answer())}) as receiver,
+        service(redis_server, secrets=secrets),
+    ):
+        await ended_job(functions, to_url(receiver.url("/"), secret=None))
+        await receiver.until(lambda: len(receiver.messages) == 1)
+    headers = dict(receiver.messages[0].headers)
+    assert len(headers["webhook-signature"].split()) == 2
+    raw = json.dumps(receiver.messages[0].body, ensure_ascii=False, separators=(",", ":"))
+    Webhook(OTHER_SECRET).verify(raw, headers)
+
+
+def test_secrets_of_a_wrong_form_are_refused_unseen() -> None:
+    """The sentence says whose, never which."""
+    for text in ("whsec_hush", "t=hush", "whsec_" + "A" * 30, f"{SECRET},hush"):
+        with pytest.raises(ValueError, match="a secret") as caught:
+            Secrets.parse(text)
+        assert "hush" not in str(caught.value)

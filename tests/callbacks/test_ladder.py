@@ -1,0 +1,57 @@
+"""When a failed delivery is tried again."""
+
+from datetime import UTC, datetime
+from random import Random
+
+import pytest
+
+from workers.callbacks.ladder import (
+    JITTER,
+    MAX_RETRY_AFTER_S,
+    RUNGS_S,
+    next_delay_s,
+    parse_retry_after,
+)
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_each_rung_is_waited_for_and_a_little_longer() -> None:
+    """5 s, 5 min, 30 min, 2 h, 5 h, 10 h, 10 h, each with jitter; then no more."""
+    rng = Random(1)
+    delays = [next_delay_s(n, rng) for n in range(1, len(RUNGS_S) + 1)]
+    for delay, rung in zip(delays, RUNGS_S, strict=True):
+        assert delay is not None
+        assert rung <= delay <= rung * (1 + JITTER)
+    assert len({(d or 0) / r for d, r in zip(delays, RUNGS_S, strict=True)}) == len(RUNGS_S)
+    assert next_delay_s(len(RUNGS_S) + 1, rng) is None
+
+
+def test_a_receiver_may_ask_for_a_longer_wait_within_bounds() -> None:
+    """Never for a shorter one, and never for more attempts."""
+    rng = Random(1)
+    assert next_delay_s(1, rng, retry_after_s=60) == 60
+    assert (next_delay_s(2, rng, retry_after_s=1) or 0) >= RUNGS_S[1]
+    assert next_delay_s(1, rng, retry_after_s=1e9) == MAX_RETRY_AFTER_S
+    assert next_delay_s(len(RUNGS_S) + 1, rng, retry_after_s=5) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("120", 120),
+        ("0", 0),
+        ("Thu, 01 Jan 2026 00:02:00 GMT", 120),
+        ("Thu, 01 Jan 2020 00:02:00 GMT", 0),
+        ("soon", None),
+        ("-5", None),
+        ("1e3", None),
+        ("٣", None),
+        ("9" * 20, None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value: str | None, seconds: float | None) -> None:
+    """Anything else says nothing."""
+    assert parse_retry_after(value, NOW) == seconds
