@@ -10,7 +10,7 @@ import pytest
 from tests.infra.command_line import COMMANDS, command_options
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("batchway_client", "contract", "payloads", "gateway", "workers", "infra")
+PACKAGES = ("batchway_client", "contract", "payloads", "gateway", "workers", "infra", "bench")
 MAX_LINES = 300
 MAX_SCRIPT_LINES = 30
 WHY_LONG = "Over 300 lines:"  # begins the reason in the docstring of a longer file

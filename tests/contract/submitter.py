@@ -1,0 +1,63 @@
+"""A process that submits jobs of one tenant and prints how many were let in:
+
+python -m tests.contract.submitter URL NAMESPACE TASKS TRIES CONCURRENT_TOKENS
+"""
+
+import asyncio
+import contextlib
+import sys
+
+from contract.calls import Submission, TenantLimits
+from contract.connection import connect
+from contract.errors import JobRefused
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.keys import Keys
+
+PROMPT = (1, 2, 3)
+MAX_TOKENS = 7
+COST = len(PROMPT) + MAX_TOKENS
+
+
+async def hammer(
+    redis_url: str, keys: Keys, num_tasks: int, num_tries: int, limits: TenantLimits
+) -> int:
+    """As many gateways as tasks, each with a connection of its own; how many jobs got in."""
+    return sum(
+        await asyncio.gather(
+            *(_submit_all(redis_url, keys, num_tries, limits) for _ in range(num_tasks))
+        )
+    )
+
+
+async def _submit_all(redis_url: str, keys: Keys, num_tries: int, limits: TenantLimits) -> int:
+    client = connect(redis_url, command_timeout_s=None)
+    functions, num_accepted = Functions(client, keys), 0
+    try:
+        for _ in range(num_tries):
+            with contextlib.suppress(JobRefused):
+                await functions.submit(_job(), Submission(MAX_TOKENS, 600, 600, limits=limits))
+                num_accepted += 1
+    finally:
+        await client.aclose()
+    return num_accepted
+
+
+def _job() -> Job:
+    return Job(
+        id=new_job_id(),
+        tenant="greedy",
+        model="m",
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=PROMPT,
+        params=SamplingParams(max_tokens=MAX_TOKENS, seed=0),
+        created_s=0,
+    )
+
+
+if __name__ == "__main__":
+    url, namespace, *numbers = sys.argv[1:]
+    tasks, tries, tokens = map(int, numbers)
+    limit = TenantLimits(concurrent_tokens=tokens)
+    print(asyncio.run(hammer(url, Keys(namespace), tasks, tries, limit)))

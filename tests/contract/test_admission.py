@@ -1,0 +1,238 @@
+"""Admission on a real Redis: exact over many gateways, honest about waits, fair in what it hands
+out. tests/model holds every answer against the reference; here stands what users are promised."""
+
+import asyncio
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import redis.asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract.calls import Append, Submission, TenantLimits, WorkerCapacity
+from contract.errors import ErrorCode, JobRefused
+from contract.fairness import MAX_PASSED
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from contract.reference import Reference
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.submitter import COST, hammer
+from tests.contract.test_functions import append, make_job, make_submission, pass_time, tokens
+
+pytestmark = pytest.mark.anyio
+
+NUM_TASKS, NUM_PROCESSES, NUM_TRIES, QUOTA_JOBS = 25, 2, 8, 137
+
+
+async def beat(functions: Functions, capacity: WorkerCapacity) -> None:
+    await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", capacity=capacity)
+
+
+async def refusal(functions: Functions, **terms: object) -> JobRefused:
+    with pytest.raises(JobRefused) as refused:
+        await functions.submit(make_job(), make_submission(**terms))
+    return refused.value
+
+
+async def test_fifty_gateways_admit_exactly_the_quota(
+    redis_server: EmbeddedRedis, functions: Functions, keys: Keys
+) -> None:
+    """25 tasks here and 25 in two other processes, each with its own connection, try 400 times
+    where 137 jobs may be unfinished at once."""
+    limit = QUOTA_JOBS * COST
+    numbers = [str(n) for n in (NUM_TASKS // NUM_PROCESSES + 1, NUM_TRIES, limit)]
+    command = ("-m", "tests.contract.submitter", redis_server.url, keys.namespace, *numbers)
+    others = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE
+        )
+        for _ in range(NUM_PROCESSES)
+    ]
+    limits = TenantLimits(concurrent_tokens=limit)
+    here = await hammer(redis_server.url, keys, NUM_TASKS, NUM_TRIES, limits)
+    there = [int((await other.communicate())[0]) for other in others]
+
+    assert here + sum(there) == QUOTA_JOBS
+
+
+async def test_a_refused_job_leaves_nothing_behind(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """No record, no key of idempotency, no charge: the same call is new when it comes again."""
+    limits = TenantLimits(requests_per_min=1)
+    await functions.submit(make_job(), make_submission(limits=limits))
+    before = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    again = make_submission(limits=limits, idempotency_key="k", body_hash="b")
+    with pytest.raises(JobRefused):
+        await functions.submit(make_job(), again)
+
+    assert not await redis_client.exists(keys.idempotency("t", "k"))
+    after = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    assert after == before
+    await pass_time(redis_client, keys, 60)
+    assert (await functions.submit(make_job(), again)).is_new
+
+
+async def test_a_meter_says_exactly_when_it_has_room(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """60 a minute, all at once; then a second's wait, no less and no more."""
+    await redis_client.set(keys.clock_offset, "=1700000000000")
+    limits = TenantLimits(requests_per_min=60)
+    for left in reversed(range(60)):
+        submitted = await functions.submit(make_job(), make_submission(limits=limits))
+        assert submitted.rates.requests is not None
+        assert submitted.rates.requests.remaining == left
+    refused = await refusal(functions, limits=limits)
+    assert (refused.limit, refused.retry_after_s) == ("requests_per_min", 1.0)
+    await redis_client.set(keys.clock_offset, "=1700000000999")
+    await refusal(functions, limits=limits)
+    await redis_client.set(keys.clock_offset, "=1700000001000")
+    await functions.submit(make_job(), make_submission(limits=limits))
+
+
+async def test_what_was_not_used_of_a_cost_comes_back(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """13 tokens are reserved; 5 are used, 8 come back to the meter and all to what is reserved."""
+    await redis_client.set(keys.clock_offset, "=1700000000000")
+    limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
+    job = make_job()
+    await functions.submit(job, make_submission(limits=limits))
+    assert await redis_client.hget(keys.tenant("t"), "reserved") == b"13"
+    await functions.claim("w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99)
+    await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7, 8), 2, JobStatus.SUCCEEDED))
+
+    figures: Any = await redis_client.hmget(keys.tenant("t"), "tokens", "reserved")
+    assert [float(figure) for figure in figures] == [5.0, 0.0]
+    assert await redis_client.hmget(keys.job(job.id), "cost", "charge", "refund") == [
+        b"13",
+        b"5",
+        b"8",
+    ]
+
+
+async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
+    """130 tokens wait at 13 a second: ten seconds, which a bound, a deadline and an ETA all use."""
+    unknown = (await functions.submit(make_job(), make_submission())).position
+    assert unknown.eta_s is not None  # nothing is ahead of it, but nobody lives: at a cold start
+    await beat(functions, WorkerCapacity(tokens_per_s=13.0, lanes=("standard",)))
+    jobs = [make_job() for _ in range(10)]
+    for job in jobs:
+        last = await functions.submit(job, make_submission())
+    assert (last.position.num_jobs_ahead, last.position.eta_s) == (10, 10.0)
+    found = await functions.read(jobs[-1].id, "t")
+    assert found is not None
+    assert found[0].position == last.position
+
+    bound = await refusal(functions, lane_bound_s=8.0)
+    assert (bound.code, bound.retry_after_s) == (ErrorCode.LANE_FULL, 3.0)
+    late = await refusal(functions, deadline_s=10.0)
+    assert (late.code, late.retry_after_s) == (ErrorCode.DEADLINE_INFEASIBLE, 1.0)
+    quote = await functions.quote(make_job(), make_submission(deadline_s=10.0))
+    assert quote.refusal is not None
+    assert quote.position.eta_s == 11.0
+
+
+async def test_without_a_worker_a_wait_holds_the_cold_start(functions: Functions) -> None:
+    """The first job waits for a worker to come up; where one is asked for, it is refused."""
+    submitted = await functions.submit(make_job(), make_submission(cold_start_s=40.0))
+    assert submitted.position.eta_s == 40.0
+    assert (await refusal(functions, needs_worker=True)).code is ErrorCode.NO_WORKERS
+
+
+async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
+    """The lanes that there are stand in the message."""
+    await beat(functions, WorkerCapacity(lanes=("fast", "slow")))
+    refused = await refusal(functions)
+    assert refused.code is ErrorCode.UNKNOWN_LANE
+    assert "fast, slow" in refused.message
+
+
+async def test_short_jobs_go_before_a_long_one_eight_times(functions: Functions) -> None:
+    """What does not fit blocks nobody, and is not passed over for ever."""
+    long = make_job()
+    await functions.submit(long, make_submission(max_output_tokens=500))
+    for _ in range(MAX_PASSED + 3):
+        await functions.submit(make_job(), make_submission())
+
+    async def claimed(max_tokens: int) -> list[str]:
+        found = await functions.claim(
+            "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=max_tokens
+        )
+        return [item.job.id for item in found]
+
+    for _ in range(MAX_PASSED):
+        [short] = await claimed(100)
+        assert short != long.id
+    assert await claimed(100) == []
+    assert await claimed(1000) == [long.id]
+    assert len(await claimed(100)) == 1
+
+
+def enqueue(reference: Reference, tenant: str, lane: str, cost: int) -> None:
+    job = make_job(tenant, lane)
+    reference.submit(job, Submission(cost - 3, 3600, 3600))
+
+
+costs = st.lists(st.integers(4, 40), min_size=60, max_size=60)
+claims = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=25)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    costs=costs, claims=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=25)
+)
+def test_tenants_that_wait_get_alike(costs: list[int], claims: list[tuple[str, int]]) -> None:
+    """Three workers claim as they like; two tenants with jobs of any cost, both always waiting,
+    never differ by more than twice the largest cost. (The reference is held against the functions
+    in tests/model.)"""
+    reference = Reference()
+    for index, cost in enumerate(costs):
+        enqueue(reference, "tu"[index % 2], "standard", cost)
+    had: Counter[str] = Counter()
+    for worker, max_jobs in claims:
+        for item in reference.claim(
+            worker, "m", ["standard"], lease_s=10, max_jobs=max_jobs, max_tokens=10**6
+        ):
+            had[item.job.tenant] += item.cost_tokens
+        waiting = {r.job.tenant for r in reference.records.values() if not r.owner}
+        if len(waiting) == 2:
+            assert abs(had["t"] - had["u"]) <= 2 * max(costs)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(costs=costs, share=st.sampled_from([0.05, 0.2, 0.5]), max_jobs=st.integers(1, 5))
+def test_a_lane_waits_no_longer_than_its_share_allows(
+    costs: list[int], share: float, max_jobs: int
+) -> None:
+    """While an urgent lane always has more, batch's next job waits for at most cost / share tokens
+    of others and one job's, and spare room is all its own."""
+    reference = Reference()
+    for cost in costs:
+        enqueue(reference, "t", "interactive", cost)
+        enqueue(reference, "t", "batch", cost)
+    passed, next_cost = 0, iter(costs)
+    head = next(next_cost)
+    while any(not r.owner for r in reference.records.values() if r.lane == "interactive"):
+        for item in reference.claim(
+            "w",
+            "m",
+            ["interactive", "batch"],
+            lease_s=10,
+            max_jobs=max_jobs,
+            max_tokens=10**6,
+            min_shares={"batch": share},
+        ):
+            if item.job.lane == "batch":
+                passed, head = 0, next(next_cost, 0)
+            else:
+                passed += item.cost_tokens
+                assert passed <= head / share + max(costs)
+    rest = reference.claim(
+        "w", "m", ["interactive", "batch"], lease_s=10, max_jobs=99, max_tokens=10**6
+    )
+    assert {item.job.lane for item in rest} <= {"batch"}
