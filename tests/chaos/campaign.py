@@ -79,7 +79,7 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
             say("faults are over: all that was begun must end")
             await _rest(fleet)
             await _reckon(fleet, ledger, callers)
-        if ledger.violations:
+        if ledger.violations and not options.mistake:
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
         return Report(options, injector.counts, injector.num_bytes_lost, ledger, started_s)
