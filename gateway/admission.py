@@ -32,6 +32,7 @@ class Terms:
     deadline_s: float
     retention_s: float
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
+    needs_worker: bool = False  # refused where none lives
     lane: str | None = None  # None: by the body's service tier
     idempotency_key: str = ""
     body_hash: str = ""
@@ -48,6 +49,7 @@ async def prepare(
     card = (await broker.models()).get(body.model)
     if card is None:
         raise not_found(f"the model {body.model!r}", "model_not_found", "model")
+    check_lane(card, lane)
     prompt_ids = await _prompt_ids(await broker.tokenizer(card), card, body)
     max_tokens = _max_tokens(settings, card, body, len(prompt_ids))
     job_id = new_job_id()
@@ -66,18 +68,30 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
     )
+    bound = settings.bound_of(lane)
     num_output = params.n * params.max_tokens
     return job, Submission(
         max_output_tokens=num_output,
         deadline_s=terms.deadline_s,
         retention_s=terms.retention_s,
-        lane_bound_tokens=settings.lane_bound_tokens,
+        lane_bound_tokens=bound.tokens,
+        lane_bound_s=bound.wait_s,
+        limits=terms.caller.limits,
+        needs_worker=terms.needs_worker,
+        cold_start_s=settings.cold_start_s,
         idempotency_key=terms.idempotency_key,
         body_hash=terms.body_hash,
         attendance_s=terms.attendance_s,
         metadata=terms.metadata,
         callback=terms.callback,
     )
+
+
+def check_lane(card: ModelCard, lane: str) -> None:
+    """Raises ApiError where the model's workers serve no such lane."""
+    if lane not in card.lanes:
+        message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
+        raise bad_request("unknown_lane", message, "lane")
 
 
 async def _prompt_ids(

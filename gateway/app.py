@@ -1,7 +1,8 @@
 """The gateway as an ASGI app. Starts while Redis is down, and needs no restart when it is back."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -12,13 +13,30 @@ from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
 from gateway.limits import BodyLimit, LastNet, RequestIds, TrustedHosts
-from gateway.routes import callbacks, chat, completions, health, job_lists, jobs, models, objects
+from gateway.routes import (
+    callbacks,
+    chat,
+    completions,
+    health,
+    job_lists,
+    jobs,
+    models,
+    objects,
+    quotes,
+)
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
 
 
-def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastAPI:
-    """The app. A broker that is handed in is left open at the end."""
+def create_app(
+    settings: GatewaySettings,
+    broker: Broker | None = None,
+    *,
+    draw: Callable[[], float] = random.random,
+) -> FastAPI:
+    """The app. A broker that is handed in is left open at the end. `draw` gives random numbers
+    from 0 to 1, for the jitter of Retry-After.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -35,9 +53,9 @@ def create_app(settings: GatewaySettings, broker: Broker | None = None) -> FastA
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
-    for module in (chat, completions, callbacks, jobs, job_lists, objects, models, health):
+    for module in (chat, completions, callbacks, jobs, job_lists, quotes, objects, models, health):
         app.include_router(module.router)
-    errors.install(app)
+    errors.install(app, draw)
     # The last added is the outermost.
     app.add_middleware(
         BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s

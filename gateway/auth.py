@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from contract.api_keys import KeyTerms, Scope
+from contract.calls import TenantLimits
 from gateway.errors import ApiError
 from gateway.key_ring import KeyRing
 from gateway.settings import GatewaySettings
@@ -27,6 +28,16 @@ class Caller:
     @property
     def tenant(self) -> str:
         return self.terms.tenant
+
+    @property
+    def limits(self) -> TenantLimits:
+        terms = self.terms
+        return TenantLimits(
+            requests_per_min=terms.requests_per_minute,
+            tokens_per_min=terms.tokens_per_minute,
+            concurrent_tokens=terms.concurrent_tokens,
+            lane_share=terms.lane_share,
+        )
 
     def has(self, scope: Scope) -> bool:
         return bool({scope, Scope.ADMIN} & set(self.terms.scopes))

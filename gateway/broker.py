@@ -18,7 +18,7 @@ from typing import TypeVar
 from redis.exceptions import NoPermissionError
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.calls import JobView, Page, Submission, Submitted, Wanted
+from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
@@ -111,6 +111,10 @@ class Broker:
         """What was put into the object store for a job that is not taken."""
         if held.stored_prompt is not None:
             await self.payloads.discard(held.id)
+
+    async def quote(self, job: Job, submission: Submission) -> Quote:
+        """What submit would say; queues nothing."""
+        return await self._call(lambda: self._functions.quote(job, submission))
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0

@@ -10,20 +10,21 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from contract.calls import Submitted
+from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway import sse
 from gateway.admission import Terms, prepare
 from gateway.auth import Caller
 from gateway.bodies import read_object
-from gateway.errors import ApiError, UnknownJob, draining, invalid_value, no_workers, to_api_error
+from gateway.errors import ApiError, UnknownJob, draining, invalid_value, to_api_error
 from gateway.event_ids import START, Position, asked_position
 from gateway.job_objects import submitted_object
+from gateway.load_headers import ServerTiming, rate_headers
 from gateway.patience import Patience, Preference
 from gateway.responses import accepted_response
 from gateway.responses import json_response as json_response
-from gateway.schemas import CallBody, parse_call
+from gateway.schemas import CallBody, check_goes_on, parse_call
 from gateway.streams import Gateway, call_stream, whole_answer
 from gateway.sync_call import SyncCall
 
@@ -42,6 +43,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     where the caller prefers it or the time is up.
     """
     gateway = gateway_of(request)
+    timing = ServerTiming()
     if gateway.drain.has_begun:
         raise draining()
     preference = Preference.of(request)
@@ -50,23 +52,24 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     body = parse_call(endpoint, raw)
     terms = _terms(request, gateway, caller, preference, body, body_hash(endpoint, raw))
     if preference.is_at_once:
-        return await submit_job(gateway, endpoint, body, terms, preference.applied())
+        check_goes_on(body)
+        prepared = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+        return await submit_job(gateway, *prepared, preference.applied())
     position = _resumed_position(request, body, terms.idempotency_key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
-    # Who prefers a job to waiting may wait for a worker too.
-    if not preference.is_given and not await gateway.broker.num_live_workers(job.model):
-        raise no_workers(job.model)
     submitted = await gateway.broker.submit(job, submission)
+    timing.mark("admission")
     job = await accepted_job(gateway, job, submitted)
+    headers = {"x-job-id": job.id, **preference.applied(), **rate_headers(submitted.rates)}
     call = SyncCall(
         gateway.broker,
         gateway.settings,
         job,
         patience,
+        timing,
         may_return=not _ends_with_caller(body, terms.idempotency_key),
-        headers=preference.applied(),
+        headers=preference.applied() | rate_headers(submitted.rates),
     )
-    headers = {"x-job-id": job.id, **preference.applied()}
     if not body.stream:
         return await _whole(request, gateway, call, headers)
     return sse.SseResponse(
@@ -77,7 +80,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
             position=position,
             starts_over=position is not START and submitted.is_new,
         ),
-        headers=headers,
+        headers=headers | timing.headers(),
         stall_timeout_s=gateway.settings.stall_timeout_s,
         on_gone=call.on_gone,
     )
@@ -102,6 +105,8 @@ def _terms(
         deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
         retention_s=settings.job_retention_s if is_job else settings.sync_retention_s,
         attendance_s=settings.attendance_s if is_attended else 0.0,
+        # Who prefers a job to waiting may wait for a worker too.
+        needs_worker=not is_job,
         idempotency_key=key,
         body_hash=hashed,
     )
@@ -136,29 +141,26 @@ async def _whole(
         error = to_api_error(exc)
         error.headers["x-job-id"] = call.job.id
         raise error from exc
-    return json_response(answer, headers=headers)
+    call.timing.mark("total")
+    return json_response(answer, headers={**headers, **call.timing.headers()})
 
 
 async def submit_job(
-    gateway: Gateway,
-    endpoint: Endpoint,
-    body: CallBody,
-    terms: Terms,
-    headers: Mapping[str, str],
+    gateway: Gateway, job: Job, submission: Submission, headers: Mapping[str, str]
 ) -> Response:
     """Queues a job that nobody waits for: 202 with its id."""
-    if body.on_disconnect == "cancel":
-        message = "on_disconnect: nobody waits for a job, so that nobody's leaving can cancel it"
-        raise invalid_value("on_disconnect", message)
-    job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+    timing = ServerTiming()
     submitted = await gateway.broker.submit(job, submission)
+    timing.mark("admission")
     status = JobStatus.QUEUED
     if submitted.is_new:
         _log_accepted(job)
     else:
-        view, _ = await gateway.broker.read(submitted.job_id, terms.caller.tenant)
+        view = await _known_job(gateway, submitted.job_id, job.tenant)
         job, status = view.job, view.status
-    return accepted_response(submitted_object(job, submitted, status), headers)
+    shown = submitted_object(job, submitted, status)
+    told = {**headers, **rate_headers(submitted.rates), **timing.headers()}
+    return accepted_response(shown, told)
 
 
 async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
@@ -166,14 +168,20 @@ async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
     if submitted.is_new:
         _log_accepted(job)
         return job
+    view = await _known_job(gateway, submitted.job_id, job.tenant)
+    return await gateway.whole(view.job)
+
+
+async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
+    """The job that an Idempotency-Key led to. Raises ApiError where it is forgotten."""
     try:
-        view, _ = await gateway.broker.read(submitted.job_id, job.tenant)
+        view, _ = await gateway.broker.read(job_id, tenant)
     except UnknownJob:
         message = "the answer to this Idempotency-Key is no longer kept: use a new key"
         raise ApiError(
             409, "result_expired", message, headers={"x-should-retry": "false"}
         ) from None
-    return await gateway.whole(view.job)
+    return view
 
 
 def idempotency_key(request: Request) -> str:

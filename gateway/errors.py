@@ -4,9 +4,8 @@ ApiError is what the gateway raises on purpose; `to_api_error` translates what `
 """
 
 import logging
-import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -24,6 +23,7 @@ from contract.errors import (
 )
 from contract.events import End
 from contract.jobs import JobStatus
+from gateway.load_headers import rate_headers, retry_after
 from payloads.store import PayloadError, PayloadLost
 
 log = logging.getLogger("batchway.gateway")
@@ -48,6 +48,9 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.PAYLOAD_UNAVAILABLE: 503,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_SOON_S = 1.0  # what failed a moment ago may be back
+_UNFIT_S = 30.0  # an operator must act
+_FULL_S = 5.0  # what runs must end first
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 # Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
 _NO_RETRY = {"x-should-retry": "false"}
@@ -64,8 +67,10 @@ class ApiError(BatchwayError):
         *,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(f"{status} {code}")  # not the message: it may quote the caller
+        self.retry_after_s = retry_after_s
         self.status = status
         self.code = code
         self.message = message
@@ -84,11 +89,15 @@ class ApiError(BatchwayError):
             }
         }
 
-    def response(self) -> Response:
+    def response(self, draw: Callable[[], float] = random.random) -> Response:
+        """`draw` gives the random numbers, from 0 to 1, of the jitter of Retry-After."""
+        headers = dict(self.headers)
+        if self.retry_after_s is not None:
+            headers["retry-after"] = retry_after(self.retry_after_s, draw)
         return Response(
             msgspec.json.encode(self.body()),
             self.status,
-            headers=self.headers,
+            headers=headers,
             media_type="application/json",
         )
 
@@ -111,33 +120,26 @@ def not_found(what: str, code: str, param: str | None = None) -> ApiError:
 
 
 def _dropped(
-    status: int, reason: str, message: str, retry_after_s: int | None, *, code: str | None = None
+    status: int, reason: str, message: str, retry_after_s: float | None, *, code: str | None = None
 ) -> ApiError:
     """Refused load; the code is the reason, unless it says more."""
     headers = {"x-dropped-reason": reason}
-    if retry_after_s is not None:
-        headers["retry-after"] = str(retry_after_s)
-    return ApiError(status, code or reason, message, headers=headers)
+    return ApiError(status, code or reason, message, headers=headers, retry_after_s=retry_after_s)
 
 
 def broker_unavailable() -> ApiError:
-    return _dropped(503, "broker_unavailable", "the queue does not answer", random.randint(1, 2))
+    return _dropped(503, "broker_unavailable", "the queue does not answer", _SOON_S)
 
 
 def broker_unfit(unfit: BrokerUnfit) -> ApiError:
     """An operator must act; until then nothing is accepted."""
-    return _dropped(503, "broker_unavailable", str(unfit), 30, code="broker_unfit")
+    return _dropped(503, "broker_unavailable", str(unfit), _UNFIT_S, code="broker_unfit")
 
 
 def broker_full(full: BrokerFull) -> ApiError:
     """What runs goes on and can be read; only new jobs are refused."""
     message = f"the queue takes no more jobs just now: {full}"
-    return _dropped(503, "broker_unavailable", message, random.randint(5, 10), code=full.code)
-
-
-def no_workers(model: str) -> ApiError:
-    message = f"no worker of model {model!r} is alive; POST /v1/jobs would queue this"
-    return _dropped(503, ErrorCode.NO_WORKERS, message, random.randint(2, 5))
+    return _dropped(503, "broker_unavailable", message, _FULL_S, code=full.code)
 
 
 def draining() -> ApiError:
@@ -161,9 +163,14 @@ def to_api_error(exc: BatchwayError) -> ApiError:
         case JobRefused():
             status = STATUS_BY_CODE[exc.code]
             if status not in (429, 503):
-                return ApiError(status, exc.code, exc.message)
-            retry_s = None if exc.retry_after_s is None else math.ceil(exc.retry_after_s)
-            return _dropped(status, exc.code, exc.message, retry_s)
+                param = "lane" if exc.code is ErrorCode.UNKNOWN_LANE else None
+                return ApiError(status, exc.code, exc.message, param=param)
+            message = exc.message
+            if exc.code is ErrorCode.NO_WORKERS:
+                message += "; POST /v1/jobs would queue this"
+            error = _dropped(status, exc.code, message, exc.retry_after_s)
+            error.headers |= rate_headers(exc.rates)
+            return error
         case BrokerUnfit():
             return broker_unfit(exc)
         case BrokerFull():
@@ -176,7 +183,7 @@ def to_api_error(exc: BatchwayError) -> ApiError:
         case PayloadError():
             message = "the object store does not answer"
             code = ErrorCode.PAYLOAD_UNAVAILABLE
-            return _dropped(503, code, message, random.randint(1, 2))
+            return _dropped(503, code, message, _SOON_S)
         case UnknownJob():
             return not_found("this job", "job_not_found")
     return internal_error()
@@ -201,7 +208,7 @@ def failure_of(end: End) -> ApiError | None:
     return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, draw: Callable[[], float]) -> None:
     """Makes every error of the app, the framework's own included, take the one shape."""
 
     async def on_batchway_error(_: Request, exc: Exception) -> Response:
@@ -209,7 +216,7 @@ def install(app: FastAPI) -> None:
         error = to_api_error(exc)
         if error.code == "internal_error":
             log.error("unexpected %s", type(exc).__name__)
-        return error.response()
+        return error.response(draw)
 
     async def on_http_exception(_: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from contract.calls import JobView, Submitted
+from contract.calls import JobView, Position, Submitted
 from contract.jobs import Job, JobStatus
 from gateway.answers import usage
 from gateway.errors import UnknownJob
@@ -30,9 +30,16 @@ def events_url(job_id: str) -> str:
     return f"/v1/jobs/{job_id}/events"
 
 
+def place(position: Position | None) -> dict[str, Any]:
+    """Jobs ahead, and seconds until it starts; null where it does not wait, or nothing is known."""
+    if position is None:
+        return {"position": None, "eta_s": None}
+    eta_s = None if position.eta_s is None else round(position.eta_s, 1)
+    return {"position": position.num_jobs_ahead, "eta_s": eta_s}
+
+
 def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[str, Any]:
-    """What a submission answers. `position` is the number of jobs ahead in its lane."""
-    is_waiting = submitted.is_new
+    """What a submission answers; of a job that was accepted before, its place is not known."""
     return {
         "id": submitted.job_id,
         "object": "job",
@@ -40,8 +47,7 @@ def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[
         "endpoint": job.endpoint,
         "model": job.model,
         "lane": job.lane,
-        "position": submitted.position.num_jobs_ahead if is_waiting else None,
-        "eta_s": None,
+        **place(submitted.position if submitted.is_new else None),
         "events_url": events_url(submitted.job_id),
     }
 
@@ -55,8 +61,7 @@ def accepted_object(view: JobView) -> dict[str, Any]:
         "endpoint": view.job.endpoint,
         "model": view.job.model,
         "lane": view.lane,
-        "position": None,
-        "eta_s": None,
+        **place(view.position),
         "events_url": events_url(view.job.id),
     }
 
@@ -70,6 +75,7 @@ def job_object(view: JobView) -> dict[str, Any]:
         "endpoint": view.job.endpoint,
         "model": view.job.model,
         "lane": view.lane,
+        **place(view.position),
         "attempt": view.attempt,
         "metadata": dict(view.metadata),
         "usage": usage(view.job, view.num_prompt_tokens, view.num_output_tokens),

@@ -177,7 +177,7 @@ class JobBody(_Strict):
 
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     body: dict[str, Any]
-    lane: Literal["interactive", "standard", "batch"] | None = None
+    lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
     retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from its end on
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
@@ -187,7 +187,7 @@ class JobBody(_Strict):
 class JobChange(_Strict):
     """PATCH /v1/jobs/{id}."""
 
-    lane: Literal["interactive", "standard", "batch"] | None = None
+    lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None  # from now
 
 
@@ -214,6 +214,13 @@ def parse_call(endpoint: Endpoint, raw: Mapping[str, Any]) -> CallBody:
 def parse_job(raw: Mapping[str, Any]) -> JobBody:
     """Raises ApiError."""
     return _validate(JobBody, raw)
+
+
+def check_goes_on(body: CallBody) -> None:
+    """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
+    if body.on_disconnect == "cancel":
+        message = "on_disconnect: nobody waits for a job, so that nobody's leaving can cancel it"
+        raise invalid_value("on_disconnect", message)
 
 
 def parse_job_change(raw: Mapping[str, Any]) -> JobChange:

@@ -7,6 +7,7 @@ from typing import Self
 
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
+from gateway.lane_bounds import LaneBound, parse_lane_bounds
 from payloads.opening import open_store
 
 
@@ -40,6 +41,9 @@ class GatewaySettings:
     max_output_tokens: int = 32_768
     default_output_tokens: int = 4_096
     lane_bound_tokens: int = 0  # 0: no bound
+    lane_bound_s: float = 0.0  # predicted wait; 0: no bound
+    lane_bounds: tuple[str, ...] = ()  # of single lanes: `batch=500000`, `interactive=2s`
+    cold_start_s: float = 30.0  # until a first worker is up, where none lives
     heartbeat_s: float = 10.0
     poll_s: float = 1.0
     max_buffer_bytes: int = 256 * 1024
@@ -63,10 +67,16 @@ class GatewaySettings:
                 parse()
             except ValueError as exc:
                 raise ValueError(f"{variable(f'callback_{name}')}: {exc}") from exc
+        try:
+            parse_lane_bounds(self.lane_bounds)
+        except ValueError as exc:
+            raise ValueError(f"{variable('lane_bounds')}: {exc}") from exc
         may_be_zero = {
             "require_key",
             "sync_limit_s",
             "lane_bound_tokens",
+            "lane_bound_s",
+            "cold_start_s",
             "drain_s",
             "outage_grace_s",
         }
@@ -76,6 +86,11 @@ class GatewaySettings:
                 value < 0 or (value == 0 and spec.name not in may_be_zero)
             ):
                 raise ValueError(f"{variable(spec.name)} must be positive, not {value}")
+
+    def bound_of(self, lane: str) -> LaneBound:
+        """What may wait in a lane: its own bounds win."""
+        own = parse_lane_bounds(self.lane_bounds).get(lane, LaneBound())
+        return LaneBound(own.tokens or self.lane_bound_tokens, own.wait_s or self.lane_bound_s)
 
     @property
     def wants_key(self) -> bool:

@@ -13,7 +13,7 @@ from gateway.broker import Broker, Idle, Reset
 from gateway.drain import Drain
 from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error
 from gateway.event_ids import START, Position
-from gateway.job_objects import events_url, job_object, public_status
+from gateway.job_objects import events_url, job_object, place
 from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
 from gateway.tokens import ModelTokenizer
@@ -62,6 +62,7 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
                     raise failure
                 return answer.build(end.prompt_tokens, end.output_tokens)
             case LogEntry():
+                call.timing.mark("first_token")
                 answer.add(item)
             case Reset():
                 answer.reset()
@@ -150,7 +151,8 @@ async def job_stream(
     await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     last_id = position.sse_id
-    yield _queued(view) if view.status is JobStatus.QUEUED else sse.COMMENT
+    queue_news = _QueueNews()
+    yield queue_news.of(view) or sse.COMMENT
     async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
         match item:
             case LogEntry(event=End() as end):
@@ -165,9 +167,12 @@ async def job_stream(
             case Reset():
                 chunks.reset()
                 yield _RESET
-            case Idle(view=read) if heartbeat.is_due():
-                is_queued = read is not None and public_status(read.status) == "queued"
-                yield _queued(view) if is_queued else sse.COMMENT
+            case Idle(view=read):
+                if read is not None and (news := queue_news.of(read)):
+                    yield news
+                    heartbeat.touch()
+                elif heartbeat.is_due():
+                    yield sse.COMMENT
         if gateway.drain.is_over:
             yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
             return
@@ -191,7 +196,19 @@ def _chunk_messages(chunks: Chunks, entry: LogEntry) -> bytes:
     return b"".join(map(sse.message, heads)) + sse.message(last, id_=entry.sse_id)
 
 
-def _queued(view: JobView) -> bytes:
-    # The place in the queue is told at submission; the wire does not say it later.
-    data = {"id": view.job.id, "status": "queued", "position": None, "eta_s": None}
-    return sse.message(data, event="queued")
+class _QueueNews:
+    """The `queued` events of one stream: told when the place or the ETA (in seconds) changes."""
+
+    def __init__(self) -> None:
+        self._told: object = None
+
+    def of(self, view: JobView) -> bytes:
+        """Empty where there is nothing new."""
+        if view.status is not JobStatus.QUEUED:
+            return b""
+        shown = place(view.position)
+        news = (shown["position"], shown["eta_s"] and round(shown["eta_s"]))
+        if news == self._told:
+            return b""
+        self._told = news
+        return sse.message({"id": view.job.id, "status": "queued", **shown}, event="queued")

@@ -10,6 +10,7 @@ from contract.errors import BatchwayError
 from contract.jobs import Job
 from gateway.broker import Broker
 from gateway.job_objects import accepted_object
+from gateway.load_headers import ServerTiming
 from gateway.patience import Patience
 from gateway.responses import accepted_response
 from gateway.settings import GatewaySettings
@@ -27,12 +28,14 @@ class SyncCall:
         settings: GatewaySettings,
         job: Job,
         patience: Patience,
+        timing: ServerTiming,
         *,
         may_return: bool,
         headers: Mapping[str, str],
     ) -> None:
         self.job = job
         self.patience = patience
+        self.timing = timing
         self._broker = broker
         self._settings = settings
         self._goes_on = may_return

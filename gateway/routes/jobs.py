@@ -6,19 +6,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from contract.calls import JobView
-from contract.jobs import Endpoint, JobStatus
+from contract.jobs import JobStatus
 from gateway import sse
-from gateway.admission import Terms
+from gateway.admission import check_lane
 from gateway.answers import Answer
 from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
-from gateway.callbacks import to_callback
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
-from gateway.errors import ApiError, draining, invalid_value
+from gateway.errors import ApiError, draining
 from gateway.event_ids import asked_position
 from gateway.job_objects import checked_id, job_object
-from gateway.schemas import JobBody, parse_call, parse_job, parse_job_change
-from gateway.settings import GatewaySettings
+from gateway.job_terms import prepare_job
+from gateway.schemas import parse_job, parse_job_change
 from gateway.streams import Gateway, job_stream
 
 router = APIRouter()
@@ -32,24 +31,14 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
         raise draining()
     raw = await read_object(request)
     asked = parse_job(raw)
-    endpoint = Endpoint(asked.endpoint)
-    terms = Terms(
-        caller=caller,
-        lane=asked.lane,
-        deadline_s=asked.deadline_s or gateway.settings.job_deadline_s,
-        retention_s=_retention_s(gateway.settings, asked),
-        metadata=asked.metadata or {},
-        callback=to_callback(asked.callback, caller.tenant, gateway.settings),
+    job, submission = await prepare_job(
+        gateway,
+        asked,
+        caller,
         idempotency_key=idempotency_key(request),
         body_hash=body_hash("/v1/jobs", raw),
     )
-    try:
-        body = parse_call(endpoint, asked.body)
-        return await submit_job(gateway, endpoint, body, terms, {})
-    except ApiError as exc:
-        if exc.param is not None:
-            exc.param = f"body.{exc.param}"
-        raise
+    return await submit_job(gateway, job, submission, {})
 
 
 @router.get("/v1/jobs/{job_id}")
@@ -99,23 +88,16 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
     return await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
 
 
-def _retention_s(settings: GatewaySettings, asked: JobBody) -> float:
-    """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
-    if asked.retention_s is None:
-        return settings.job_retention_s
-    if asked.retention_s > settings.max_retention_s:
-        most = f"{settings.max_retention_s:g}"
-        raise invalid_value("retention_s", f"retention_s may be at most {most} here")
-    return asked.retention_s
-
-
 @router.patch("/v1/jobs/{job_id}")
 async def change_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
     """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
     broker = gateway_of(request).broker
     change = parse_job_change(await read_object(request))
     if change.lane is not None:
+        view, _ = await broker.read(checked_id(job_id), caller.tenant)
         caller.check_lane(change.lane)
+        if (card := (await broker.models()).get(view.job.model)) is not None:
+            check_lane(card, change.lane)
     ended = await broker.reprioritise(
         checked_id(job_id), caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s
     )

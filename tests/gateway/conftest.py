@@ -26,6 +26,7 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
         "poll_s": 0.05,
         "heartbeat_s": 0.2,
         "drain_s": 0.0,
+        "cold_start_s": 0.5,
     }
     return GatewaySettings(**(fields | overrides))  # type: ignore[arg-type]
 

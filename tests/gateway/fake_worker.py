@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from contract.calls import Append, Claimed, Verdict
+from contract.calls import Append, Claimed, Verdict, WorkerCapacity
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
@@ -76,6 +76,7 @@ async def publish_model(
     *,
     files: TokenizerFiles | None = None,
     context_length: int = CONTEXT_LENGTH,
+    lanes: tuple[str, ...] = LANES,
 ) -> ModelCard:
     files = files or hash_tokenizer()
     card = ModelCard(
@@ -85,6 +86,7 @@ async def publish_model(
         eos_token_ids=(EOS_ID,),
         tokenizer_sha256=encode_tokenizer(files)[0],
         created_s=1_700_000_000,
+        lanes=lanes,
     )
     await Catalogue(client, keys).publish(card, files)
     return card
@@ -97,13 +99,19 @@ class FakeWorker:
     functions: Functions
     model: str = MODEL
     incarnation: str = "w1"
+    capacity: WorkerCapacity = field(default_factory=WorkerCapacity)
     script: Script = field(default_factory=lambda: says("Hello", " wörld", "!"))
     seen: list[Job] = field(default_factory=list)
 
     async def beat(self, *held: Claimed) -> list[str]:
         pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
         return await self.functions.heartbeat(
-            self.incarnation, self.model, pairs, lease_s=LEASE_S, info="{}"
+            self.incarnation,
+            self.model,
+            pairs,
+            lease_s=LEASE_S,
+            info="{}",
+            capacity=self.capacity,
         )
 
     async def claim(self) -> Claimed:

@@ -69,6 +69,7 @@ async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
 SCOPED = [
     (Scope.INFERENCE, "POST", "/v1/completions"),
     (Scope.INFERENCE, "POST", "/v1/chat/completions"),
+    (Scope.INFERENCE, "POST", "/v1/quote"),
     (Scope.JOBS_WRITE, "POST", "/v1/jobs"),
     (Scope.JOBS_WRITE, "POST", NO_JOB + "/cancel"),
     (Scope.JOBS_WRITE, "PATCH", NO_JOB),

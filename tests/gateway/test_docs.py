@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from contract.errors import ErrorCode
 from gateway.app import create_app
 from gateway.errors import STATUS_BY_CODE
-from gateway.routes import chat, completions, health, job_lists, jobs, models, objects
+from gateway.routes import chat, completions, health, job_lists, jobs, models, objects, quotes
 from gateway.settings import GatewaySettings, variable
 from gateway.unsupported import UNSUPPORTED
 
@@ -40,7 +40,7 @@ def test_every_code_of_the_gateway_is_documented() -> None:
 def test_every_route_is_documented() -> None:
     """Method and path."""
     text = (DOCS / "api.md").read_text()
-    modules = (chat, completions, health, job_lists, jobs, models, objects)
+    modules = (chat, completions, health, job_lists, jobs, models, objects, quotes)
     for router in (module.router for module in modules):
         for route in router.routes:
             assert isinstance(route, APIRoute)

@@ -82,7 +82,7 @@ async def test_what_has_ended_or_is_none_cannot_be_moved(
     ("change", "param", "code"),
     [
         ({}, "lane", "missing_required_parameter"),
-        ({"lane": "fast"}, "lane", "invalid_value"),
+        ({"lane": "fast"}, "lane", "unknown_lane"),
         ({"lane": 1}, "lane", "invalid_value"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
         ({"deadline_s": 10**9}, "deadline_s", "invalid_value"),

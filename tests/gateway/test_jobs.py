@@ -179,7 +179,7 @@ async def test_a_call_becomes_a_job_where_asked(
     ("fields", "param", "code"),
     [
         ({"endpoint": "/v1/embeddings"}, "endpoint", "invalid_value"),
-        ({"lane": "fast"}, "lane", "invalid_value"),
+        ({"lane": "fast"}, "lane", "unknown_lane"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
         ({"x": 1}, "x", "unknown_parameter"),
         ({"body": BODY | {"n": 9}}, "body.n", "invalid_value"),

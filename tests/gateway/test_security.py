@@ -22,6 +22,7 @@ ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/jobs"),
+    ("POST", "/v1/quote"),
     ("GET", "/v1/jobs/job-0-" + "0" * 32),
     ("GET", "/v1/jobs/job-0-" + "0" * 32 + "/events"),
     ("POST", "/v1/jobs/job-0-" + "0" * 32 + "/cancel"),

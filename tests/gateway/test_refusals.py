@@ -1,0 +1,323 @@
+"""Load that is refused: each reason with its status, what is told beside it, and when to come
+again: whoever follows that is let in.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.calls import RateLimit, RateLimits, WorkerCapacity
+from contract.keys import Keys
+from gateway.app import create_app
+from gateway.lane_bounds import LaneBound, parse_lane_bounds
+from gateway.load_headers import JITTER, rate_headers, retry_after
+from gateway.settings import GatewaySettings
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import make_settings
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 98}  # costs 100 tokens
+JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": BODY}
+# One worker that holds one job, drains 10 tokens a second and streams 5.
+SLOW = WorkerCapacity(tokens_per_s=10.0, stream_tokens_per_s=5.0, max_tokens=100, max_jobs=1)
+
+
+@asynccontextmanager
+async def gateway(settings: GatewaySettings) -> AsyncIterator[httpx.AsyncClient]:
+    """The app without a server, whose Retry-After has no jitter."""
+    app = create_app(settings, draw=lambda: 0.0)
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def slow_worker(idle_worker: FakeWorker) -> FakeWorker:
+    """Alive, with measured rates."""
+    idle_worker.capacity = SLOW
+    await idle_worker.beat()
+    return idle_worker
+
+
+def told(answer: httpx.Response) -> tuple[int, str, str | None, str | None]:
+    headers = answer.headers
+    code = answer.json()["error"]["code"]
+    return answer.status_code, code, headers.get("x-dropped-reason"), headers.get("retry-after")
+
+
+async def key_of(client: redis.asyncio.Redis, keys: Keys, **limits: Any) -> dict[str, str]:
+    key, _ = await ApiKeys(client, keys).create(KeyTerms(tenant="acme", **limits))
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: EmbeddedRedis) -> None:
+    """429 until the excess is drained: 50 tokens at 10 a second. Calls and jobs alike."""
+    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+        for _ in range(2):
+            assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
+        for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY)):
+            answer = await http.post(path, json=body)
+            assert told(answer) == (429, "lane_full", "lane_full", "5")
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        await slow_worker.claim()
+        assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
+
+
+async def test_a_lane_whose_wait_is_too_long(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """The bound in seconds of one lane; another lane has its own."""
+    bounds = ("standard=15s", "batch=1000s")
+    async with gateway(make_settings(redis_server.url, lane_bounds=bounds)) as http:
+        answers = [await http.post("/v1/jobs", json=JOB) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [202, 202, 429]
+        assert told(answers[2]) == (429, "lane_full", "lane_full", "5")
+        assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_admitted", "retry_s"),
+    [
+        ({"requests_per_minute": 2}, 2, "30"),
+        ({"tokens_per_minute": 250}, 2, "12"),  # 50 of 250 a minute
+        ({"concurrent_tokens": 250}, 2, "5"),
+        ({"lane_share": 0.25}, 2, "5"),  # of 1000
+    ],
+)
+async def test_a_tenant_over_its_quota(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    limits: dict[str, Any],
+    num_admitted: int,
+    retry_s: str,
+) -> None:
+    """429 to this tenant alone; what is left of its limits per minute is told every time."""
+    settings = make_settings(redis_server.url, lane_bound_tokens=1000)
+    limited = await key_of(redis_client, keys, **limits)
+    other_key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
+    other = {"authorization": f"Bearer {other_key}"}
+    async with gateway(settings) as http:
+        for _ in range(num_admitted):
+            answer = await http.post("/v1/jobs", json=JOB, headers=limited)
+            assert answer.status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB, headers=limited)
+        assert told(answer) == (429, "tenant_quota", "tenant_quota", retry_s)
+        assert "limit" in answer.json()["error"]["message"] or "share" in answer.text
+        assert (await http.post("/v1/jobs", json=JOB, headers=other)).status_code == 202
+
+
+async def test_limits_per_minute_are_told_with_every_answer(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """Admitted or refused, and in quotes; a tenant without limits hears of none."""
+    headers = await key_of(redis_client, keys, requests_per_minute=2, tokens_per_minute=10_000)
+    names = [f"x-ratelimit-{a}-{b}" for b in ("requests", "tokens") for a in
+             ("limit", "remaining", "reset")]  # fmt: skip
+    async with gateway(make_settings(redis_server.url)) as http:
+        first = await http.post("/v1/jobs", json=JOB, headers=headers)
+        assert [first.headers[name] for name in names] == ["2", "1", "30s", "10000", "9900", "1s"]
+        await http.post("/v1/jobs", json=JOB, headers=headers)
+        refused = await http.post("/v1/jobs", json=JOB, headers=headers)
+        quoted = await http.post("/v1/quote", json=JOB, headers=headers)
+        for answer in (refused, quoted):
+            assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    async with gateway(make_settings(redis_server.url, api_key="k" * 16)) as http:
+        own = {"authorization": f"Bearer {'k' * 16}"}
+        answer = await http.post("/v1/jobs", json=JOB, headers=own)
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 250}])
+async def test_whoever_comes_when_told_is_let_in(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    limits: dict[str, Any],
+) -> None:
+    """Not before, and at that time exactly, by the clock of Redis."""
+    headers = await key_of(redis_client, keys, **limits)
+    seconds, _ = await redis_client.time()
+    await redis_client.set(keys.clock_offset, f"={seconds * 1000}")
+    async with gateway(make_settings(redis_server.url)) as http:
+        for _ in range(2):
+            await http.post("/v1/jobs", json=JOB, headers=headers)
+        refused = await http.post("/v1/jobs", json=JOB, headers=headers)
+        retry_s = int(refused.headers["retry-after"])
+        for wait_s, status in ((retry_s - 1, 429), (retry_s, 202)):
+            await redis_client.set(keys.clock_offset, f"={(seconds + wait_s) * 1000}")
+            await slow_worker.beat()
+            answer = await http.post("/v1/jobs", json=JOB, headers=headers)
+            assert answer.status_code == status
+
+
+async def test_a_deadline_that_cannot_be_kept(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """98 tokens at 5 a second take 19.6 s. Without a time where no time would do."""
+    async with gateway(make_settings(redis_server.url)) as http:
+        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})
+        assert told(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
+        assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})).status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})
+        assert told(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
+
+
+async def test_no_worker_to_answer_a_call(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """503 for calls; jobs are queued, with the cold start in their ETA."""
+    await publish_model(redis_client, keys)
+    async with gateway(make_settings(redis_server.url, cold_start_s=40.0)) as http:
+        answer = await http.post("/v1/completions", json=BODY)
+        assert told(answer) == (503, "no_workers", "no_workers", None)
+        queued = (await http.post("/v1/jobs", json=JOB)).json()
+        assert (queued["position"], queued["eta_s"]) == (0, 40.0)
+
+
+async def test_a_redis_that_is_away() -> None:
+    """503, soon to be tried again."""
+    settings = make_settings("redis://127.0.0.1:1", api_key="k" * 16)
+    async with gateway(settings) as http:
+        own = {"authorization": f"Bearer {'k' * 16}"}
+        for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY), ("/v1/quote", JOB)):
+            answer = await http.post(path, json=body, headers=own)
+            assert told(answer) == (503, "broker_unavailable", "broker_unavailable", "1")
+
+
+async def test_a_gateway_that_is_draining(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """503 to what is new; what is there can be read."""
+    app = create_app(make_settings(redis_server.url), draw=lambda: 0.0)
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+    ):
+        job_id = (await http.post("/v1/jobs", json=JOB)).json()["id"]
+        app.state.gateway.drain.begin(10.0)
+        for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY)):
+            assert told(await http.post(path, json=body)) == (503, "draining", "draining", "1")
+        assert (await http.get(f"/v1/jobs/{job_id}")).status_code == 200
+
+
+async def test_a_lane_that_nobody_serves(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """400 with the lanes that there are: those of the model's workers, whatever their names."""
+    await publish_model(redis_client, keys, lanes=("gold", "standard"))
+    async with gateway(make_settings(redis_server.url)) as http:
+        answer = await http.post("/v1/jobs", json=JOB | {"lane": "batch"})
+        assert told(answer)[:2] == (400, "unknown_lane")
+        assert answer.json()["error"]["param"] == "lane"
+        assert "gold, standard" in answer.json()["error"]["message"]
+        assert (await http.post("/v1/jobs", json=JOB | {"lane": "gold"})).status_code == 202
+
+
+async def test_place_and_time_are_told_while_a_job_waits(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis, http: httpx.AsyncClient
+) -> None:
+    """In the 202, in its status and as events, anew whenever they change; null once it runs."""
+    first = (await http.post("/v1/jobs", json=JOB)).json()
+    assert (first["position"], first["eta_s"]) == (0, 0.0)
+    second = (await http.post("/v1/jobs", json=JOB)).json()
+    third = (await http.post("/v1/jobs", json=JOB)).json()
+    assert (second["position"], second["eta_s"]) == (1, 10.0)
+    assert (third["position"], third["eta_s"]) == (2, 20.0)
+    shown = (await http.get(f"/v1/jobs/{third['id']}")).json()
+    assert (shown["position"], shown["eta_s"]) == (2, 20.0)
+
+    async with http.stream("GET", third["events_url"]) as stream:
+        lines = stream.aiter_lines()
+        seen: list[str] = []
+        for position in (2, 1, 0):
+            async with asyncio.timeout(10):
+                while not any(f'"position":{position}' in line for line in seen):
+                    seen.append(await anext(lines))
+            if position:
+                await slow_worker.claim()
+    events = [line for line in seen if line.startswith("event")]
+    assert set(events) == {"event: queued"}
+    claimed = await slow_worker.claim()
+    shown = (await http.get(f"/v1/jobs/{claimed.job.id}")).json()
+    assert (shown["status"], shown["position"], shown["eta_s"]) == ("running", None, None)
+
+
+async def test_a_quote_says_what_a_job_would_hear_and_queues_nothing(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> None:
+    """Exact prompt tokens, place, times; and the refusal where there would be one."""
+    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+        await http.post("/v1/jobs", json=JOB)
+        before = await redis_client.dbsize()
+        for _ in range(2):
+            quote = (await http.post("/v1/quote", json=JOB)).json()
+        assert await redis_client.dbsize() == before
+        assert (quote["prompt_tokens"], quote["predicted_output_tokens"]) == (2, 98)
+        assert (quote["position"], quote["eta_s"], quote["run_s"]) == (1, 10.0, 19.6)
+        assert (quote["is_admitted"], quote["refusal"]) == (True, None)
+        queued = (await http.post("/v1/jobs", json=JOB)).json()
+        assert (queued["position"], queued["eta_s"]) == (1, 10.0)
+        refusal = (await http.post("/v1/quote", json=JOB)).json()["refusal"]
+        assert (refusal["status"], refusal["code"]) == (429, "lane_full")
+        assert refusal["retry_after_s"] == 5.0
+        wrong = await http.post("/v1/quote", json=JOB | {"body": BODY | {"n": 9}})
+        assert wrong.json()["error"]["param"] == "body.n"
+
+
+async def test_where_the_time_went_is_told(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+    """`Server-Timing` in milliseconds: of admission, of the first token, of all."""
+    whole = (await http.post("/v1/completions", json=BODY)).headers["server-timing"]
+    marks = dict(part.split(";dur=") for part in whole.split(", "))
+    assert list(marks) == ["admission", "first_token", "total"]
+    assert sorted(map(float, marks.values())) == list(map(float, marks.values()))
+    for body in (BODY | {"stream": True}, BODY):
+        headers = {} if "stream" in body else {"prefer": "respond-async"}
+        answer = await http.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["server-timing"].startswith("admission;dur=")
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 0.2, 1.0, 7.3, 60.0])
+def test_jitter_only_makes_callers_wait_longer(retry_s: float) -> None:
+    """Whole seconds, at least one, never before the time, spread over a quarter of it."""
+    draws: list[Callable[[], float]] = [lambda: 0.0, lambda: 0.5, lambda: 0.999]
+    waits = [int(retry_after(retry_s, draw)) for draw in draws]
+    assert waits == sorted(waits)
+    assert waits[0] == max(1, math.ceil(retry_s))
+    assert waits[0] < waits[2] == waits[0] + math.ceil(JITTER * waits[0])
+
+
+def test_only_limits_that_there_are_are_told() -> None:
+    """Resets in whole seconds, rounded up."""
+    assert rate_headers(None) == {} == rate_headers(RateLimits())
+    told_ = rate_headers(RateLimits(tokens=RateLimit(100, 40, 36.2)))
+    assert set(told_.values()) == {"100", "40", "37s"}
+
+
+def test_bounds_of_lanes_are_read_strictly() -> None:
+    """Tokens, seconds or both, by lane; what is wrong is quoted."""
+    bounds = parse_lane_bounds(["batch=500000", "interactive=2.5s", "batch=60s"])
+    assert bounds == {"batch": LaneBound(500_000, 60.0), "interactive": LaneBound(0, 2.5)}
+    settings = make_settings("redis://x", lane_bound_s=9.0, lane_bounds=("batch=7",))
+    assert settings.bound_of("batch") == LaneBound(7, 9.0)
+    for wrong in ("batch", "batch=", "batch=-1", "batch=2m", "=5", "a b=5"):
+        with pytest.raises(ValueError, match="BATCHWAY_LANE_BOUNDS"):
+            make_settings("redis://x", lane_bounds=(wrong,))
