@@ -230,6 +230,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*self.world.postmen.taken[-5:], NOBODY]))
 
 
+@pytest.mark.timeout(300)
 def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -> None:
     """Hypothesis looks for an order that breaks one, or on which function and reference differ."""
     ProtocolMachine.redis_url = redis_server.url

@@ -200,7 +200,8 @@ class RqHands:
                 self._worker = ThreadedWorker(
                     self._attempts, self._client, self._deliver, self._pool, self._free
                 )
-                self._worker.work(logging_level=None)
+                if not self._stop.is_set():  # from here on `stop` can ask the worker
+                    self._worker.work(logging_level=None)
             except Exception as exc:
                 log.warning("RQ's worker ended (%s)", type(exc).__name__)
             self._stop.wait(_PAUSE_S)

@@ -34,8 +34,9 @@ _PAUSE_S = 1.0  # while Redis is away
 
 async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | None = None) -> int:
     """Runs until SIGTERM or SIGINT; what is under way then may end. Returns the exit status."""
-    for name in ("httpx", "httpcore", "rq"):  # they tell of URLs, which may hold secrets
+    for name in ("httpx", "httpcore"):  # they tell of URLs, which may hold secrets
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("rq").setLevel(logging.ERROR)  # what it warns of, the leases mend
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,88 @@
+"""`batchway callbacks`: delivers until told to end; lists, shows and replays what it gave up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import redis.asyncio
+
+from contract.callbacks import Callback, CallbackKind
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.outbox import Outbox
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.test_functions import make_job, make_submission
+
+pytestmark = pytest.mark.anyio
+
+URL = "https://receiver.example/hook?token=hush"
+
+
+def command(url: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+    ours = ("REDIS_URL", "BATCHWAY_CALLBACK_KEY", "BATCHWAY_CALLBACK_SECRETS")
+    base = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.Popen(
+        [sys.executable, "-m", "infra", "callbacks", *arguments],
+        env=base | {"REDIS_URL": url, "BATCHWAY_NAMESPACE": "test"} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(url: str, *arguments: str, **environ: str) -> tuple[int, str]:
+    process = command(url, *arguments, **environ)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output + errors
+
+
+async def test_dead_letters_by_command(
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Listed as a table and as JSON, shown without the URL, replayed once, unknown ones told."""
+    outbox = Outbox(redis_client, keys)
+    job = make_job()
+    callback = Callback(kind=CallbackKind.URL, target=URL)
+    await functions.submit(job, make_submission(callback=callback))
+    await functions.cancel(job.id, "t")
+    [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
+    await outbox.done(taken, "dead", note="HTTP 410")
+
+    url = redis_server.url
+    status, listed = run(url, "dead", "list", "--tenant", "t", "--json", "-")
+    assert (status, [row["job"] for row in json.loads(listed)["callbacks"]]) == (0, [job.id])
+    status, shown = run(url, "dead", "show", job.id, "--tenant", "t")
+    assert (status, "HTTP 410" in shown, "hush" in listed + shown) == (0, True, False)
+    assert run(url, "dead", "show", job.id)[0] == 1
+    assert run(url, "dead", "replay", job.id, "--tenant", "t") == (0, f"{job.id}: due\n")
+    assert await outbox.dead("t") == []
+
+
+def test_it_wants_a_key_and_ends_when_told(redis_server: EmbeddedRedis) -> None:
+    """Without the key that signs RQ's jobs it does not start; SIGTERM ends it with status 0."""
+    status, complaint = run(redis_server.url)
+    assert (status, "BATCHWAY_CALLBACK_KEY" in complaint) == (2, True)
+    status, complaint = run(
+        redis_server.url, BATCHWAY_CALLBACK_KEY="k" * 16, BATCHWAY_CALLBACK_SECRETS="whsec_hush"
+    )
+    assert (status, "BATCHWAY_CALLBACK_SECRETS" in complaint, "hush" in complaint) == (
+        2,
+        True,
+        False,
+    )
+    process = command(redis_server.url, BATCHWAY_CALLBACK_KEY="k" * 16)
+    with process:
+        try:
+            assert process.stderr is not None
+            while "callbacks are delivered" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
