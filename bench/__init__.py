@@ -1,0 +1,1 @@
+"""Measures batchway: workloads, runs, reports. Nothing in production imports this."""

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib.metadata
 import logging
 import os
 import signal
@@ -14,17 +13,15 @@ from functools import partial
 from contract.errors import BrokerUnavailable
 from gateway.settings import GatewaySettings
 from infra import options as opts
+from infra.bench_command import run_bench
 from infra.callbacks_command import (
     ALLOW_VARIABLE,
-    KEY_VARIABLE,
-    SECRETS_VARIABLE,
-    add_allow_option,
-    add_callbacks_options,
     run_callbacks_command,
 )
-from infra.drain_command import add_drain_options, run_drain
-from infra.jobs_command import add_jobs_options, run_jobs
-from infra.keys_command import PEPPER_VARIABLE, add_keys_options, keys_exist, run_keys
+from infra.drain_command import run_drain
+from infra.jobs_command import run_jobs
+from infra.keys_command import keys_exist, run_keys
+from infra.parser import build_parser
 from infra.preconditions import UsageError, check_extra, check_redis, known_redis
 
 EXIT_USAGE = 2
@@ -34,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(
-        level=options.log_level.upper(),
+        level=getattr(options, "log_level", "info").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         datefmt="%H:%M:%S",
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
-    commands |= {"callbacks": _callbacks, "keys": _keys}
+    commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
@@ -49,94 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="batchway",
-        description="Serves language models: a gateway, a durable queue in Redis, workers.",
-    )
-    parser.add_argument("--version", action="version", version=f"batchway {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    up = _add(commands, "up", "run everything on this machine: Redis, workers and a gateway")
-    opts.add_address_options(up)
-    opts.add_up_options(up)
-    add_allow_option(up)
-    opts.add_shared_options(up, redis_default="a server of its own")
-    opts.add_object_store_option(up, "a directory beside its own Redis")
-    opts.add_drain_option(
-        up,
-        opts.WORKER_DEFAULTS.drain_s,
-        "when asked to end, how long requests may go on, and then jobs that nobody waits for",
-    )
-    opts.add_model_options(up)
-
-    gateway = _add(
-        commands,
-        "gateway",
-        "run the HTTP server",
-        "All its other settings, BATCHWAY_API_KEY among them, are environment variables: "
-        "see docs/configuration.md.",
-    )
-    opts.add_address_options(gateway)
-    opts.add_shared_options(gateway, redis_default="refused")
-    opts.add_object_store_option(gateway, "all lies in Redis")
-    opts.add_drain_option(
-        gateway,
-        opts.GATEWAY_DEFAULTS.drain_s,
-        "when asked to end, how long running requests may go on",
-    )
-    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # from `batchway up`
-
-    worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
-    opts.add_shared_options(worker, redis_default="refused")
-    opts.add_object_store_option(worker, "all lies in Redis")
-    opts.add_worker_options(worker)
-    opts.add_drain_option(
-        worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
-    )
-    opts.add_model_options(worker)
-
-    callbacks = _add(
-        commands,
-        "callbacks",
-        "tell callers what became of their jobs; look at callbacks that were given up",
-        f"The variables {KEY_VARIABLE}, which all such processes share, and {SECRETS_VARIABLE}: "
-        "see docs/configuration.md.",
-    )
-    add_callbacks_options(callbacks)
-
-    keys = _add(
-        commands,
-        "keys",
-        "make, list, revoke and rotate API keys",
-        f"Whoever sets {PEPPER_VARIABLE} for gateways sets it here too.",
-    )
-    add_keys_options(keys)
-    add_jobs_options(
-        _add(commands, "jobs", "list, show, cancel and delete jobs; those that killed engines")
-    )
-    add_drain_options(_add(commands, "drain", "tell workers to end what they run, and to go"))
-    return parser
-
-
-def _add(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    summary: str,
-    epilog: str | None = None,
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog
-    )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("batchway")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 # --- commands ---------------------------------------------------------------------------------
@@ -290,6 +199,11 @@ def _keys(options: argparse.Namespace) -> int:
         return run_keys(options, known_redis(options))
     except (BrokerUnavailable, ValueError) as exc:
         raise UsageError(str(exc)) from exc
+
+
+def _bench(options: argparse.Namespace) -> int:
+    check_extra("worker")
+    return run_bench(options)
 
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:

@@ -148,6 +148,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="lanes, strategies and limits (default: batching.yaml beside the model)",
     )
+    group.add_argument(
+        "--torch-only",
+        action="store_true",
+        help="on a CPU: no merged modules and no kernels of batchway's own; slower "
+        "(default: both, where they prove equal)",
+    )
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
@@ -259,6 +265,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         model_path=options.model,
         dtype=options.dtype,
         device=options.device,
+        fused=not options.torch_only,
         **{name: value for name, value in given.items() if value is not None},
     )
 

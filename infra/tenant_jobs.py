@@ -48,7 +48,7 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         type=_metadata,
         default=[],
         metavar="NAME=VALUE",
-        help="with this value under this name; may be given several times",
+        help="with this value under this name; may be given several times (default: none)",
     )
     parser.add_argument(
         "--limit",

@@ -2,7 +2,8 @@
 
 import argparse
 
-from infra import callbacks_command, cli, jobs_command, keys_command, tenant_jobs
+from infra import callbacks_command, jobs_command, keys_command, tenant_jobs
+from infra.parser import build_parser
 
 COMMANDS = (
     *("up", "gateway", "worker", "callbacks", "drain"),
@@ -15,7 +16,7 @@ COMMANDS = (
 
 def command_options(command: str) -> list[argparse.Action]:
     """All options of a command but `--help` and those for tests and children."""
-    parser = cli.build_parser()
+    parser = build_parser()
     for word in command.split():
         parser = _choices(parser)[word]
     return [

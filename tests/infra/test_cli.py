@@ -13,6 +13,7 @@ import redis
 
 from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
+from infra.parser import build_parser
 from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
@@ -31,7 +32,7 @@ def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    return cli.build_parser().parse_args(arguments)
+    return build_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -44,7 +45,7 @@ def test_help_says_the_default_of_every_option(command: str) -> None:
 def test_help_loads_nothing_heavy() -> None:
     """It is instant because neither torch nor the web framework is imported."""
     program = (
-        "import sys, infra.cli; infra.cli.build_parser().format_help(); "
+        "import sys, infra.cli, infra.parser; infra.parser.build_parser().format_help(); "
         "print([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -179,7 +180,7 @@ def test_a_missing_extra_is_named(
 
 def test_the_key_is_no_option() -> None:
     """`ps` shows every command line on the machine."""
-    assert "api-key" not in cli.build_parser().format_help()
+    assert "api-key" not in build_parser().format_help()
     for command in COMMANDS:
         with pytest.raises(SystemExit):
             parse(command, "--api-key", "x" * 32)

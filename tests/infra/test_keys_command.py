@@ -14,6 +14,7 @@ from contract.connection import connect
 from contract.keys import Keys
 from infra import cli
 from infra.embedded_redis import EmbeddedRedis
+from infra.parser import build_parser
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +128,7 @@ async def test_a_key_in_redis_opens_other_addresses(
     """The command line asks before it binds."""
     monkeypatch.delenv("BATCHWAY_API_KEY", raising=False)
     settings = cli._gateway_settings(
-        cli.build_parser().parse_args(["gateway", "--namespace=test"]), empty_redis
+        build_parser().parse_args(["gateway", "--namespace=test"]), empty_redis
     )
     assert not await asyncio.to_thread(cli._has_keys, settings)
     client = connect(empty_redis)

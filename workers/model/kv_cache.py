@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.model.attention.interface import AttentionBackend, AttentionCall, Span
+from workers.model.attention.interface import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionFlags,
+    Span,
+)
+from workers.model.native.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,10 @@ class KVCache:
             values[num_blocks:].zero_()
             self.layers[module] = LayerCache(keys, values)
 
+    def rename(self, modules: Mapping[nn.Module, nn.Module]) -> None:
+        """Gives layers to the modules that have taken others' places."""
+        self.layers = {modules.get(old, old): layer for old, layer in self.layers.items()}
+
     @property
     def scratch_block_id(self) -> int:
         return self.num_blocks
@@ -96,11 +106,17 @@ class PagedStep:
     """AttentionStep that writes the step's KV into the cache and attends through it."""
 
     def __init__(
-        self, cache: KVCache, backend: AttentionBackend, spans: Seq[Span], slot_mapping: Tensor
+        self,
+        cache: KVCache,
+        backend: AttentionBackend,
+        spans: Seq[Span],
+        slot_mapping: Tensor,
+        kernels: Kernels | None = None,
     ) -> None:
         """`slot_mapping` (T,): the cache slot of each flat token."""
         self._layers = cache.layers
         self._slot_mapping = slot_mapping
+        self._kernels = kernels
         self._prepared = backend.prepare(spans, slot_mapping.device)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -110,3 +126,23 @@ class PagedStep:
         keys.index_copy_(0, self._slot_mapping, call.key.to(keys.dtype))
         values.index_copy_(0, self._slot_mapping, call.value.to(values.dtype))
         return self._prepared.attend(call.query, keys, values, call.flags)
+
+    def turn_and_attend(
+        self,
+        module: nn.Module,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        flags: AttentionFlags,
+    ) -> Tensor:
+        """See TurningStep.turn_and_attend."""
+        assert self._kernels is not None
+        layer = self._layers[module]
+        keys, values = layer.key_slots, layer.value_slots
+        self._kernels.rotate_and_keep(
+            qkv, num_heads, cos, sin, norms, self._slot_mapping, keys, values
+        )
+        query = qkv[:, : num_heads * keys.shape[-1]].view(len(qkv), num_heads, -1)
+        return self._prepared.attend(query, keys, values, flags)

@@ -16,6 +16,7 @@ from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
+from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
 from workers.model.checkpoint import (
     DEFAULT_REVISION,
@@ -25,11 +26,14 @@ from workers.model.checkpoint import (
 )
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
+from workers.model.native.kernels import DTYPES, Kernels
+from workers.model.native.library import CannotBuild, load_library
 from workers.model.probe import check_parity, probe_layers
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
 from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
+from workers.model.surgery.surgeon import operate
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 
@@ -104,7 +108,7 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
 def _runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner | SequentialRunner:
     """By the paged path where the model allows it, else one sequence at a time."""
     try:
-        paged = _paged_runner(loaded)
+        paged = _paged_runner(loaded, progress)
     except CannotShareBatch as reason:
         use_own_attention(loaded.decoder)
         runner = _sequential_runner(loaded)
@@ -117,20 +121,37 @@ def _runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner | S
     return paged
 
 
-def _paged_runner(loaded: _Loaded) -> ModelRunner:
+def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner:
     """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
     shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
+    kernels = _kernels(loaded, progress)
     runner = ModelRunner(
         loaded.decoder,
         cache,
-        PackedAttention(),
+        PackedAttention() if kernels is None else NativeAttention(kernels),
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=_fit(loaded, cache.num_blocks),
         device=loaded.device,
+        kernels=kernels,
     )
     check_parity(loaded.decoder, runner, loaded.config, loaded.device)
+    if loaded.device.type == "cpu" and loaded.options.fused:
+        done = operate(loaded.decoder, shapes, runner.backend, kernels)
+        cache.rename(done.attentions)
+        progress(f"merged or packed for this processor: {done}")
     return runner
+
+
+def _kernels(loaded: _Loaded, progress: Callable[[str], None]) -> Kernels | None:
+    """None where torch alone computes: on a GPU, without a compiler, or as the operator says."""
+    if loaded.device.type != "cpu" or loaded.dtype not in DTYPES or not loaded.options.fused:
+        return None
+    try:
+        return Kernels(load_library(), loaded.dtype)
+    except CannotBuild as reason:
+        progress(f"no CPU kernels of our own, torch does their work: {reason}")
+        return None
 
 
 def _sequential_runner(loaded: _Loaded) -> SequentialRunner:

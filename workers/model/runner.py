@@ -15,6 +15,7 @@ from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch
 from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.native.kernels import Kernels
 
 
 class ModelRunner:
@@ -29,6 +30,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend
@@ -36,6 +38,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._device = device
+        self._kernels = kernels
         # Where the head cannot be asked for some rows only, it computes them all.
         self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
 
@@ -78,7 +81,7 @@ class ModelRunner:
         return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
 
     def _compute(self, batch: Batch) -> Tensor:
-        step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping)
+        step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping, self._kernels)
         return self._forward(batch, step)
 
     def _copy_blocks(self, chunks: Seq[Chunk]) -> None:

@@ -1,0 +1,77 @@
+"""Models to measure with: Llama's architecture with random weights, saved as checkpoints are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+# ~5 M and ~124 M parameters; embeddings of their own for input and output.
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "S": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 768,
+        "vocab_size": 4096,
+    },
+    "M": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+    },
+}
+CONTEXT_LENGTH = 8448  # 8,192 tokens of context and room to go on
+_SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
+
+
+def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
+    """Writes a model of that size with a byte tokenizer; returns the folder.
+
+    Matrices are drawn large enough that what a token attends to decides what comes next, so that
+    a wrong position or neighbour shows in the greedy tokens.
+    """
+    torch.manual_seed(seed)
+    arguments: dict[str, Any] = dict(SIZES[size])
+    config = LlamaConfig(
+        **arguments,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                scale = 1.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
+                parameter.normal_(std=scale)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Bytes as tokens behind the special ones; ids above them have names of their own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*_SPECIAL, *alphabet]
+    words += [f"<{i}>" for i in range(len(words), vocab_size)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    saved = tokenizer_class(
+        tokenizer_object=tokenizer,
+        **dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), _SPECIAL, strict=True)),
+    )
+    saved.save_pretrained(folder)

@@ -1,0 +1,78 @@
+"""Workloads: prompts as token ids with output lengths, all at once or at arrival times.
+
+A file is JSON: {"requests": [{"prompt_token_ids": […], "max_tokens": N, "arrival_s"?: S}, …]};
+every request is greedy and ignores the end token, so that its output length is N.
+"""
+
+import math
+import random
+from pathlib import Path
+
+import msgspec
+
+
+class WorkloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request; `arrival_s` counts from the start of the run."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    arrival_s: float = 0.0
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run serves."""
+
+    requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(request.max_tokens for request in self.requests)
+
+
+class BadWorkload(ValueError):
+    """A workload file that says nothing that could be run. The message is one sentence."""
+
+
+def read_workload(path: Path) -> Workload:
+    """Raises BadWorkload, naming the file and the field."""
+    try:
+        workload = msgspec.json.decode(path.read_bytes(), type=Workload)
+    except OSError as exc:
+        raise BadWorkload(f"{path} cannot be read: {exc.strerror}") from exc
+    except msgspec.MsgspecError as exc:
+        raise BadWorkload(f"{path} is no workload: {exc}") from exc
+    if not workload.requests:
+        raise BadWorkload(f"{path} has no requests")
+    for number, request in enumerate(workload.requests):
+        if not request.prompt_token_ids or request.max_tokens < 1 or request.arrival_s < 0:
+            raise BadWorkload(
+                f"{path}: requests[{number}] must have prompt_token_ids, max_tokens of at least 1 "
+                "and an arrival_s of at least 0"
+            )
+    return workload
+
+
+def log_uniform_workload(
+    num_requests: int,
+    vocab_size: int,
+    *,
+    prompt_tokens: tuple[int, int] = (16, 512),
+    output_tokens: tuple[int, int] = (8, 256),
+    seed: int = 0,
+) -> Workload:
+    """Requests that all come at once, with lengths log-uniform within the given bounds."""
+    generator = random.Random(seed)
+
+    def length(low: int, high: int) -> int:
+        return round(math.exp(generator.uniform(math.log(low), math.log(high))))
+
+    requests = []
+    for _ in range(num_requests):
+        num_prompt, num_output = length(*prompt_tokens), length(*output_tokens)
+        ids = tuple(generator.randrange(4, vocab_size) for _ in range(num_prompt))
+        requests.append(WorkloadRequest(ids, num_output))
+    return Workload(tuple(requests))

@@ -1,0 +1,67 @@
+"""`batchway bench`: options of the measurements. Leaves measuring to bench/."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from infra.option_values import integer
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    engine = benches.add_parser(
+        "engine",
+        help="run a workload file through the engine alone: no Redis, no HTTP",
+        description="Runs a workload through the engine in this process and tells output tokens "
+        "per second, and latencies in milliseconds. Greedy; end tokens are ignored.",
+    )
+    engine.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name")
+    engine.add_argument(
+        "--workload",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help='JSON: {"requests": [{"prompt_token_ids": [...], "max_tokens": N, '
+        '"arrival_s"?: S}, ...]}',
+    )
+    engine.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of weights and KV; auto: float32 on a CPU (default: auto)",
+    )
+    engine.add_argument(
+        "--max-running",
+        type=integer(1),
+        default=32,
+        metavar="N",
+        help="sequences that run at once at most (default: 32)",
+    )
+    engine.add_argument(
+        "--max-batched-tokens",
+        type=integer(1),
+        default=2048,
+        metavar="N",
+        help="token budget of a step (default: 2048)",
+    )
+    engine.add_argument(
+        "--strategy",
+        default="continuous",
+        choices=("continuous", "static", "dynamic"),
+        help="of batching (default: continuous)",
+    )
+    engine.add_argument(
+        "--threads", type=integer(1), default=None, metavar="N", help="of torch (default: its own)"
+    )
+    engine.add_argument(
+        "--torch-only", action="store_true", help="no merged modules, no kernels of our own"
+    )
+    engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    # By name: whoever imports the command line loads no model.
+    command = importlib.import_module(f"bench.{options.bench}_command")
+    status: int = command.run(options)
+    return status

@@ -1,0 +1,147 @@
+"""`batchway bench engine`: what it is given, what it says, and that its tokens are the model's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.engine import Timeline, run_workload
+from bench.summary import percentile
+from bench.workloads import (
+    BadWorkload,
+    Workload,
+    WorkloadRequest,
+    log_uniform_workload,
+    read_workload,
+)
+from contract.jobs import SamplingParams
+from infra.cli import main
+from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
+from tests.fakes import HashModel, expected_output
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from workers.engine.engine import Engine
+from workers.engine_setup import limits_of
+from workers.messages import EngineOptions
+from workers.strategies.continuous import ContinuousBatching
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def save(workload: Workload, folder: Path) -> Path:
+    file = folder / "workload.json"
+    file.write_bytes(msgspec.json.encode(workload))
+    return file
+
+
+def run(*arguments: object) -> int:
+    return main(["bench", "engine", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("strategy", ["continuous", "static", "dynamic"])
+def test_each_strategy_says_the_same_tokens_and_all_figures(
+    model: Path, tmp_path: Path, strategy: str
+) -> None:
+    """As torch alone says them, request by request."""
+    workload = log_uniform_workload(
+        6, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
+    )
+    options = ["--model", model, "--workload", save(workload, tmp_path), "--dtype", "float32"]
+    out, plain = tmp_path / "out.json", tmp_path / "plain.json"
+
+    assert run(*options, "--max-running", 4, "--strategy", strategy, "--json", out) == 0
+    assert run(*options, "--torch-only", "--json", plain) == 0
+
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["outputs"] == json.loads(plain.read_text())["outputs"]
+    assert list(map(len, found["outputs"])) == [r.max_tokens for r in workload.requests]
+    assert found["output_tokens_per_s"] * found["wall_s"] == pytest.approx(
+        workload.num_output_tokens
+    )
+    for latency in ("ttft_s", "itl_s", "e2e_s"):
+        spread = found[latency]
+        assert 0 < spread["p50"] <= spread["p99"] <= spread["max"] <= found["wall_s"]
+    assert found["peak_rss_bytes"] > 2**20
+
+
+def test_requests_that_come_later_wait_for_their_time() -> None:
+    """The clock is the test's: a request is not begun before it arrives."""
+    now_s = 0.0
+
+    def clock_s() -> float:
+        nonlocal now_s
+        now_s += 0.001
+        return now_s
+
+    def sleep(rest_s: float) -> None:
+        nonlocal now_s
+        now_s += rest_s
+
+    limits = limits_of(EngineOptions(model_path="hash"), HASH_VOCAB_SIZE)
+    engine = Engine(HashModel(), limits, ContinuousBatching(), clock_s=clock_s)
+    workload = Workload(
+        (WorkloadRequest((5, 6, 7), 4, arrival_s=0.02), WorkloadRequest((8, 9), 4, arrival_s=0.0))
+    )
+
+    done = run_workload(engine, workload, clock_s=clock_s, sleep=sleep)
+
+    late, early = done.timelines
+    assert early.times_s[0] < 0.02 <= late.times_s[0]
+    params = SamplingParams(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
+    assert late.token_ids == expected_output((5, 6, 7), params)[0]
+    assert late.ttft_s > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("not json", "is no workload"),
+        ('{"requests": []}', "has no requests"),
+        ('{"requests": [{"prompt_token_ids": [], "max_tokens": 3}]}', r"requests\[0\]"),
+        ('{"requests": [{"prompt_token_ids": [4], "max_tokens": 0}]}', r"requests\[0\]"),
+        ('{"requests": [{"prompt_token_ids": [4], "max_tokens": 3, "n": 2}]}', "unknown field"),
+    ],
+)
+def test_a_bad_workload_is_named(content: str, reason: str, tmp_path: Path) -> None:
+    """The file and the field."""
+    file = tmp_path / "workload.json"
+    file.write_text(content)
+
+    with pytest.raises(BadWorkload, match=reason):
+        read_workload(file)
+
+
+def test_what_cannot_run_ends_the_command_with_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file; a token beyond the vocabulary; no model."""
+    missing = tmp_path / "none.json"
+    beyond = save(Workload((WorkloadRequest((VOCAB_SIZE,), 2),)), tmp_path)
+
+    assert run("--model", model, "--workload", missing) == 1
+    assert run("--model", model, "--workload", beyond) == 1
+    assert run("--model", tmp_path / "nowhere", "--workload", beyond) == 1
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "bench engine:" in line]
+    assert len(said) == 3
+    assert "none.json cannot be read" in said[0]
+    assert "vocabulary" in said[1]
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    """The smallest that the share does not exceed."""
+    assert percentile([], 0.5) is None
+    assert percentile([3.0], 0.99) == 3.0
+    assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+    assert percentile([float(i) for i in range(1, 101)], 0.99) == 99.0
+
+
+def test_a_timeline_tells_its_latencies() -> None:
+    """From arrival, and from token to token."""
+    timeline = Timeline(1.0, [7, 8, 9], [1.5, 1.75, 2.5])
+
+    assert (timeline.ttft_s, timeline.itls_s, timeline.e2e_s) == (0.5, [0.25, 0.75], 1.5)

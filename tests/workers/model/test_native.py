@@ -1,0 +1,211 @@
+"""The CPU kernels against torch: attention with every flag, norms, rotation, gates."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.workers.model.test_attention import BATCHES, BLOCK_SIZE, CPU, NUM_BLOCKS, make_spans
+from workers.model.attention.interface import AttentionFlags
+from workers.model.attention.native import NativeAttention
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.native import library
+from workers.model.native.kernels import Kernels
+from workers.model.native.library import CannotBuild, load_library
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "one for all": (8, 1)}
+SHAPES = {"equal": (64, 64), "unequal": (32, 48), "wide": (256, 16)}
+
+
+def make_flags(name: str, num_heads: int) -> AttentionFlags:
+    sinks = torch.linspace(-2.0, 2.0, num_heads)
+    return {
+        "plain": AttentionFlags(0.25),
+        "window": AttentionFlags(0.25, window=20),
+        "long window": AttentionFlags(0.25, window=100),
+        "softcap": AttentionFlags(0.25, softcap=3.0),
+        "sinks": AttentionFlags(0.25, sinks=sinks),
+        "all": AttentionFlags(0.3, 20, 3.0, sinks),
+    }[name]
+
+
+@pytest.fixture(params=list(DTYPES.values()), ids=list(DTYPES))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def kernels(dtype: torch.dtype) -> Kernels:
+    return Kernels(load_library(), dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """bfloat16 keeps 8 bits; both sides compute in float32 and round once."""
+    is_exact = expected.dtype == torch.float32
+    rtol, atol = (1e-4, 1e-5) if is_exact else (1e-2, 1e-2)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("flags", ["plain", "window", "long window", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES.keys())
+def test_the_attention_kernel_equals_the_reference(
+    chunks: list[tuple[int, int]],
+    flags: str,
+    heads: tuple[int, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    kernels: Kernels,
+) -> None:
+    """For groups and head sizes of all kinds, and queries that lie among keys and values."""
+    torch.manual_seed(0)
+    (num_heads, kv_heads), (k_dim, v_dim) = heads, shape
+    spans = make_spans(chunks)
+    num_slots = NUM_BLOCKS * BLOCK_SIZE
+    beside = torch.randn(sum(n for _, n in chunks), num_heads * k_dim + 32).to(dtype)
+    query = beside[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
+    keys = torch.randn(num_slots, kv_heads, k_dim).to(dtype)
+    values = torch.randn(num_slots, kv_heads, v_dim).to(dtype)
+
+    arguments = (query, keys, values, make_flags(flags, num_heads))
+    expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
+    found = NativeAttention(kernels).prepare(spans, CPU).attend(*arguments)
+
+    assert_close(found, expected)
+
+
+def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
+    """The kernel takes 16 numbers at once."""
+    torch.manual_seed(0)
+    spans = make_spans(BATCHES["mixed"])
+    query, keys = torch.randn(102, 4, 24), torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 24)
+    arguments = (query, keys, torch.randn_like(keys), AttentionFlags(0.25))
+
+    expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
+    backend = NativeAttention(Kernels(load_library(), torch.float32))
+    found = backend.prepare(spans, CPU).attend(*arguments)
+
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_a_number_shows_in_its_own_row_alone(dtype: torch.dtype) -> None:
+    """The sampler fails that job by it; a kernel that hid it would invent tokens."""
+    spans = make_spans([(40, 1), (40, 1), (0, 20)])
+    query = torch.randn(22, 4, 32).to(dtype)
+    keys = torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 32).to(dtype)
+    query[1, 2, 5] = float("nan")
+
+    backend = NativeAttention(Kernels(load_library(), dtype))
+    found = backend.prepare(spans, CPU).attend(query, keys, keys.clone(), AttentionFlags(0.2))
+
+    assert found[1, 2].isnan().all()
+    found[1, 2] = 0
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 200])
+def test_norms_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    """Of one row, which one thread does, and of many."""
+    x, weight = torch.randn(1, num_rows, 96).to(dtype), torch.randn(96).to(dtype)
+
+    found = kernels.rms_norm(x, weight, 1e-5)
+
+    expected = F.rms_norm(x.float(), (96,), weight.float(), 1e-5).to(dtype)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 200])
+def test_gates_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    """silu(gate) * up, for large numbers of either sign too."""
+    gate_up = torch.randn(num_rows, 2 * 48).to(dtype) * 30
+
+    found = kernels.silu_gate(gate_up)
+
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert_close(found, (F.silu(gate) * up).to(dtype))
+
+
+@pytest.mark.parametrize("rotary", [64, 32], ids=["whole", "partial"])
+@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
+def test_queries_and_keys_turn_and_are_kept(
+    has_norms: bool, rotary: int, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """As transformers' rotate_half has it; keys and values land in their slots, no other moves."""
+    torch.manual_seed(0)
+    num_tokens, num_heads, kv_heads, dim = 5, 4, 2, 64
+    qkv = torch.randn(num_tokens, (num_heads + 2 * kv_heads) * dim).to(dtype)
+    cos, sin = torch.randn(2, num_tokens, rotary).to(dtype)
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype), 1e-6) if has_norms else None
+    slots = torch.tensor([7, 3, 11, 0, 4])
+    keys, values = torch.full((2, 12, kv_heads, dim), 5.0).to(dtype)
+    heads = qkv.float().view(num_tokens, -1, dim).clone()
+
+    kernels.rotate_and_keep(qkv, num_heads, cos, sin, norms, slots, keys, values)
+
+    query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        query = F.rms_norm(query, (dim,), norms[0].float(), 1e-6)
+        key = F.rms_norm(key, (dim,), norms[1].float(), 1e-6)
+    query, key = turned(query, cos, sin), turned(key, cos, sin)
+    found = qkv.view(num_tokens, -1, dim)[:, :num_heads]
+    assert_close(found, query.to(dtype))
+    assert_close(keys[slots], key.to(dtype))
+    assert_close(values[slots], value.to(dtype))
+    untouched = sorted(set(range(12)) - set(slots.tolist()))
+    assert (keys[untouched] == 5).all()
+    assert (values[untouched] == 5).all()
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (T, heads, dim), cos and sin (T, rotary)."""
+    rotary = cos.shape[-1]
+    part, rest = x[..., :rotary], x[..., rotary:]
+    low, high = part.chunk(2, dim=-1)
+    halves = torch.cat([-high, low], dim=-1)
+    whole = part * cos.float()[:, None] + halves * sin.float()[:, None]
+    return torch.cat([whole, rest], dim=-1)
+
+
+def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start compiles nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_library.__wrapped__()
+    [built] = (tmp_path / "batchway").iterdir()
+    made = built.stat().st_mtime_ns
+
+    load_library.__wrapped__()
+
+    assert [entry.stat().st_mtime_ns for entry in (tmp_path / "batchway").iterdir()] == [made]
+
+
+def test_no_compiler_and_no_code_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told in one sentence; the engine then runs on torch alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(CannotBuild, match=r"no C\+\+ compiler"):
+        load_library.__wrapped__()
+
+    monkeypatch.delenv("CXX")
+    folder = tmp_path / "batchway"
+    folder.mkdir()
+    folder.chmod(stat.S_IRWXU | stat.S_IRWXO)
+    with pytest.raises(CannotBuild, match="others may write"):
+        load_library.__wrapped__()
+
+
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its first error, and nothing half built is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not C++\n")
+    monkeypatch.setattr(library, "_SOURCE", broken)
+
+    with pytest.raises(CannotBuild, match=r"refused the kernels: .*error"):
+        load_library.__wrapped__()
+
+    assert list((tmp_path / "batchway").iterdir()) == []

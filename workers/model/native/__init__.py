@@ -1,0 +1,1 @@
+"""The CPU kernels: one source file, its builder, and typed calls on tensors."""

@@ -1,0 +1,160 @@
+"""The CPU kernels on tensors: shapes and types are checked here, once, and nowhere below."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from workers.model.attention.interface import AttentionFlags
+
+VECTOR = 16  # floats: what the kernels take at once
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64  # query heads of one KV head
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Below this many elements a call is over sooner than a second thread has started.
+_ELEMENTS_PER_THREAD = 8_192
+
+
+class Kernels:
+    """The calls of one library for one element type."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        name = DTYPES[dtype]
+        self.dtype = dtype
+        self._attend = getattr(library, f"attend_{name}")
+        self._rms_norm = getattr(library, f"rms_norm_{name}")
+        self._rotate_and_keep = getattr(library, f"rotate_and_keep_{name}")
+        self._silu_gate = getattr(library, f"silu_gate_{name}")
+        self._num_threads = torch.get_num_threads()
+
+    def attend(
+        self,
+        tiles: Tensor,
+        slots: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        flags: AttentionFlags,
+    ) -> Tensor:
+        """Attention of tiles of queries through the cache -> (T, num_heads, v_dim).
+
+        tiles int64 (num_tiles, 4): first row of query, number of queries, position of the first,
+        and where in `slots` (int64) the slots of the sequence begin. query (T, num_heads, k_dim)
+        with heads side by side, keys (num_slots, kv_heads, k_dim), values (…, v_dim).
+        """
+        num_tokens, num_heads, k_dim = query.shape
+        kv_heads, v_dim = values.shape[1:]
+        self._check(query, keys, values)
+        assert query.stride()[1:] == (k_dim, 1)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        out = query.new_empty(num_tokens, num_heads, v_dim)
+        sinks = None if flags.sinks is None else flags.sinks.float().contiguous()
+        self._attend(
+            tiles.data_ptr(),
+            len(tiles),
+            slots.data_ptr(),
+            query.data_ptr(),
+            query.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            num_heads,
+            kv_heads,
+            k_dim,
+            v_dim,
+            flags.scale,
+            flags.softcap or 0.0,
+            flags.window or 0,
+            None if sinks is None else sinks.data_ptr(),
+            min(self._num_threads, len(tiles) * kv_heads),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
+        x = x.contiguous()
+        self._check(x, weight)
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        self._rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.numel() // dim,
+            dim,
+            eps,
+            self._threads(x.numel()),
+        )
+        return out
+
+    def rotate_and_keep(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Turns queries and keys in place; writes keys and values to the cache.
+
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
+        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
+        key head, and eps.
+        """
+        num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
+        self._check(qkv, cos, sin, keys, values)
+        assert qkv.is_contiguous()
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        self._rotate_and_keep(
+            qkv.data_ptr(),
+            num_tokens,
+            num_heads,
+            kv_heads,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            slots.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            self._threads(qkv.numel()),
+        )
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """gate_up (T, 2 * dim) -> silu(gate) * up (T, dim)."""
+        self._check(gate_up)
+        assert gate_up.is_contiguous()
+        num_tokens, both = gate_up.shape
+        out = gate_up.new_empty(num_tokens, both // 2)
+        self._silu_gate(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            both // 2,
+            self._threads(out.numel()),
+        )
+        return out
+
+    def _check(self, *tensors: Tensor) -> None:
+        assert all(tensor.dtype == self.dtype for tensor in tensors)
+
+    def _threads(self, num_elements: int) -> int:
+        return max(1, min(self._num_threads, num_elements // _ELEMENTS_PER_THREAD))
+
+
+def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
+    """Whether the attention kernel takes heads of these sizes."""
+    return (
+        num_heads % kv_heads == 0
+        and num_heads // kv_heads <= MAX_GROUP
+        and all(dim % VECTOR == 0 and dim <= MAX_HEAD_DIM for dim in (k_dim, v_dim))
+    )

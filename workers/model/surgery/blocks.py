@@ -1,0 +1,185 @@
+"""Attention, gated MLP and RMSNorm with merged projections and few calls.
+
+Each is made from transformers' module and takes its place. `surgeon` compares the two.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.model.attention.interface import (
+    STEP_KEYWORD,
+    AttentionCall,
+    AttentionFlags,
+    AttentionStep,
+)
+from workers.model.native.kernels import VECTOR, Kernels
+from workers.model.surgery.linear import PackedLinear, merged
+
+
+class TurningStep(AttentionStep, Protocol):
+    """A step that turns queries and keys by their positions itself, on its way to the cache."""
+
+    def turn_and_attend(
+        self,
+        module: nn.Module,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: "HeadNorms | None",
+        flags: AttentionFlags,
+    ) -> Tensor:
+        """qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary)
+        -> (T, num_heads, dim).
+        """
+        ...
+
+
+HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key heads, and eps
+
+
+class MergedAttention(nn.Module):
+    """Rotary attention with one projection for queries, keys and values."""
+
+    def __init__(self, old: Any, flags: AttentionFlags, *, turns_natively: bool) -> None:
+        super().__init__()
+        self._head_dim = int(old.head_dim)
+        self._num_heads = old.q_proj.out_features // self._head_dim
+        self._kv_heads = old.k_proj.out_features // self._head_dim
+        self._flags = flags
+        self._norms = head_norms(old)
+        self._turns_natively = turns_natively
+        self.qkv = merged([old.q_proj, old.k_proj, old.v_proj])
+        self.o_proj = PackedLinear(old.o_proj.weight, old.o_proj.bias)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """hidden_states (1, T, hidden), position_embeddings cos and sin (1, T, rotary)."""
+        step = kwargs[STEP_KEYWORD]
+        cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
+        qkv = self.qkv(hidden_states[0])
+        out = self._attend(step, qkv, cos, sin)
+        return self.o_proj(out.reshape(1, len(out), -1)), None
+
+    def _attend(self, step: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._turns_natively:
+            found: Tensor = step.turn_and_attend(
+                self, qkv, self._num_heads, cos, sin, self._norms, self._flags
+            )
+            return found
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        sizes = [self._num_heads, self._kv_heads, self._kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
+        if self._norms is not None:
+            q_weight, k_weight, eps = self._norms
+            query = F.rms_norm(query, (self._head_dim,), q_weight, eps)
+            key = F.rms_norm(key, (self._head_dim,), k_weight, eps)
+        query, key = _turn(query, cos, sin), _turn(key, cos, sin)
+        call = AttentionCall(self, query, key, value, self._flags, has_mask=False, extra={})
+        attended: Tensor = step.attend(call)
+        return attended
+
+
+def head_norms(attention: Any) -> HeadNorms | None:
+    """The RMSNorm of each query and key head, where there is one. Raises AttributeError."""
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    if q_norm is None and k_norm is None:
+        return None
+    assert q_norm is not None
+    assert k_norm is not None
+    return q_norm.weight.detach(), k_norm.weight.detach(), norm_eps(q_norm)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, dim), cos and sin (T, dim): rotation of two halves."""
+    half = x.shape[-1] // 2
+    out = x * cos[:, None]
+    out[..., :half].addcmul_(x[..., half:], sin[:, None, :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[:, None, half:])
+    return out
+
+
+class MergedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) with one projection for gate and up."""
+
+    def __init__(self, old: Any, kernels: Kernels | None) -> None:
+        super().__init__()
+        self.gate_up = merged([old.gate_proj, old.up_proj])
+        self.down_proj = PackedLinear(old.down_proj.weight, old.down_proj.bias)
+        self._act = old.act_fn
+        self._kernels: Kernels | None = None
+        if type(old.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+            fits = old.gate_proj.out_features % VECTOR == 0
+            self._kernels = kernels if fits else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (1, T, hidden) -> the same shape."""
+        gate_up = self.gate_up(x)
+        if self._kernels is not None:
+            gated = self._kernels.silu_gate(gate_up.view(-1, gate_up.shape[-1]))
+            return self._down(gated.view(*x.shape[:-1], -1))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._down(self._act(gate) * up)
+
+    def _down(self, gated: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(gated)
+        return out
+
+
+class NativeRMSNorm(nn.Module):
+    """x / rms(x) * weight by the kernel."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self._weight, self._eps, self._kernels = weight, eps, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, dim) -> the same shape."""
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+
+def norm_eps(norm: Any) -> float:
+    """The term under the root. Raises AttributeError where it has another name."""
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return float(eps)
+
+
+def possible_weights(norm: Any) -> tuple[Tensor, ...]:
+    """What an RMSNorm may multiply by: its weight, or 1 + its weight as Gemma has it."""
+    weight = norm.weight.detach()
+    return weight, (1.0 + weight.float()).to(weight.dtype)
+
+
+def is_attention(module: Any) -> bool:
+    """Whether it has the projections of rotary attention and nothing between them that we know
+    not of; what it does with them the comparison shows.
+    """
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return (
+        all(type(getattr(module, name, None)) is nn.Linear for name in names)
+        and isinstance(getattr(module, "head_dim", None), int)
+        and module.q_proj.out_features % module.head_dim == 0
+        and module.k_proj.out_features % module.head_dim == 0
+        and module.k_proj.out_features == module.v_proj.out_features
+    )
+
+
+def is_gated_mlp(module: Any) -> bool:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return hasattr(module, "act_fn") and all(
+        type(getattr(module, name, None)) is nn.Linear for name in names
+    )
+
+
+def is_rms_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and isinstance(weight, torch.Tensor)
+        and weight.ndim == 1
+        and weight.shape[0] % VECTOR == 0
+    )
