@@ -61,8 +61,9 @@ def test_a_key_is_asked_for_and_never_shown() -> None:
 
 
 def test_a_killed_parent_takes_its_children_along() -> None:
-    """kill -9 leaves no gateway, no worker, no engine, no Redis, no folder."""
-    with running_stack() as stack:
+    """kill -9 leaves no gateway, no worker, no engine, no Redis, no folder; a worker that meets no
+    Redis any more tries to say goodbye for as long as it may drain."""
+    with running_stack("--drain-s=5") as stack:
         assert stack.complete().status_code == 200
         children = stack.children()
         assert len(children) >= 5  # gateway, worker, engine, Redis, reaper
