@@ -71,4 +71,6 @@ def broker_errors() -> Iterator[None]:
             raise BrokerFull(ErrorCode.DISK_FULL, message) from exc
         if "Function not found" in str(exc):
             raise BrokerUnavailable("Redis does not hold batchway's function library") from exc
+        if "ACL failure" in str(exc):
+            raise BrokerUnavailable("this user of Redis may not do what a function does") from exc
         raise

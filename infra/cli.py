@@ -23,6 +23,7 @@ from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
 from infra.preconditions import UsageError, check_extra, check_redis, known_redis
+from infra.redis_roles_command import run_redis_roles
 
 EXIT_USAGE = 2
 
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
+    commands |= {"redis-roles": run_redis_roles}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)

@@ -14,6 +14,7 @@ from infra.callbacks_command import (
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
+from infra.redis_roles_command import add_redis_roles_options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,6 +84,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "jobs", "list, show, cancel and delete jobs; those that killed engines")
     )
     add_drain_options(_add(commands, "drain", "tell workers to end what they run, and to go"))
+    add_redis_roles_options(
+        _add(commands, "redis-roles", "print users of Redis, one for each part, for ACL SETUSER")
+    )
     add_bench_options(_add(commands, "bench", "measure parts of the system"))
     return parser
 

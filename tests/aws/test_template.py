@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gateway.aws.environment import SECRETS_VARIABLE
 from gateway.settings import GatewaySettings, variable
+from infra.redis_roles import REDIS_ROLES, acl_rules
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = ROOT / "template.yaml"
@@ -212,11 +213,8 @@ def test_the_cache_is_a_queue_with_a_lock() -> None:
     assert cache["ClusterMode"] == "disabled"
     assert {user["UserName"] for user in users.values()} == set(PARTS)
     for user in users.values():
-        rights = user["AccessString"]["Fn::Sub"].split()
-        assert "on" in rights
-        assert "-@all" in rights
-        assert not {"+@all", "allcommands", "nopass", "~*", "allkeys"} & set(rights)
-        assert ("+function|load" in rights) == (user["UserName"] == "housekeeper")
+        rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "NAME").split()
+        assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "NAME"), user["UserName"]
 
 
 def test_there_is_no_door_but_the_api() -> None:

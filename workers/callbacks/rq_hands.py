@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
+from redis.exceptions import WatchError
 from rq import Queue
-from rq.exceptions import DuplicateJobError, StopRequested
+from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
@@ -56,11 +57,20 @@ class AttemptQueue:
         )
 
     def put(self, attempts: Sequence[Taken]) -> None:
-        """Enqueues attempts; one that is there already is left alone."""
+        """Enqueues attempts; one that is there already is left alone.
+
+        RQ's own `unique` is a script, and users of Redis may run none.
+        """
         for taken in attempts:
             job = signed_job(taken, self._key, self._client, JSONSerializer)
-            with contextlib.suppress(DuplicateJobError):
-                self.queue.enqueue_job(job, unique=True)
+            with self._client.pipeline() as transaction:
+                transaction.watch(job.key)  # type: ignore[no-untyped-call]
+                if transaction.exists(job.key):
+                    continue
+                transaction.multi()
+                self.queue.enqueue_job(job, pipeline=transaction)
+                with contextlib.suppress(WatchError):
+                    transaction.execute()
 
     def num_waiting(self) -> int:
         return int(self.queue.count)

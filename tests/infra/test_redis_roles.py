@@ -1,0 +1,300 @@
+"""The users of Redis: each part does its work under its own, and nothing else."""
+
+import itertools
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import redis.asyncio
+from redis.exceptions import NoPermissionError, ResponseError
+
+from contract.callbacks import Callback, CallbackKind
+from contract.calls import Submission
+from contract.connection import connect
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.keys import Keys
+from contract.library import LIBRARY, library_source
+from infra.embedded_redis import EmbeddedRedis
+from infra.redis_roles import REDIS_ROLES, acl_rules
+from tests.callbacks.office import offices
+from tests.callbacks.receiver import SECRET, Answer, Receiver, always
+from tests.fakes import encode_text
+from tests.fleet import fleet, until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.model import world as small_world
+from tests.model.postal_walk import PostalWalk
+from tests.model.test_protocol import walk
+from tests.model.walk import Walk
+
+PASSWORD = "a-password"
+NAMES = sorted(REDIS_ROLES)
+FUNCTIONS = sorted({name for role in REDIS_ROLES.values() for name in role.functions.split()})
+READING = {"read", "list", "quote", "outbox_dead"}
+FORBIDDEN = """
+EVAL 'return 1' 0|EVAL_RO 'return 1' 0|EVALSHA 0 0|EVALSHA_RO 0 0|SCRIPT LOAD x|SCRIPT FLUSH
+SCRIPT KILL|SCRIPT EXISTS x|FUNCTION DELETE batchway_v1|FUNCTION FLUSH|FUNCTION DUMP
+FUNCTION RESTORE x|FUNCTION KILL|CONFIG GET *|CONFIG SET maxmemory 1|CONFIG RESETSTAT
+CONFIG REWRITE|FLUSHALL|FLUSHDB|SWAPDB 0 1|KEYS *|SCAN 0|RANDOMKEY|DBSIZE|MODULE LIST
+MODULE LOAD x|ACL LIST|ACL SETUSER x on|ACL WHOAMI|DEBUG SLEEP 0|SHUTDOWN NOSAVE|SAVE|BGSAVE
+BGREWRITEAOF|LASTSAVE|REPLICAOF NO ONE|FAILOVER|PSYNC x 0|SYNC|CLUSTER INFO|CLIENT LIST
+CLIENT KILL TYPE normal|CLIENT PAUSE 1|CLIENT NO-EVICT on|MONITOR|SLOWLOG GET|LATENCY DOCTOR
+MEMORY STATS|MIGRATE h 1 k 0 1|RESTORE k 0 x|DUMP k|SORT k|RENAME a b|COPY a b|MOVE a 1
+OBJECT ENCODING k|PSUBSCRIBE *|PUBSUB CHANNELS|WAIT 0 0|SPUBLISH c x
+"""
+# What is asked for and not needed: another loads the library, and RQ does without its address.
+DISPENSABLE = {
+    ("gateway", "function|list"),
+    ("worker", "function|list"),
+    ("callbacks", "client|info"),
+    ("callbacks", "client|list"),
+}
+COMMANDS = [c for line in FORBIDDEN.strip().splitlines() for c in line.split("|")]
+
+
+def role_url(server_url: str, name: str) -> str:
+    return server_url.replace("unix://", f"unix://{name}:{PASSWORD}@")
+
+
+def say(client: redis.Redis, *words: str) -> Any:
+    """One command; redis-py leaves it untyped."""
+    return client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+
+def make_users(client: redis.Redis, namespace: str) -> None:
+    for name, role in REDIS_ROLES.items():
+        rules = ["reset", f">{PASSWORD}", *acl_rules(role, namespace)]
+        say(client, "ACL SETUSER", name, *rules)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    """A server of its own, with the library loaded by the role that may."""
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as admin:
+        make_users(admin, "test")
+        with redis.Redis.from_url(role_url(server.url, "housekeeper")) as housekeeper:
+            housekeeper.function_load(library_source())
+        yield server
+
+
+@pytest.fixture(params=NAMES)
+def user(server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(role_url(server.url, request.param)) as client:
+        yield client
+
+
+def name_of(user: redis.Redis) -> str:
+    name: str = user.connection_pool.connection_kwargs["username"]
+    return name
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_nobody_runs_code_or_changes_the_server(server: EmbeddedRedis, user: redis.Redis) -> None:
+    """Sixty commands, none of which any part needs: refused by the rules, and when tried.
+
+    Some are shut off in this server for everybody, which it says first.
+    """
+    assert len(COMMANDS) >= 60
+    with redis.Redis.from_url(server.url) as admin:
+        for command in COMMANDS:
+            words = command.replace("'", "").split(" ")
+            verdict = say(admin, "ACL DRYRUN", name_of(user), *words)
+            assert b"no permissions" in verdict, command
+            with pytest.raises(ResponseError, match=r"no permissions|command not allowed"):
+                say(user, *words)
+
+
+def test_only_the_housekeeper_loads_functions(user: redis.Redis) -> None:
+    """What it loads all others run; that they may not replace."""
+    is_housekeeper = name_of(user) == "housekeeper"
+    if is_housekeeper:
+        user.function_load(library_source(), replace=True)
+        return
+    with pytest.raises(NoPermissionError):
+        user.function_load(library_source(), replace=True)
+
+
+def test_each_calls_its_own_functions_alone(user: redis.Redis) -> None:
+    """Every other function is refused by its name."""
+    own = REDIS_ROLES[name_of(user)].functions.split()
+    for function in sorted(set(FUNCTIONS) - set(own)):
+        for call in (user.fcall, user.fcall_ro):
+            with pytest.raises(NoPermissionError):
+                call(f"{LIBRARY}_{function}", 1, Keys("test").tag)
+
+
+def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
+    """Other namespaces, other programs' keys, channels of neither, and the clock of tests."""
+    foreign = (Keys("other").job("x"), "x", Keys("test").clock_offset)
+    for key in foreign:
+        with pytest.raises(NoPermissionError):
+            say(user, "HSET", key, "a", "b")
+    with pytest.raises(NoPermissionError):
+        say(user, "PUBLISH", "elsewhere", "x")
+    with pytest.raises(NoPermissionError):
+        say(user, "SUBSCRIBE", Keys("other").events_channel("x"))
+
+
+def test_keys_to_the_door_are_the_operators(user: redis.Redis) -> None:
+    """Gateways may look at API keys, only the operator may make them, others not even look."""
+    keys, name = Keys("test"), name_of(user)
+    looks = [("GET", keys.key_pepper), ("HMGET", keys.api_key("x"), "record")]
+    changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
+    for command in looks if name not in ("gateway", "operator") else []:
+        with pytest.raises(NoPermissionError):
+            say(user, *command)
+    for command in changes if name != "operator" else []:
+        with pytest.raises(NoPermissionError):
+            say(user, *command)
+
+
+def test_the_dashboard_changes_nothing(server: EmbeddedRedis) -> None:
+    """No key of it is writable, no command of it writes."""
+    role = REDIS_ROLES["dashboard"]
+    rules = acl_rules(role, "test")
+    with redis.Redis.from_url(server.url) as admin:
+        writing = set(say(admin, "ACL CAT", "write"))
+    assert all(rule.startswith("%R~") for rule in rules if "~" in rule)
+    assert not {command.encode() for command in role.commands.split()} & writing
+
+
+# --- what works -------------------------------------------------------------------------------
+
+
+@dataclass
+class RoleClients:
+    """A client that makes every call under a user whose role has that function, in turns."""
+
+    redis_url: str
+    turns: dict[str, Iterator[str]]  # the roles of each function, for ever
+    calls: Counter[tuple[str, str]]
+
+    def __post_init__(self) -> None:
+        self._clients = {name: connect(role_url(self.redis_url, name)) for name in NAMES}
+
+    def fcall(self, name: str, *args: Any) -> Any:
+        return self._client_for(name).fcall(name, *args)
+
+    def fcall_ro(self, name: str, *args: Any) -> Any:
+        return self._client_for(name).fcall_ro(name, *args)
+
+    def _client_for(self, name: str) -> redis.asyncio.Redis:
+        function = name.removeprefix(f"{LIBRARY}_")
+        role = next(self.turns[function])
+        self.calls[role, function] += 1
+        return self._clients[role]
+
+    async def aclose(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+
+@pytest.mark.timeout(120)
+def test_every_function_runs_under_every_role_that_has_it(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's walk, with each call made by another user: no command or key is missing."""
+    owned = {(name, f) for name in NAMES for f in REDIS_ROLES[name].functions.split()}
+    owners = {f: sorted(name for name in NAMES if (name, f) in owned) for f in FUNCTIONS}
+    turns: dict[str, Iterator[str]] = {f: itertools.cycle(names) for f, names in owners.items()}
+    calls: Counter[tuple[str, str]] = Counter()
+    with redis.Redis.from_url(server.url) as admin:
+        make_users(admin, "world")
+        monkeypatch.setattr(small_world, "connect", lambda url: RoleClients(url, turns, calls))
+        try:
+            for seed in range(4):
+                walk(server.url, seed, 150, audit_every=50, draws=Walk)
+                walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
+        finally:
+            make_users(admin, "test")
+    assert set(calls) == owned
+
+
+@pytest.mark.e2e
+@pytest.mark.anyio
+@pytest.mark.timeout(120)
+async def test_a_request_goes_all_the_way_under_the_roles(server: EmbeddedRedis) -> None:
+    """Gateway, worker and callbacks as processes and threads of their own, each as its own user;
+    nothing that they ask of Redis is refused, but what they may do without.
+    """
+    with redis.Redis.from_url(server.url) as admin:
+        say(admin, "ACL LOG", "RESET")
+    settings = make_settings(role_url(server.url, "gateway"))
+    async with (
+        Receiver({"/well": always(Answer())}) as receiver,
+        fleet(role_url(server.url, "worker"), 1),
+        offices(role_url(server.url, "callbacks"), 1),
+    ):
+        with running_gateway(settings) as url:
+            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+
+                async def is_ready() -> bool:
+                    return (await http.get("/v1/models/m")).status_code == 200
+
+                await until(is_ready)
+                body = {"model": "m", "prompt": "ab", "max_tokens": 8}
+                whole = await http.post("/v1/completions", json=body)
+                streamed = await http.post("/v1/completions", json=body | {"stream": True})
+        await submit_with_callback(server, receiver.url("/well"))
+        await until(lambda: heard(receiver))
+    assert whole.status_code == 200
+    assert "data: [DONE]" in streamed.text
+    with redis.Redis.from_url(server.url) as admin:
+        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
+    assert refused <= DISPENSABLE
+
+
+async def heard(receiver: Receiver) -> bool:
+    return bool(receiver.accepted())
+
+
+async def submit_with_callback(server: EmbeddedRedis, target: str) -> None:
+    """As a gateway does; under the gateway's user."""
+    client = connect(role_url(server.url, "gateway"))
+    job = Job(
+        id=new_job_id(),
+        tenant="t",
+        model="m",
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=encode_text("ab"),
+        params=SamplingParams(max_tokens=4, seed=1, temperature=0.0),
+        created_s=0,
+    )
+    callback = Callback(kind=CallbackKind.URL, target=target, secret=SECRET)
+    terms = Submission(max_output_tokens=4, deadline_s=60, retention_s=60, callback=callback)
+    try:
+        await Functions(client, Keys("test")).submit(job, terms)
+    finally:
+        await client.aclose()
+
+
+def test_the_command_makes_the_users(server: EmbeddedRedis) -> None:
+    """Each line, given to a server as it is printed, makes a user that works."""
+    command = [sys.executable, "-m", "infra", "redis-roles", "--namespace", "shown"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    lines = [line for line in shown.splitlines() if line.startswith("ACL SETUSER")]
+    assert [line.split()[2] for line in lines] == list(REDIS_ROLES)
+    with redis.Redis.from_url(server.url) as admin:
+        for line in lines:
+            words = shlex.split(line)[2:]
+            say(admin, "ACL SETUSER", f"shown-{words[0]}", *words[1:])
+            made = admin.acl_getuser(f"shown-{words[0]}")
+            assert "on" in made["flags"]
+            assert len(made["keys"]) > 5
+            assert len(made["passwords"]) == 1
+
+
+def test_a_namespace_is_taken_as_it_is_written() -> None:
+    """Characters that mean something in a pattern mean themselves."""
+    rules = acl_rules(REDIS_ROLES["pool"], "a[b]?")
+    assert r"~{bw:a\[b\]\?:0}:worker:*" in rules
