@@ -45,18 +45,26 @@ class EcsService:
 
     def failed_tasks(self) -> list[FailedTask]:
         """Those of the last hour (ECS remembers no more) whose container ended with an error."""
+        return [
+            FailedTask(task["taskArn"], task["stoppedAt"].timestamp())
+            for task in self._tasks("STOPPED")
+            if "stoppedAt" in task and _has_failed(task)
+        ]
+
+    def healthy_tasks(self) -> list[str]:
+        """Names of those that run and whose health check has passed: their worker was heard of."""
+        running = self._tasks("RUNNING")
+        return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]
+
+    def _tasks(self, desired_status: str) -> list[dict[str, Any]]:
         listed = self.client.list_tasks(
-            cluster=self.cluster, serviceName=self.service, desiredStatus="STOPPED"
+            cluster=self.cluster, serviceName=self.service, desiredStatus=desired_status
         )
         arns = listed["taskArns"][:_MAX_DESCRIBED]
         if not arns:
             return []
         described = self.client.describe_tasks(cluster=self.cluster, tasks=arns)
-        return [
-            FailedTask(task["taskArn"], task["stoppedAt"].timestamp())
-            for task in described["tasks"]
-            if "stoppedAt" in task and _has_failed(task)
-        ]
+        return list(described["tasks"])
 
 
 def _has_failed(task: dict[str, Any]) -> bool:

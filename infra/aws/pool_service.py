@@ -3,7 +3,8 @@
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
 
 One such process per pool. It holds nothing that cannot be lost: a new one starts by waiting as
-long as a pool waits before it shrinks. What it sees goes to standard output as metrics, in
+long as a pool waits before it shrinks, and counts tasks that ended before it came as never ready.
+What it sees goes to standard output as metrics, in
 CloudWatch's embedded format: a line of JSON that the log's reader turns into figures.
 """
 
@@ -31,6 +32,7 @@ from infra.pool_watch import PoolSight, PoolWatch
 log = logging.getLogger("batchway.pool")
 
 EVERY_S = 5.0
+_REMEMBERED_S = 7200.0  # ECS shows a stopped task for one hour; stopping may take minutes
 _METRICS = {
     "DesiredWorkers": "Count",
     "ReadyWorkers": "Count",
@@ -53,6 +55,7 @@ class PoolService:
     tell: Callable[[str], object] = print
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
+    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by task, when last seen so
 
     async def run(self) -> None:
         """Looks for ever; what cannot be reached now is asked again."""
@@ -69,7 +72,7 @@ class PoolService:
         """One look and what follows from it. Raises BrokerUnavailable, and what boto3 raises."""
         sight = await self.watch.look()
         num_desired = await asyncio.to_thread(self.ecs.num_desired)
-        failed = await asyncio.to_thread(self.ecs.failed_tasks)
+        failed_starts_s = await asyncio.to_thread(self._failed_starts_s)
         view = PoolView(
             now_s=self.clock_s(),
             queued_tokens=sight.queued_tokens,
@@ -77,7 +80,7 @@ class PoolService:
             num_ready=len(sight.workers),
             load=sum(worker.load for worker in sight.workers),
             tokens_per_s=sight.tokens_per_s,
-            failed_starts_s=[task.stopped_s for task in failed],
+            failed_starts_s=failed_starts_s,
         )
         decision = decide(self.policy, view, self.memory)
         self.memory = decision.memory
@@ -90,6 +93,16 @@ class PoolService:
         await self._retire(sight, decision.num_to_retire)
         self.tell(self._metrics(sight, decision))
         return decision
+
+    def _failed_starts_s(self) -> list[float]:
+        """When tasks ended with an error that were never seen ready. Raises what boto3 raises."""
+        now_s = self.clock_s()
+        self.healthy_at_s |= dict.fromkeys(self.ecs.healthy_tasks(), now_s)
+        self.healthy_at_s = {
+            arn: at_s for arn, at_s in self.healthy_at_s.items() if now_s - at_s < _REMEMBERED_S
+        }
+        failed = self.ecs.failed_tasks()
+        return [task.stopped_s for task in failed if task.arn not in self.healthy_at_s]
 
     async def _retire(self, sight: PoolSight, num: int) -> None:
         """The emptiest take no more jobs; they go when they have ended theirs."""

@@ -1,6 +1,7 @@
 """What is shipped: the functions' artifact holds all they import, and the images are in order."""
 
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+
+from infra.callbacks_command import KEY_VARIABLE
+from infra.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REQUIREMENTS = ROOT / "gateway" / "aws" / "requirements.txt"
@@ -100,8 +104,33 @@ def test_compose_starts_every_part_safely() -> None:
     assert "noeviction" in services["redis"]["command"]
     assert "ports" not in services["redis"]
     assert ":?" in services["gateway"]["environment"]["BATCHWAY_API_KEY"]
+    assert ":?" in services["callbacks"]["environment"][KEY_VARIABLE]
+    assert "profiles" not in services["callbacks"]
     for service in services.values():
         for port in service.get("ports", []):
             assert port.startswith(("127.0.0.1:", "${BATCHWAY_BIND:-127.0.0.1}:"))
     for name in ("prometheus", "grafana", "redis"):
         assert ":latest" not in services[name]["image"]
+
+
+def test_compose_runs_commands_that_exist() -> None:
+    """What it or the image says is a command of `batchway`, and the image has what that needs."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    run = {}
+    for name, service in services.items():
+        if "build" in service:
+            image = (ROOT / service["build"]["dockerfile"]).read_text()
+            command = service.get("command") or _last(image, "CMD")
+            is_worker = "infra.aws.worker_entry" in _last(image, "ENTRYPOINT")
+            arguments = ["worker", *command] if is_worker else command
+            run[name] = build_parser().parse_args(arguments).command
+    assert run == {"gateway": "gateway", "worker": "worker", "callbacks": "callbacks"}
+    extras = re.search(r'^ARG EXTRAS="(.*)"$', (ROOT / "Dockerfile.gateway").read_text(), re.M)
+    assert extras is not None
+    assert set(extras[1].split(",")) == {"gateway", "callbacks", "aws"}
+
+
+def _last(dockerfile: str, word: str) -> list[str]:
+    """Arguments of the last such line: what the final stage of the image runs."""
+    found: list[str] = json.loads(re.findall(rf"^{word} (\[.*\])$", dockerfile, re.M)[-1])
+    return found

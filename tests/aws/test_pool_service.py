@@ -120,17 +120,40 @@ async def test_a_worker_that_drains_is_none(service: PoolService, functions: Fun
 class StoppedTasks:
     """An ECS that knows tasks that have ended, in the shape of DescribeTasks."""
 
+    num_desired = 3
+
     def __init__(self, *tasks: dict[str, Any]) -> None:
         self.tasks = [
             {"taskArn": f"t{number}", "stoppedAt": datetime.fromtimestamp(100, UTC), **task}
             for number, task in enumerate(tasks)
         ]
+        self.running: list[dict[str, Any]] = []
 
-    def list_tasks(self, **_: Any) -> dict[str, Any]:
-        return {"taskArns": [task["taskArn"] for task in self.tasks]}
+    def list_tasks(self, *, desiredStatus: str, **_: Any) -> dict[str, Any]:
+        shown = self.tasks if desiredStatus == "STOPPED" else self.running
+        return {"taskArns": [task["taskArn"] for task in shown]}
 
-    def describe_tasks(self, **_: Any) -> dict[str, Any]:
-        return {"tasks": self.tasks}
+    def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
+        known = [*self.tasks, *self.running]
+        return {"tasks": [task for task in known if task["taskArn"] in tasks]}
+
+    def describe_services(self, **_: Any) -> dict[str, Any]:
+        return {"services": [{"desiredCount": self.num_desired}]}
+
+    def update_service(self, *, desiredCount: int, **_: Any) -> None:
+        self.num_desired = desiredCount
+
+    def end(self, arn: str, at_s: float) -> None:
+        """Ends with an error."""
+        self.running = [task for task in self.running if task["taskArn"] != arn]
+        self.tasks.append(
+            {
+                "taskArn": arn,
+                "stopCode": "EssentialContainerExited",
+                "containers": [{"exitCode": 3}],
+                "stoppedAt": datetime.fromtimestamp(at_s, UTC),
+            }
+        )
 
 
 def test_only_errors_of_their_own_count_as_failed() -> None:
@@ -145,6 +168,32 @@ def test_only_errors_of_their_own_count_as_failed() -> None:
     failed = EcsService(ended, "c", "s").failed_tasks()
     assert [(task.arn, task.stopped_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]
     assert EcsService(StoppedTasks(), "c", "s").failed_tasks() == []
+
+
+@pytest.mark.parametrize("were_ready", [True, False])
+async def test_the_breaker_opens_for_tasks_that_were_never_ready(
+    service: PoolService, invoke: Invoke, were_ready: bool
+) -> None:
+    """Three that fail after they were well, also long before, are replaced; three others not."""
+    client: Any = StoppedTasks()
+    service.ecs = EcsService(client, "c", "s")
+    health = "HEALTHY" if were_ready else "UNKNOWN"
+    client.running = [{"taskArn": f"r{n}", "healthStatus": health} for n in range(3)]
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    assert not (await service.step()).is_breaker_open
+
+    service.clock_s.now_s += 600.0  # type: ignore[attr-defined]
+    client.running = [task | {"healthStatus": "UNHEALTHY"} for task in client.running]
+    await service.step()
+    for number in range(3):
+        client.end(f"r{number}", service.clock_s() - number)
+
+    assert (await service.step()).is_breaker_open is not were_ready
+    # ECS forgets them after an hour, and then so does the pool.
+    client.tasks = []
+    service.clock_s.now_s += 7200.0  # type: ignore[attr-defined]
+    await service.step()
+    assert not service.healthy_at_s
 
 
 def test_a_service_that_is_not_there_is_named(ecs: EcsService) -> None:

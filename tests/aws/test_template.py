@@ -14,7 +14,11 @@ import yaml  # type: ignore[import-untyped]
 
 from gateway.aws.environment import SECRETS_VARIABLE
 from gateway.settings import GatewaySettings, variable
+from infra.aws import pool_service
+from infra.callbacks_command import AWS_VARIABLE, KEY_VARIABLE
+from infra.parser import build_parser
 from infra.redis_roles import REDIS_ROLES, acl_rules
+from workers.callbacks.settings import MIN_KEY_CHARS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = ROOT / "template.yaml"
@@ -273,11 +277,11 @@ def test_each_part_reads_its_own_secrets() -> None:
         if statement["Action"] == "secretsmanager:GetSecretValue"
     }
     assert read == {
-        "ApiRole": {"ApiKeySecret", "GatewayCacheSecret"},
-        "StreamRole": {"ApiKeySecret", "GatewayCacheSecret"},
+        "ApiRole": {"ApiKeySecret", "KeyPepperSecret", "GatewayCacheSecret"},
+        "StreamRole": {"ApiKeySecret", "KeyPepperSecret", "GatewayCacheSecret"},
         "HousekeeperRole": {"HousekeeperCacheSecret"},
         "WorkerExecutionRole": {"WorkerCacheSecret"},
-        "CallbacksExecutionRole": {"CallbacksCacheSecret"},
+        "CallbacksExecutionRole": {"CallbacksCacheSecret", "CallbackKeySecret"},
         "PoolExecutionRole": {"PoolCacheSecret"},
     }
 
@@ -300,6 +304,103 @@ def test_a_worker_has_a_gpu_and_time_to_hand_over() -> None:
     assert of_type("AWS::AutoScaling::AutoScalingGroup")["GpuGroup"]["MinSize"] == "0"
     launch = of_type("AWS::EC2::LaunchTemplate")["GpuLaunchTemplate"]["LaunchTemplateData"]
     assert launch["MetadataOptions"]["HttpTokens"] == "required"
+
+
+def container(task: str) -> dict[str, Any]:
+    [found] = of_type("AWS::ECS::TaskDefinition")[task]["ContainerDefinitions"]
+    return dict(found)
+
+
+def arguments(task: str) -> list[str]:
+    """Of a task's command; what stands for a parameter is that parameter's default."""
+    defaults = {name: str(p.get("Default")) for name, p in written()["Parameters"].items()}
+    command = container(task)["Command"]
+    return [
+        part if isinstance(part, str) else defaults.get(part.get("Ref"), "x") for part in command
+    ]
+
+
+def test_every_service_runs_a_command_that_exists() -> None:
+    """With options that it knows, and values that it takes."""
+    batchway = build_parser()
+    assert batchway.parse_args(arguments("CallbacksTask")).command == "callbacks"
+    # The image's entry point puts `worker` before them.
+    assert batchway.parse_args(["worker", *arguments("WorkerTask")]).command == "worker"
+    assert container("PoolTask")["EntryPoint"] == ["python", "-m", pool_service.__name__]
+    pool = pool_service.policy_of(pool_service.build_parser().parse_args(arguments("PoolTask")))
+    assert pool.max_workers == int(written()["Parameters"]["MaxWorkers"]["Default"])
+    with pytest.raises(SystemExit):
+        batchway.parse_args(["callback"])
+
+
+def test_callbacks_are_delivered_and_signed() -> None:
+    """By default; with all that `batchway callbacks` cannot do without."""
+    assert written()["Parameters"]["WithCallbacks"]["Default"] == "yes"
+    given = container("CallbacksTask")
+    variables = {pair["Name"]: pair["Value"] for pair in given["Environment"]}
+    secrets = {pair["Name"]: pair["ValueFrom"]["Fn::Sub"] for pair in given["Secrets"]}
+    assert set(secrets) == {"REDIS_PASSWORD", KEY_VARIABLE}
+    made = of_type("AWS::SecretsManager::Secret")["CallbackKeySecret"]["GenerateSecretString"]
+    assert made["GenerateStringKey"] == KEY_VARIABLE
+    assert secrets[KEY_VARIABLE] == f"${{CallbackKeySecret}}:{KEY_VARIABLE}::"
+    assert made["PasswordLength"] >= MIN_KEY_CHARS
+    # Whoever accepts a target and whoever goes there are told the same.
+    for function in ("ApiFunction", "StreamFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        for name in (AWS_VARIABLE, variable("object_store")):
+            assert theirs[name] == variables[name]
+
+
+def test_callbacks_may_reach_what_the_operator_names_and_no_more() -> None:
+    """One right for each kind of target, on the resources of a parameter that is empty at first."""
+    documents = of_type("AWS::IAM::Role")["CallbacksTaskRole"]["Policies"]
+    [results, *into_aws] = documents[0]["PolicyDocument"]["Statement"]
+    assert results["Action"] == "s3:GetObject"
+    found = {}
+    for condition, statement, otherwise in (given["Fn::If"] for given in into_aws):
+        assert otherwise == {"Ref": "AWS::NoValue"}
+        parameter = statement["Resource"]["Ref"]
+        told = written()["Parameters"][parameter]
+        assert told["Default"] == ""
+        assert parameter in json.dumps(written()["Conditions"][condition])
+        assert not re.fullmatch(told["AllowedPattern"], "*")
+        found[statement["Action"]] = parameter
+    assert found == {
+        "sqs:SendMessage": "CallbackQueueArns",
+        "sns:Publish": "CallbackTopicArns",
+        "events:PutEvents": "CallbackBusArns",
+        "lambda:InvokeFunction": "CallbackFunctionArns",
+        "s3:PutObject": "CallbackObjectArns",
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameter", "arn"),
+    [
+        ("CallbackQueueArns", "arn:aws:sqs:eu-central-1:123456789012:jobs-*"),
+        ("CallbackTopicArns", "arn:aws:sns:eu-central-1:123456789012:jobs.fifo"),
+        ("CallbackBusArns", "arn:aws:events:us-east-1:123456789012:event-bus/default"),
+        ("CallbackFunctionArns", "arn:aws-us-gov:lambda:us-east-1:123456789012:function:done:live"),
+        ("CallbackObjectArns", "arn:aws:s3:::my-bucket/jobs/*"),
+    ],
+)
+def test_targets_of_callbacks_are_given_as_arns(parameter: str, arn: str) -> None:
+    """Of their own service and account; a bare wildcard or another service's is refused."""
+    pattern = written()["Parameters"][parameter]["AllowedPattern"]
+    assert re.fullmatch(pattern, "")
+    assert re.fullmatch(pattern, arn)
+    for wrong in ("*", "arn:aws:*", "arn:aws:s3:::*", "arn:aws:iam::123456789012:role/x"):
+        assert not re.fullmatch(pattern, wrong)
+
+
+def test_who_waits_is_told_of_the_cold_start() -> None:
+    """The gateways count with the same figure as the pool."""
+    cold_start = {"Ref": "ColdStartS"}
+    for function in ("ApiFunction", "StreamFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        assert theirs[variable("cold_start_s")] == cold_start
+    command = container("PoolTask")["Command"]
+    assert command[command.index("--cold-start-s") + 1] == cold_start
 
 
 def test_messages_come_back_one_by_one() -> None:
