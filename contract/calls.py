@@ -227,6 +227,7 @@ class JobView:
     message: str
     metadata: Mapping[str, str]
     result: ObjectRef | None  # where the log before its end is kept; None: here
+    predicted_wait_ms: int | None = None  # at its submission; None: unknown, or it was moved
     position: Position | None = None  # of a queued job, where it is known
 
     @property

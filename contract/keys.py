@@ -42,6 +42,9 @@ class Keys:
     def active(self, model: str, lane: str) -> str:
         return f"{self.tag}:active:{model}:{lane}"
 
+    def calibration(self, model: str, lane: str) -> str:
+        return f"{self.tag}:calibration:{model}:{lane}"
+
     def counters(self, model: str, lane: str) -> str:
         return f"{self.tag}:counters:{model}:{lane}"
 

@@ -46,7 +46,13 @@ from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.reference_outbox import OutboxReference
-from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
+from contract.refusals import (
+    UNKNOWN_MS,
+    decode_position,
+    decode_rates,
+    idempotency_mismatch,
+    refusal,
+)
 
 MAX_RELEASES = 32
 SUSPECT = "suspect"
@@ -80,6 +86,7 @@ class Record:
     lease_ms: int | None = None
     attended_until_ms: int | None = None
     num_tokens: int = 0
+    predicted_ms: int = UNKNOWN_MS  # its wait, at submission
     claimed_ms: int | None = None
     first_token_ms: int | None = None
     finished_ms: int | None = None
@@ -124,6 +131,7 @@ class Reference:
         self._pools: dict[str, Pool] = {}
         self._tenants: dict[str, Tenant] = {}
         self._lengths: dict[tuple[str, str, str], Lengths] = {}
+        self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
@@ -147,6 +155,7 @@ class Reference:
         self._check(job, candidate)
         deadline_ms = self.now_ms + int(s.deadline_s * 1000)
         record = Record(job, s, job.lane, self.now_ms, deadline_ms, candidate.cost)
+        record.predicted_ms = candidate.wait_ms
         if s.attendance_s > 0:
             record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
         self.records[job.id] = record
@@ -206,11 +215,11 @@ class Reference:
             return Verdict.OK
         if record.state is not JobStatus.QUEUED:
             self._move_charge(record, lane, keeps=True)
-            record.lane = lane
+            record.lane, record.predicted_ms = lane, UNKNOWN_MS
             return Verdict.OK
         self._leave_queue(record)
         self._move_charge(record, lane, keeps=record.queue == SUSPECT)
-        record.lane = lane
+        record.lane, record.predicted_ms = lane, UNKNOWN_MS
         self._enqueue(record, SUSPECT if record.queue == SUSPECT else record.job.tenant)
         return Verdict.OK
 
@@ -486,12 +495,20 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
-        record.claimed_ms = self.now_ms if record.claimed_ms is None else record.claimed_ms
+        if record.claimed_ms is None:
+            record.claimed_ms = self.now_ms
+            self._calibrate(record)
         record.lease_ms = self.now_ms + lease_ms
         callback = record.submission.callback
         if record.epoch == 1 and callback is not None and callback.tells_start:
             self._post(record, MessageKind.STARTED)
         return self._handed_out(record)
+
+    def _calibrate(self, record: Record) -> None:
+        if record.predicted_ms != UNKNOWN_MS:
+            pairs = self.calibrations.setdefault((record.job.model, record.lane), [])
+            pairs.insert(0, (record.predicted_ms, self.now_ms - record.created_ms))
+            del pairs[1000:]
 
     def _give_back(self, record: Record, queue: str) -> None:
         record.owner, record.lease_ms = "", None
@@ -767,6 +784,7 @@ def _view(record: Record) -> JobView:
         message=record.message,
         metadata=dict(record.submission.metadata),
         result=record.result,
+        predicted_wait_ms=None if record.predicted_ms == UNKNOWN_MS else record.predicted_ms,
     )
 
 

@@ -41,6 +41,7 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
     def ms(name: str) -> int | None:
         return int(record[name]) if record[name] else None
 
+    predicted_ms = int(record["predicted"] or -1)
     return JobView(
         job=decode_job(record["job"]),
         status=JobStatus(record["state"].decode()),
@@ -58,5 +59,6 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
         message=record["message"].decode(),
         metadata=decode_metadata(record["metadata"]),
         result=decode_ref(record["result"]) if record["result"] else None,
+        predicted_wait_ms=None if predicted_ms < 0 else predicted_ms,
         position=decode_position(place) if place else None,
     )

@@ -86,6 +86,8 @@ def job_object(view: JobView) -> dict[str, Any]:
             "finished_at": _seconds(view.finished_ms),
             "deadline_at": _seconds(view.deadline_ms),
         },
+        "predicted_wait_s": _seconds(view.predicted_wait_ms),
+        "wait_s": None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
         "error": {"code": view.code, "message": view.message} if view.code else None,
         "events_url": events_url(view.job.id),
     }

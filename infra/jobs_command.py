@@ -12,6 +12,7 @@ from contract.keys import Keys
 from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Quarantine
 from infra import option_values
 from infra import options as opts
+from infra.calibration_command import add_calibration_options, run_calibration
 from infra.tables import date, table, write
 from infra.tenant_jobs import JobRefusal, add_list_options, add_tenant_option, run_tenant_jobs
 
@@ -27,6 +28,8 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     _add_job(_add_kind(kinds, "show", "show a job: state and sizes, never text"))
     _add_job(_add_kind(kinds, "cancel", "end a job, waiting or running"))
     _add_job(_add_kind(kinds, "delete", "forget a job that has ended: prompt, output, log"))
+    calibration = _add(kinds, "calibration", "how true the predicted waits were, by lane")
+    add_calibration_options(calibration)
     summary = "jobs that killed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -47,6 +50,8 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
     try:
         if options.kind == "quarantine":
             asyncio.run(_run(options, redis_url))
+        elif options.kind == "calibration":
+            run_calibration(options, redis_url)
         else:
             run_tenant_jobs(options, redis_url)
     except (NotInQuarantine, CannotRequeue, JobRefused, JobRefusal) as exc:

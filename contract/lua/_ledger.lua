@@ -4,6 +4,7 @@
 
 local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
 local TENANT_TTL_MS = 24 * 3600 * 1000
+local MAX_CALIBRATIONS = 1000
 local MIN_LENGTHS = 5  -- outputs seen before their length says anything
 
 -- Whether the job waits in its tenant's own line: not given back, not under suspicion.
@@ -81,6 +82,17 @@ local function learn_length(tag, job, tenant)
   estimate = seen == 0 and job.tokens or estimate + gap * (gap > 0 and 0.2 or 0.02)
   redis.call('SET', tag .. ':lengths:' .. job.model .. ':' .. job.lane .. ':' .. tenant,
     string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
+end
+
+-- Notes how long a job has waited beside how long it was to wait, where that was predicted.
+function ledger.calibrate(tag, job, now)
+  local waits = redis.call('HMGET', job.key, 'predicted', 'created')
+  local predicted = tonumber(waits[1] or -1)
+  if predicted < 0 then return end
+  local key = tag .. ':calibration:' .. job.model .. ':' .. job.lane
+  redis.call('LPUSH', key, string.format('%d %d', predicted, now - waits[2]))
+  redis.call('LTRIM', key, 0, MAX_CALIBRATIONS - 1)
+  redis.call('PEXPIRE', key, LENGTHS_TTL_MS)
 end
 
 -- Reserves a new job's cost with its tenant.

@@ -12,6 +12,7 @@ local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = t
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
   'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
+  'predicted',
 }
 
 local NUMBERS = {

@@ -23,7 +23,7 @@ local function reprioritise(keys, argv)
     leave(tag, job)
     fairness.move(tag, job, argv[3], suspect)
     job.lane = argv[3]
-    redis.call('HSET', job.key, 'lane', job.lane)
+    redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
     if suspect then
       enqueue(tag, job, job.stream)
     else
@@ -34,7 +34,7 @@ local function reprioritise(keys, argv)
     fairness.move(tag, job, argv[3], true)
     job.lane = argv[3]
     ledger.count(tag, job, 'running', 1)
-    redis.call('HSET', job.key, 'lane', job.lane)
+    redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
   end
   return {'OK'}
 end

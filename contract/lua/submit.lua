@@ -33,14 +33,15 @@ local function known(tag, job, terms)
   return nil, idem
 end
 
-local function accept(tag, job, terms, argv, tenant, now)
-  local deadline = now + terms.deadline_ms
+local function accept(tag, job, terms, argv, found, now)
+  local deadline, tenant = now + terms.deadline_ms, found.tenant
   redis.call('HSET', job.key, 'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
     'prompt_tokens', terms.prompt_tokens, 'max_tokens', terms.max_tokens,
     'max_attempts', terms.max_attempts, 'deadline', deadline, 'ttl_ms', terms.ttl_ms,
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
+    'predicted', found.wait,
     'metered', terms.tokens_per_min > 0 and 1 or 0, 'job', argv[5],
     'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '')
   if terms.callback_to ~= '' then
@@ -76,7 +77,7 @@ local function submit(keys, argv)
     local reason, limit, retry_ms = unpack(found.refusal)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
-  accept(tag, job, terms, argv, found.tenant, now)
+  accept(tag, job, terms, argv, found, now)
   if idem then redis.call('SET', idem, job.id .. ' ' .. terms.body_hash, 'PX', terms.idem_ttl_ms) end
   local ahead = found.ahead
   return {'OK', job.id, {ahead.jobs, ahead.tokens, found.wait}, admission.rates(found.tenant, terms)}

@@ -10,6 +10,7 @@ COMMANDS = (
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
     *(f"jobs {action}" for action in tenant_jobs.ACTIONS),
+    "jobs calibration",
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),
 )
 

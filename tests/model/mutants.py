@@ -19,6 +19,16 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "every claim is a first wait",
+        "  if is_first then ledger.calibrate",
+        "  if true then ledger.calibrate",
+    ),
+    Mutant(
+        "a job that was moved is held against its old lane's prediction",
+        "'lane', job.lane, 'predicted', -1)\n    if suspect",
+        "'lane', job.lane)\n    if suspect",
+    ),
+    Mutant(
         "a detached job still needs a caller",
         "  redis.call('ZREM', tag .. ':attended', job.id)\n  redis.call('ZADD'",
         "  redis.call('ZADD'",
