@@ -313,7 +313,7 @@ def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant)
     """Each mutant of the functions is told from the right ones: the oracles are awake."""
     source = mutant.apply(library_source())
     draws, audit_every = (PostalWalk, 4) if mutant.is_postal else (Walk, 1)
-    for seed in range(40):
+    for seed in range(100):  # rare faults take their time
         try:
             walk(redis_server.url, seed, 150, source, audit_every, draws)
         except Exception:  # an invariant, a difference, or a call that Redis refuses
