@@ -71,8 +71,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "worker": RedisRole(
             purpose="batchway worker",
             functions="claim mine append heartbeat release blame read sweep",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} srandmember zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} clock owed turn",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
+            "zrangebyscore",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock owed turn",
             reads="clock_offset",
             channels="ev wake ctl",
         ),
@@ -107,9 +108,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} drain",
-            commands=f"{_CONNECTION} {_JOB_COMMANDS}",
+            commands=f"{_CONNECTION} {_JOB_COMMANDS} lrange",
             keeps=f"{_JOB_KEYS} dead idem memory worker {_API_KEYS}",
-            reads=f"{_SIGHT_KEYS} {_FLEET_KEYS.replace('worker ', '')}",
+            reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')}",
             channels="ev wake ctl",
         ),
         "dashboard": RedisRole(
