@@ -57,19 +57,22 @@ async def read_sse(response: httpx.Response) -> AsyncIterator[Sse]:
 
 
 class Callers:
-    """What all clients share: the gateways, the oracle, the ledger."""
+    """What all clients share: the gateways, the oracle, the ledger, where to tell
+    what became of jobs."""
 
     def __init__(
         self,
         gateway_urls: Callable[[], Sequence[str]],
         oracle: Oracle,
         ledger: Ledger,
+        receiver_urls: Sequence[str],
     ) -> None:
         self.ledger = ledger
         self.oracle = oracle
         self.is_over = asyncio.Event()
         self.http = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         self._gateway_urls = gateway_urls
+        self.receiver_urls = receiver_urls
 
     def url(self, rng: random.Random) -> str:
         return rng.choice(self._gateway_urls())

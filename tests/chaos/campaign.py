@@ -19,6 +19,7 @@ from contract.keys import Keys
 from contract.tasks import end
 from gateway.auth import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
+from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
 from tests.chaos.faults import Injector
@@ -28,12 +29,14 @@ from tests.chaos.mistakes import Mistake
 from tests.chaos.oracles import DemoOracle, HashOracle, Oracle, is_near_tie
 from tests.chaos.report import Report
 from tests.chaos.seats import NAMESPACE
+from tests.chaos.tellings import Telling, check_tellings
 from tests.fleet import until
 from tests.model.audit import Audit
 
 _REST_TIMEOUT_S = 240.0  # for all that was begun to end, once nothing is disturbed any more
 _PROGRESS_S = 5.0
 _LOOK_S = 0.2
+_TOLD = (b"delivered", b"dead")
 _RETENTION_MS = 8 * 24 * 3600 * 1000  # longer than any job is kept
 _SWEEP_JOBS = 1000
 _NUM_QUESTIONS = 6  # of the demo model
@@ -67,18 +70,20 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
     """Runs to the end, or to its cancellation; leaves no process behind."""
     started_s = time.monotonic()
     rng = random.Random(options.seed)
-    async with Fleet(_fleet_options(options), rng) as fleet:
+    async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
         fleet.keeps_logs = options.keeps_logs
         ledger = Ledger(fleet.redis.cuts_s if options.fsync == "everysec" else ())
         oracle = await _oracle(options, fleet, rng)
-        callers = Callers(fleet.gateway_urls, oracle, ledger)
+        callers = Callers(
+            fleet.gateway_urls, oracle, ledger, [receiver.url(path) for path in receiver.behaviours]
+        )
         injector = Injector(fleet, rng, options.mean_gap_s, options.kinds)
         say(f"fleet is up: logs in {fleet.directory}")
         async with _progress(say, options, injector, ledger), callers.http:
             await _disturb(options, callers, injector)
             say("faults are over: all that was begun must end")
             await _rest(fleet)
-            await _reckon(fleet, ledger, callers)
+            await _reckon(fleet, ledger, callers, receiver)
         if ledger.violations and not options.mistake:
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
@@ -88,6 +93,12 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
 def _fleet_options(options: CampaignOptions) -> FleetOptions:
     worker = _DEMO_WORKER if options.model == "demo" else {}
     return replace(options.fleet, fsync=options.fsync, worker=worker, mistake=options.mistake)
+
+
+def _receiver(options: CampaignOptions) -> Receiver:
+    """Two in one: one that is well, and one that refuses half of what it is told."""
+    rng = random.Random(f"{options.seed} receiver")
+    return Receiver({"/well": always(Answer()), "/half": half_of_the_time(rng)})
 
 
 async def _oracle(options: CampaignOptions, fleet: Fleet, rng: random.Random) -> Oracle:
@@ -121,19 +132,24 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
 
 
 async def _rest(fleet: Fleet) -> None:
-    """I14: in peace every job ends. Returns when all have, or when patience has run out."""
+    """I14: in peace every job ends, and whoever is to be told of it is. Returns when all that is
+    done, or when patience has run out."""
     keys = Keys(NAMESPACE)
     async with fleet.redis.client() as client:
 
         async def is_at_rest() -> bool:
-            return not (await client.zcard(keys.deadlines) or await client.zcard(keys.leases))
+            if await client.zcard(keys.deadlines) or await client.zcard(keys.leases):
+                return False
+            records: Any = await client.keys(keys.outbox_record("*"))
+            return {await client.hget(key, "state") for key in records} <= set(_TOLD)
 
         with contextlib.suppress(TimeoutError):
             await until(is_at_rest, _REST_TIMEOUT_S)
 
 
-async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers) -> None:
-    """Compares all logs with what was expected and seen; audits what lies in Redis."""
+async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Receiver) -> None:
+    """Compares all logs with what was expected and seen, and what receivers heard with the ends;
+    audits what lies in Redis."""
     keys = Keys(NAMESPACE)
     client = connect(fleet.redis.url)
     functions = Functions(client, keys)
@@ -144,11 +160,14 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers) -> None:
         key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
     }
     ledger.check_jobs(has_key)
+    statuses: dict[str, JobStatus] = {}
     for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
         read = await functions.read(job_id, DEFAULT_TENANT, max_events=100_000)
         assert read is not None
         view, entries = read
+        statuses[job_id] = view.status
         ledger.check_log(job_id, view.status, entries)
+    check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
     await _judge_differences(ledger, callers)
     with redis.Redis.from_url(fleet.redis.url) as sync_client:
         audit = Audit(sync_client, keys)
@@ -159,6 +178,14 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers) -> None:
         except AssertionError as broken:
             ledger.violations.append(Violation(Kind.LOST, "audit", str(broken)[:500]))
     await client.aclose()
+
+
+def _tellings(receiver: Receiver) -> list[Telling]:
+    told = ((message, message.body["data"]) for message in receiver.messages)
+    return [
+        Telling(data["id"], message.id, data["status"], message.was_accepted)
+        for message, data in told
+    ]
 
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:

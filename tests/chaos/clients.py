@@ -2,8 +2,11 @@
 and leave."""
 
 import asyncio
+import hashlib
+from collections.abc import Mapping
 from typing import Any
 
+from tests.callbacks.receiver import SECRET
 from tests.chaos.callers import TERMINAL, Broken, Client, Gone
 from tests.chaos.ledger import Kind, Story
 from tests.chaos.oracles import Ask
@@ -48,7 +51,8 @@ class Streamer(Client):
 
 
 class Submitter(Client):
-    """Leaves a job, at times at two gateways at once under one key, and asks for its result."""
+    """Leaves a job, at times at two gateways at once under one key, and asks for its result. Of
+    half of them a receiver is to be told."""
 
     kind = "submitter"
 
@@ -62,9 +66,10 @@ class Submitter(Client):
 
     async def _submit(self, story: Story, ask: Ask) -> None:
         """Until some gateway has said yes. One key has one job, however often it is sent."""
+        body = self._body(story, ask)
         while story.job_id is None:
             times = self._rng.choice((1, 1, 2))
-            posts = (self._post(ask, story.name) for _ in range(times))
+            posts = (self._post(body, story.name) for _ in range(times))
             for answer in await asyncio.gather(*posts, return_exceptions=True):
                 if isinstance(answer, str):
                     story.accepted(answer)
@@ -73,8 +78,17 @@ class Submitter(Client):
             if story.job_id is None:
                 await self._again()
 
-    async def _post(self, ask: Ask, key: str) -> str:
-        body = {"endpoint": ask.endpoint, "body": ask.body}
+    def _body(self, story: Story, ask: Ask) -> dict[str, Any]:
+        """The same for as long as the story lasts: a key has one body."""
+        body: dict[str, Any] = {"endpoint": ask.endpoint, "body": ask.body}
+        urls = self._callers.receiver_urls
+        number = int(hashlib.sha256(story.name.encode()).hexdigest(), 16)
+        story.has_callback = number % 2 == 0
+        if story.has_callback:
+            body["callback"] = {"url": urls[number // 2 % len(urls)], "secret": SECRET}
+        return body
+
+    async def _post(self, body: Mapping[str, Any], key: str) -> str:
         answer = await self._request(
             "POST", "/v1/jobs", json=body, headers={"idempotency-key": key}
         )

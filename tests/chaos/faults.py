@@ -91,6 +91,15 @@ class Injector:
     async def stop_gateway(self) -> bool:
         return await self._pause(self._idle_gateway(), self.rng.uniform(0.2, 2 * LEASE_S))
 
+    async def kill_callbacks(self) -> bool:
+        return await self._replace(self._idle_callbacks(), signal.SIGKILL)
+
+    async def drain_callbacks(self) -> bool:
+        return await self._replace(self._idle_callbacks(), signal.SIGTERM)
+
+    async def stop_callbacks(self) -> bool:
+        return await self._pause(self._idle_callbacks(), self.rng.uniform(0.2, 2 * LEASE_S))
+
     async def kill_engine(self) -> bool:
         return await self._signal_engine(signal.SIGKILL, 0.0)
 
@@ -145,7 +154,13 @@ class Injector:
         return self.rng.choice(idle) if len(idle) > 1 else None
 
     def _idle_gateway(self) -> Seat | None:
-        idle = [seat for seat in self.fleet.gateways if not seat.is_busy]
+        return self._idle(self.fleet.gateways)
+
+    def _idle_callbacks(self) -> Seat | None:
+        return self._idle(self.fleet.callbacks)
+
+    def _idle(self, seats: Sequence[Seat]) -> Seat | None:
+        idle = [seat for seat in seats if not seat.is_busy]
         return self.rng.choice(idle) if idle else None
 
     # --- Redis --------------------------------------------------------------------------------
@@ -228,6 +243,9 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
     "gateway kill -9": (3, Injector.kill_gateway),
     "gateway SIGSTOP": (2, Injector.stop_gateway),
     "gateway SIGTERM": (1, Injector.drain_gateway),
+    "callbacks kill -9": (3, Injector.kill_callbacks),
+    "callbacks SIGSTOP": (2, Injector.stop_callbacks),
+    "callbacks SIGTERM": (1, Injector.drain_callbacks),
     "redis kill -9": (1.5, Injector.kill_redis),
     "redis SIGSTOP": (1, Injector.stop_redis),
     "redis power cut": (1.5, Injector.cut_power),

@@ -14,7 +14,7 @@ from infra.embedded_redis import Fsync
 from infra.lifeline import lifeline
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
-from tests.chaos.seats import GatewaySeat, Place, Seat, WorkerSeat
+from tests.chaos.seats import CallbacksSeat, GatewaySeat, Place, Seat, WorkerSeat
 from tests.chaos.server import ChaosRedis
 from tests.fakes import HashModelOptions
 
@@ -27,6 +27,7 @@ class FleetOptions:
 
     num_workers: int = 3
     num_gateways: int = 2
+    num_callbacks: int = 2  # processes that deliver them
     fsync: Fsync = "always"
     worker: Mapping[str, Any] = field(default_factory=dict)
     hash_model: HashModelOptions = HASH_MODEL
@@ -34,7 +35,7 @@ class FleetOptions:
 
 
 class Fleet:
-    """Redis, links, gateways and workers. `failed` takes what a fault could not do."""
+    """All processes and their links. `failed` takes what a fault could not do."""
 
     def __init__(self, options: FleetOptions, rng: random.Random) -> None:
         self._options = options
@@ -43,12 +44,13 @@ class Fleet:
         self.redis = ChaosRedis(self.directory / "redis", options.fsync, rng)
         self.gateways: list[GatewaySeat] = []
         self.workers: list[WorkerSeat] = []
+        self.callbacks: list[CallbacksSeat] = []
         self.keeps_logs = False
         self._lifeline = lifeline()
 
     @property
     def seats(self) -> list[Seat]:
-        return [*self.gateways, *self.workers]
+        return [*self.gateways, *self.workers, *self.callbacks]
 
     async def __aenter__(self) -> Self:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,6 +88,9 @@ class Fleet:
             )
         for number in range(self._options.num_gateways):
             self.gateways.append(GatewaySeat(await self._place(f"gateway-{number}", lifeline_fd)))
+        for number in range(self._options.num_callbacks):
+            place = await self._place(f"callbacks-{number}", lifeline_fd)
+            self.callbacks.append(CallbacksSeat(place))
         for seat in self.seats:
             seat.start()
         await asyncio.gather(*(seat.until_ready() for seat in self.seats))

@@ -1,7 +1,10 @@
 """The oracle: what each job must say, what was seen of it, and every difference between the two.
 
 Knows nothing of processes or HTTP. What comes in are observations; what comes out are violations,
-each of one kind. Tokens are compared as ids; no text is kept.
+each of one kind. Tokens are compared as ids; no text is kept. What receivers are told is judged in
+tests/chaos/tellings.py.
+
+Over 300 lines: a story and the ledger that it is judged by have one set of rules.
 """
 
 import time
@@ -26,6 +29,8 @@ class Kind(StrEnum):
     REORDERED = "reordered"  # an event that comes after a later one
     WRONG = "wrong"  # another token, another event under a known number, a false end
     DOUBLE_TERMINAL = "double_terminal"  # an end after the end
+    UNTOLD = "callbacks_untold"  # a job has ended and its receiver has accepted no word of it
+    SECOND_ID = "callbacks_under_a_second_id"  # a receiver cannot tell that it knows this already
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Story:
     prompt_ids: Sequence[int] = ()
     is_exact: bool = True
     may_be_cancelled: bool = False
+    has_callback: bool = False
     job_id: str | None = None
     status: str | None = None  # terminal, as the client was told
     events: dict[int, Event] = field(default_factory=dict)
@@ -216,6 +222,8 @@ class Ledger:
     num_rolled_back: int = 0
     num_near_ties: int = 0
     num_tokens: int = 0  # in the logs at the end
+    num_callbacks: int = 0  # ended jobs whose receiver is to be told
+    num_deliveries: int = 0  # that receivers have accepted, repeats included
     longest_stall_s: float = 0.0
 
     def open(

@@ -39,6 +39,8 @@ class Report:
             "took_s": round(self.took_s, 1),
             "jobs": len(ledger.stories_by_job),
             "tokens": ledger.num_tokens,
+            "callbacks": ledger.num_callbacks,
+            "callback_deliveries": ledger.num_deliveries,
             **ledger.by_kind(),
             "longest_stall_s": round(ledger.longest_stall_s, 1),
             "rolled_back": ledger.num_rolled_back,

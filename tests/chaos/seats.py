@@ -164,6 +164,7 @@ class GatewaySeat(Seat):
             "BATCHWAY_OUTAGE_GRACE_S": "5",
             "BATCHWAY_SYNC_DEADLINE_S": "900",  # nothing shall expire here,
             "BATCHWAY_SYNC_RETENTION_S": "86400",  # and all be there to be checked
+            "BATCHWAY_CALLBACK_ALLOW": "127.0.0.1",  # where the campaign's receiver listens
         }
 
 
@@ -203,3 +204,14 @@ class WorkerSeat(Seat):
 
     def _environ(self) -> Mapping[str, str]:
         return {HASH_MODEL_VARIABLE: msgspec.json.encode(self._hash_model).decode()}
+
+
+class CallbacksSeat(Seat):
+    """`batchway callbacks`: relay and RQ worker, with a ladder and leases that are scaled down."""
+
+    sign_of_readiness = "callbacks are delivered"
+
+    def _command(self) -> Sequence[str]:
+        settings = {"redis_url": self.link.url, "namespace": NAMESPACE, "drain_s": 1.0}
+        fields = msgspec.json.encode(settings).decode()
+        return [sys.executable, "-m", "tests.chaos.callbacks", fields]

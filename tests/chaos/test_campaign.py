@@ -19,7 +19,7 @@ from tests.chaos.report import Report
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
 FEW: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
-SMALL = FleetOptions(num_workers=2, num_gateways=1)
+SMALL = FleetOptions(num_workers=2, num_gateways=1, num_callbacks=1)
 
 
 def assert_clean(report: Report) -> None:
@@ -31,11 +31,12 @@ def assert_clean(report: Report) -> None:
 @pytest.mark.timeout(600)
 async def test_nothing_is_lost_and_nothing_is_repeated() -> None:
     """Processes killed, stopped and drained, Redis too, its power cut and its memory full, replies
-    lost, connections cut: every answer is exact, every job ends once."""
+    lost, connections cut: every answer is exact, every job ends once, every callback arrives."""
     num_faults = int(os.environ.get("CHAOS_FAULTS", "100"))
     report = await run_campaign(CampaignOptions(num_faults, seed=1, mean_gap_s=0.2))
     assert_clean(report)
     assert report.faults.total() >= num_faults
+    assert report.ledger.num_deliveries >= report.ledger.num_callbacks > 0
 
 
 @pytest.mark.timeout(300)

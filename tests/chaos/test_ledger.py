@@ -7,6 +7,7 @@ import pytest
 from contract.events import ChoiceDelta, End, LogEntry, Tokens
 from contract.jobs import JobStatus
 from tests.chaos.ledger import Event, Kind, Ledger, Story
+from tests.chaos.tellings import Telling, check_tellings
 
 EXPECTED = ((1, 2, 3, 4),)
 
@@ -139,6 +140,38 @@ def run_on_after_a_cancel(story: Story) -> None:
     story.ledger.check_log("job", JobStatus.CANCELLED, log)
 
 
+def tell(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
+    """The story's job has succeeded; this is what its receiver heard."""
+    story.has_callback = True
+    statuses = {"job": JobStatus.SUCCEEDED}
+    check_tellings(story.ledger, statuses, tellings, num_forged=num_forged)
+
+
+def tell_nobody(story: Story) -> None:
+    tell(story)
+
+
+def tell_another_job_s_receiver(story: Story) -> None:
+    tell(story, Telling("another job", "another job-1", "succeeded", True))
+
+
+def give_up_telling(story: Story) -> None:
+    tell(story, Telling("job", "job-1", "succeeded", False))
+
+
+def tell_under_a_second_id(story: Story) -> None:
+    accepted = Telling("job", "job-1", "succeeded", True)
+    tell(story, accepted, Telling("job", "job-2", "succeeded", False))
+
+
+def tell_a_false_end(story: Story) -> None:
+    tell(story, Telling("job", "job-1", "failed", True))
+
+
+def tell_what_cannot_be_verified(story: Story) -> None:
+    tell(story, Telling("job", "job-1", "succeeded", True), num_forged=1)
+
+
 FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
     (lose_an_event, Kind.LOST),
     (repeat_an_event, Kind.DUPLICATED),
@@ -161,6 +194,12 @@ FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
     (end_the_log_twice, Kind.DOUBLE_TERMINAL),
     (log_something_else_than_was_shown, Kind.WRONG),
     (run_on_after_a_cancel, Kind.WRONG),
+    (tell_nobody, Kind.UNTOLD),
+    (tell_another_job_s_receiver, Kind.UNTOLD),
+    (give_up_telling, Kind.UNTOLD),
+    (tell_under_a_second_id, Kind.SECOND_ID),
+    (tell_a_false_end, Kind.WRONG),
+    (tell_what_cannot_be_verified, Kind.WRONG),
 ]
 
 
@@ -175,7 +214,8 @@ def test_a_broken_promise_is_found(happens: Callable[[Story], None], kind: Kind)
 
 
 def test_a_sound_story_is_left_alone() -> None:
-    """Broken, resumed, repeated from the start, ended, replayed: as promised."""
+    """Broken, resumed, repeated from the start, ended, replayed, told twice under one id: as
+    promised."""
     ledger = Ledger()
     story = make_story(ledger)
     story.hear(event(1, 1, 2))
@@ -188,8 +228,12 @@ def test_a_sound_story_is_left_alone() -> None:
     story.told(story.output)
     ledger.check_jobs({"job": True, "of a caller that left before it heard": False})
     ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3,)), (3, (4,))))
+    refused = Telling("job", "job-1", "succeeded", False)
+    accepted = Telling("job", "job-1", "succeeded", True)
+    tell(story, refused, accepted, accepted)
     assert ledger.violations == []
     assert ledger.num_tokens == 4
+    assert (ledger.num_callbacks, ledger.num_deliveries) == (1, 2)
 
 
 def test_what_a_power_cut_takes_back_is_excused_and_no_more() -> None:
