@@ -38,11 +38,13 @@ class Scope(StrEnum):
 
 
 DEFAULT_SCOPES = (Scope.INFERENCE, Scope.JOBS_READ, Scope.JOBS_WRITE)
+MIN_RETENTION_S = 60.0  # of a job, after its end: its caller must have time to read it
 
 
 class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose a key is and what it grants. Limits are the tenant's, shared by all its keys; where
-    these differ, those of the key that is used count. 0: no limit of its own.
+    these differ, those of the key that is used count. 0: no limit of its own, and the
+    installation's retention. Raises ValueError.
     """
 
     tenant: str
@@ -52,6 +54,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_minute: int = 0
     concurrent_tokens: int = 0
     lane_share: float = 0.0  # of a lane's bound, 0 to 1
+    retention_s: float = 0.0  # of jobs that ask for none
 
     def __post_init__(self) -> None:
         if not _TENANT.fullmatch(self.tenant):
@@ -59,6 +62,8 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 "a tenant is named by at most 64 letters, digits and ._- that begin with one of "
                 "the first two"
             )
+        if self.retention_s and not self.retention_s >= MIN_RETENTION_S:
+            raise ValueError(f"a retention is {MIN_RETENTION_S:g} s or more")
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):

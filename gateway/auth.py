@@ -39,6 +39,16 @@ class Caller:
             lane_share=terms.lane_share,
         )
 
+    def job_retention_s(self, settings: GatewaySettings) -> float:
+        """Of a job that asks for none: the key's own, as far as the installation allows."""
+        own_s = self.terms.retention_s or settings.job_retention_s
+        return min(own_s, settings.max_retention_s)
+
+    def sync_retention_s(self, settings: GatewaySettings) -> float:
+        """Of a call's output: the installation's, and no longer than the key's jobs are kept."""
+        own_s = self.terms.retention_s or settings.sync_retention_s
+        return min(own_s, settings.sync_retention_s)
+
     def has(self, scope: Scope) -> bool:
         return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
 

@@ -67,6 +67,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         job,
         patience,
         timing,
+        job_retention_s=caller.job_retention_s(gateway.settings),
         may_return=not _ends_with_caller(body, terms.idempotency_key),
         headers=preference.applied() | rate_headers(submitted.rates),
     )
@@ -103,7 +104,9 @@ def _terms(
     return Terms(
         caller=caller,
         deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
-        retention_s=settings.job_retention_s if is_job else settings.sync_retention_s,
+        retention_s=caller.job_retention_s(settings)
+        if is_job
+        else caller.sync_retention_s(settings),
         attendance_s=settings.attendance_s if is_attended else 0.0,
         # Who prefers a job to waiting may wait for a worker too.
         needs_worker=not is_job,

@@ -21,7 +21,7 @@ async def prepare_job(
         caller=caller,
         lane=asked.lane,
         deadline_s=asked.deadline_s or settings.job_deadline_s,
-        retention_s=_retention_s(settings, asked),
+        retention_s=_retention_s(settings, asked, caller),
         metadata=asked.metadata or {},
         callback=to_callback(asked.callback, caller.tenant, settings),
         idempotency_key=idempotency_key,
@@ -37,10 +37,10 @@ async def prepare_job(
         raise
 
 
-def _retention_s(settings: GatewaySettings, asked: JobBody) -> float:
+def _retention_s(settings: GatewaySettings, asked: JobBody, caller: Caller) -> float:
     """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
     if asked.retention_s is None:
-        return settings.job_retention_s
+        return caller.job_retention_s(settings)
     if asked.retention_s > settings.max_retention_s:
         most = f"{settings.max_retention_s:g}"
         raise invalid_value("retention_s", f"retention_s may be at most {most} here")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
 from contract.jobs import Endpoint
 from gateway.errors import ApiError, bad_request, invalid_value
@@ -20,7 +21,6 @@ MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 4
 MAX_TOP_LOGPROBS = 20
 MAX_DEADLINE_S = 7 * 86_400
-MIN_RETENTION_S = 60
 _INT64 = 2**63
 _MAX_NAME = 64
 

@@ -20,7 +20,8 @@ log = logging.getLogger("batchway.gateway")
 
 
 class SyncCall:
-    """One call. `may_return`: its caller brought an Idempotency-Key, and may come back for it."""
+    """One call. `may_return`: its caller brought an Idempotency-Key, and may come back for it.
+    `job_retention_s`: how long its output is kept once it has turned into a job."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class SyncCall:
         patience: Patience,
         timing: ServerTiming,
         *,
+        job_retention_s: float,
         may_return: bool,
         headers: Mapping[str, str],
     ) -> None:
@@ -38,6 +40,7 @@ class SyncCall:
         self.timing = timing
         self._broker = broker
         self._settings = settings
+        self._job_retention_s = job_retention_s
         self._goes_on = may_return
         self._headers = headers
 
@@ -47,7 +50,7 @@ class SyncCall:
             self.job.id,
             self.job.tenant,
             deadline_s=self._settings.job_deadline_s,
-            retention_s=self._settings.job_retention_s,
+            retention_s=self._job_retention_s,
         )
         self._goes_on = True
         log.info("call became a job job_id=%s lane=%s", self.job.id, self.job.lane)

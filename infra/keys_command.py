@@ -11,7 +11,15 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from contract.api_keys import DEFAULT_SCOPES, ApiKey, ApiKeys, KeyTerms, Pepper, Scope
+from contract.api_keys import (
+    DEFAULT_SCOPES,
+    MIN_RETENTION_S,
+    ApiKey,
+    ApiKeys,
+    KeyTerms,
+    Pepper,
+    Scope,
+)
 from contract.connection import connect
 from contract.keys import Keys
 from gateway.settings import variable
@@ -105,6 +113,14 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
         "(default: no limit)",
     )
+    parser.add_argument(
+        "--retention-s",
+        type=_retention_s,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long the tenant's jobs that ask for no time of their own are kept after their "
+        "end, within the gateway's bound (default: the gateway's)",
+    )
 
 
 def _add_lifetime(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +149,13 @@ def _share(raw: str) -> float:
     value = option_values.number(may_be_zero=False)(raw)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
+    return value
+
+
+def _retention_s(raw: str) -> float:
+    value = option_values.number(may_be_zero=False)(raw)
+    if value < MIN_RETENTION_S:
+        raise argparse.ArgumentTypeError(f"must be at least {MIN_RETENTION_S:g}, not {raw!r}")
     return value
 
 
@@ -181,6 +204,7 @@ async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
         tokens_per_minute=options.tokens_per_minute,
         concurrent_tokens=options.concurrent_tokens,
         lane_share=options.lane_share,
+        retention_s=options.retention_s,
     )
     key, prefix = await api_keys.create(terms, lifetime_s=_lifetime_s(options))
     await _show_new(api_keys, options, key, prefix)
@@ -235,6 +259,7 @@ def _shown(key: ApiKey) -> dict[str, Any]:
         "tokens_per_minute": terms.tokens_per_minute or None,
         "concurrent_tokens": terms.concurrent_tokens or None,
         "lane_share": terms.lane_share or None,
+        "retention_s": terms.retention_s or None,
         "created_at": key.created_ms / 1000,
         "expires_at": None if key.expires_ms is None else key.expires_ms / 1000,
         "revoked_at": None if key.revoked_ms is None else key.revoked_ms / 1000,
@@ -247,8 +272,9 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         "tokens_per_minute": "tokens/min",
         "concurrent_tokens": "tokens at a time",
         "lane_share": "of a lane",
+        "retention_s": "s kept",
     }
-    limits = [f"{key[name]:g} {unit}" for name, unit in units.items() if key[name]]
+    limits = [f"{key[name]:.10g} {unit}" for name, unit in units.items() if key[name]]
     return (
         key["prefix"],
         key["state"],

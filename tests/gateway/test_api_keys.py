@@ -236,3 +236,72 @@ async def test_who_must_bring_a_key_must_so_while_none_exists(
     with running_gateway(make_settings(redis_server.url, require_key=True)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             assert code(await http.get("/v1/models")) == (401, "invalid_api_key")
+
+
+DAY_S, MONTH_S = 86_400, 30 * 86_400
+
+
+@pytest.mark.parametrize(
+    ("granted_s", "asked", "kept_s"),
+    [
+        (0.0, {}, DAY_S),
+        (3600.0, {}, 3600),
+        (3600.0, {"retention_s": 7200}, 7200),
+        (365.0 * DAY_S, {}, MONTH_S),
+    ],
+    ids=["the installation's", "the key's own", "what the job asks for", "cut at the bound"],
+)
+async def test_a_job_is_kept_for_as_long_as_its_key_says(
+    fresh: httpx.AsyncClient,
+    api_keys: ApiKeys,
+    idle_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    granted_s: float,
+    asked: dict[str, Any],
+    kept_s: int,
+) -> None:
+    """Where the job itself asks for no time. It is there until then, and gone afterwards."""
+    headers = await bearer(api_keys, retention_s=granted_s)
+    answer = await fresh.post("/v1/jobs", json=JOB | asked, headers=headers)
+    path = f"/v1/jobs/{answer.json()['id']}"
+    await idle_worker.run(await idle_worker.claim())
+    await redis_client.incrby(keys.clock_offset, kept_s * 1000 - 60_000)
+    await idle_worker.functions.sweep()
+    assert (await fresh.get(path, headers=headers)).status_code == 200
+    await redis_client.incrby(keys.clock_offset, 60_000)
+    await idle_worker.functions.sweep()
+    assert code(await fresh.get(path, headers=headers)) == (404, "job_not_found")
+
+
+@pytest.mark.parametrize(
+    ("granted_s", "headers", "kept_s"),
+    [
+        (120.0, {}, 120),
+        (7200.0, {}, 600),
+        (7200.0, {"prefer": "wait=10"}, 7200),
+    ],
+    ids=["no longer than jobs", "the installation's", "may become a job"],
+)
+async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
+    fresh: httpx.AsyncClient,
+    api_keys: ApiKeys,
+    worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    granted_s: float,
+    headers: dict[str, str],
+    kept_s: int,
+) -> None:
+    """A call that its caller would turn into a job is kept as one."""
+    headers = headers | await bearer(api_keys, retention_s=granted_s)
+    answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 200
+    ttl_ms: Any = await redis_client.hget(keys.job(answer.headers["x-job-id"]), "ttl_ms")
+    assert int(ttl_ms) == kept_s * 1000
+
+
+def test_a_retention_that_is_too_short_is_no_term() -> None:
+    """Nobody could read what is forgotten at once."""
+    with pytest.raises(ValueError, match="a retention is 60 s or more"):
+        KeyTerms(tenant="acme", retention_s=59.0)

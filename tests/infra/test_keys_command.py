@@ -50,14 +50,22 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
     limits = ("--requests-per-minute=60", "--tokens-per-minute=9000", "--concurrent-tokens=5000")
     status, out, _ = keys_of(
         *("create", "--tenant=acme", "--scopes=inference,jobs:read", "--lanes=batch"),
-        *(*limits, "--lane-share=0.5", "--expires=30"),
+        *(*limits, "--lane-share=0.5", "--retention-s=3600", "--expires=30"),
     )
     key = out.strip()
     prefix = key.split("-")[1]
     assert (status, key[:3], len(key)) == (0, "bw-", 3 + 8 + 1 + 64)
     _, listed, _ = keys_of("list")
     assert key not in listed
-    for word in (prefix, "acme", "inference,jobs:read", "batch", "60 requests/min", "active"):
+    for word in (
+        prefix,
+        "acme",
+        "inference,jobs:read",
+        "batch",
+        "60 requests/min",
+        "3600 s kept",
+        "active",
+    ):
         assert word in listed
     status, out, told = keys_of("rotate", prefix, "--overlap-s=0")
     assert (status, f"{prefix} works for 0 s more" in told) == (0, True)
@@ -66,6 +74,7 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
     listed = json.loads(keys_of("list", "--json=-")[1])["keys"]
     assert [(k["prefix"], k["state"]) for k in listed] == [(prefix, "expired"), (new, "revoked")]
     assert [k["tokens_per_minute"] for k in listed] == [9000, 9000]
+    assert [k["retention_s"] for k in listed] == [3600, 3600]
 
 
 def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) -> None:
@@ -103,6 +112,8 @@ def test_what_cannot_be_done_is_one_sentence(
         ("--lanes=fast", "different names out of"),
         ("--lane-share=1.5", "over 0 and up to 1"),
         ("--requests-per-minute=0", "at least 1"),
+        ("--retention-s=59", "at least 60"),
+        ("--retention-s=nan", "a number over 0"),
         ("--expires=0", "over 0"),
     ],
 )
