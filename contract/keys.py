@@ -124,6 +124,10 @@ class Keys:
         return f"{self.tag}:litter"
 
     @property
+    def object_store(self) -> str:
+        return f"{self.tag}:object_store"
+
+    @property
     def quarantine(self) -> str:
         return f"{self.tag}:quarantine"
 

@@ -22,7 +22,7 @@ from infra.drain_command import run_drain
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
-from infra.preconditions import UsageError, check_extra, check_redis, known_redis
+from infra.preconditions import UsageError, check_extra, check_redis, check_store, known_redis
 from infra.redis_roles_command import run_redis_roles
 
 EXIT_USAGE = 2
@@ -97,6 +97,7 @@ def _gateway(options: argparse.Namespace) -> int:
     check_extra("gateway")
     settings = _gateway_settings(options, known_redis(options))
     check_redis(settings.redis_url)
+    check_store(settings.redis_url, settings.namespace, settings.object_store)
     if options.listen_fd is None:
         listener = _bind(settings, options)
     else:
@@ -161,6 +162,7 @@ def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
     url = known_redis(options)
     check_redis(url)
+    check_store(url, options.namespace, options.object_store)
 
     from dataclasses import replace
 
@@ -190,6 +192,7 @@ def _worker(options: argparse.Namespace) -> int:
 def _callbacks(options: argparse.Namespace) -> int:
     if options.callbacks is None:
         check_extra("callbacks")
+        check_store(known_redis(options), options.namespace, options.object_store)
     try:
         return _with_redis(run_callbacks_command, options)
     except ValueError as exc:

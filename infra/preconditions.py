@@ -8,6 +8,10 @@ import importlib.util
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
+from contract.keys import Keys
+from contract.known_store import known_store
+from payloads.opening import open_store
+from payloads.store import PayloadUnavailable
 
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2"),
@@ -43,6 +47,29 @@ def check_redis(url: str) -> None:
         raise UsageError(str(exc)) from exc
     except BrokerUnavailable:
         return
+
+
+def check_store(url: str, namespace: str, setting: str) -> None:
+    """Raises UsageError where the namespace uses another object store than this setting's. A store
+    or a Redis that is down is judged later, by reads that check the store of what they read.
+    """
+
+    async def check(own: str) -> str:
+        client = connect(url, retries=0)
+        async with contextlib.aclosing(client):
+            return await known_store(client, Keys(namespace), own)
+
+    store = open_store(setting)
+    try:
+        own = "" if store is None else store.name
+        known = asyncio.run(check(own))
+    except (BrokerUnavailable, PayloadUnavailable):
+        return
+    if known != own:
+        raise UsageError(
+            f"the namespace {namespace!r} keeps its objects in {known}, and this part is given "
+            f"{own or 'no object store'}: give all parts the same --object-store"
+        )
 
 
 def known_redis(options: argparse.Namespace) -> str:

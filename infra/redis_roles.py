@@ -64,7 +64,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=_GATEWAY_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} srandmember",
-            keeps=f"{_JOB_KEYS} dead idem memory",
+            keeps=f"{_JOB_KEYS} dead idem memory object_store",
             reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS}",
             channels="ev wake ctl",
         ),
@@ -73,7 +73,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions="claim mine append heartbeat release blame read sweep",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
             "zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock owed turn",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed turn",
             reads="clock_offset",
             channels="ev wake ctl",
         ),
@@ -85,7 +85,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim zadd "
             "zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="due flying out outbox dead",
-            reads=f"{_SIGHT_KEYS} active counters job line log pool workers",
+            reads=f"{_SIGHT_KEYS} active counters job line log object_store pool workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(

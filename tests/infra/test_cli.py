@@ -14,6 +14,7 @@ import redis
 from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
+from infra.preconditions import check_store
 from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
@@ -163,6 +164,28 @@ def test_a_redis_that_evicts_keys_is_refused(command: str, status: int) -> None:
         done = run_cli(command, *arguments, "--redis-url", server.url)
     assert done.returncode == status
     assert "maxmemory-policy is allkeys-lru; set it to noeviction" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["gateway", "worker", "callbacks"])
+@pytest.mark.parametrize("is_given_one", [True, False])
+def test_another_object_store_than_the_namespace_s_is_refused(
+    command: str, is_given_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sentence with both names; the first one that is given a store sets it."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second") if is_given_one else ""
+    monkeypatch.setenv("BATCHWAY_CALLBACK_KEY", "0123456789abcdef")
+    with EmbeddedRedis() as server:
+        check_store(server.url, "default", "")  # who has none leaves no name
+        check_store(server.url, "default", first)
+        check_store(server.url, "default", first)
+        check_store(server.url, "another", second)
+        arguments = ["--redis-url", server.url, *(["--object-store", second] if second else [])]
+        done = run_cli(command, *arguments, *(["--port", "0"] if command == "gateway" else []))
+    assert done.returncode == 2
+    assert "the namespace 'default' keeps its objects in dir:" in done.stderr
+    assert ("given dir:" if second else "given no object store") in done.stderr
+    assert "give all parts the same --object-store" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,0 +1,25 @@
+"""Which object store a namespace uses: the first part that has one leaves its name in Redis."""
+
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError
+
+from contract.connection import broker_errors
+from contract.keys import Keys
+
+
+async def known_store(client: redis.asyncio.Redis, keys: Keys, own: str) -> str:
+    """The store of the namespace, which is `own` where none was known; '': no store at all.
+
+    Raises BrokerUnavailable. Where the key may not be touched, whoever deploys answers for it.
+    """
+    try:
+        with broker_errors():
+            raw: Any = await client.hget(keys.object_store, "name")
+            if raw is None and own:
+                await client.hsetnx(keys.object_store, "name", own)
+                raw = await client.hget(keys.object_store, "name")
+    except NoPermissionError:
+        return own
+    return own if raw is None else str(raw.decode())
