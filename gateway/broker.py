@@ -18,6 +18,7 @@ from typing import TypeVar
 from redis.exceptions import NoPermissionError
 
 from contract.api_keys import ApiKeys, Pepper
+from contract.callback_state import CallbackState, callback_state
 from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
@@ -145,6 +146,10 @@ class Broker:
     async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""
         return await self._call(lambda: ask(self._outbox))
+
+    async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
+        """How far the job's callback is; None where it has none."""
+        return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """The status the job has now. Raises UnknownJob."""

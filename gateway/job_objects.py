@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from contract.callback_state import CallbackState
 from contract.calls import JobView, Position, Submitted
 from contract.jobs import Job, JobStatus
 from gateway.answers import usage
@@ -90,6 +91,17 @@ def job_object(view: JobView) -> dict[str, Any]:
         "wait_s": None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
         "error": {"code": view.code, "message": view.message} if view.code else None,
         "events_url": events_url(view.job.id),
+    }
+
+
+def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
+    """How far the job's callback is; null where it has none."""
+    if found is None:
+        return None
+    return {
+        "state": found.state,
+        "attempts": found.num_attempts,
+        "next_attempt_at": _seconds(found.next_attempt_ms),
     }
 
 

@@ -15,7 +15,7 @@ from gateway.bodies import read_object
 from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
 from gateway.errors import ApiError, draining
 from gateway.event_ids import asked_position
-from gateway.job_objects import checked_id, job_object
+from gateway.job_objects import callback_object, checked_id, job_object
 from gateway.job_terms import prepare_job
 from gateway.schemas import parse_job, parse_job_change
 from gateway.streams import Gateway, job_stream
@@ -48,6 +48,7 @@ async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
     shown = job_object(view) | {"result": None, "result_url": await _result_url(gateway, view)}
+    shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
     if view.is_terminal and view.num_output_tokens:
         job = await gateway.whole(view.job)
         answer = Answer(job, await gateway.tokenizer_for(job))

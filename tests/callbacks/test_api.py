@@ -6,6 +6,7 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.callback_state import callback_state
 from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
 from contract.keys import Keys
@@ -113,3 +114,49 @@ async def test_dead_letters_are_listed_shown_and_replayed(
     assert record is not None
     assert record.message_id == letter["message_id"]
     assert "hush" not in listed.text
+
+
+async def test_a_job_shows_how_far_its_callback_is(
+    http: httpx.AsyncClient,  # noqa: F811
+    idle_worker: FakeWorker,  # noqa: F811
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """Pending before the end, between two attempts and during one; then delivered. Tenants see
+    their own alone, and nobody the target."""
+    path = f"/v1/jobs/{(await submit(http, {'url': URL, 'secret': SECRET})).json()['id']}"
+    job_id = path.rpartition("/")[2]
+
+    async def shown() -> Any:
+        answer = await http.get(path)
+        assert "hush" not in answer.text
+        return answer.json()["callback"]
+
+    assert await shown() == {"state": "pending", "attempts": 0, "next_attempt_at": None}
+    await http.post(f"{path}/cancel")
+    ended = await shown()
+    assert (ended["state"], ended["attempts"]) == ("pending", 0)
+    outbox = Outbox(redis_client, keys)
+    [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
+    await outbox.start(taken, lease_s=5)
+    assert await shown() == {"state": "pending", "attempts": 1, "next_attempt_at": None}
+    await outbox.done(taken, "retry", delay_s=60)
+    later = await shown()
+    assert later["attempts"] == 1
+    assert later["next_attempt_at"] == pytest.approx(ended["next_attempt_at"] + 60, abs=30)
+    assert await callback_state(redis_client, keys, job_id, "a stranger") is None
+    await redis_client.incrby(keys.clock_offset, 60_000)
+    [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
+    await outbox.start(taken, lease_s=5)
+    await outbox.done(taken, "delivered")
+    assert await shown() == {"state": "delivered", "attempts": 2, "next_attempt_at": None}
+
+
+async def test_a_job_without_a_callback_shows_none(
+    http: httpx.AsyncClient,  # noqa: F811
+    idle_worker: FakeWorker,  # noqa: F811
+) -> None:
+    """Null, not an empty state."""
+    answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})
+    shown = (await http.get(f"/v1/jobs/{answer.json()['id']}")).json()
+    assert shown["callback"] is None
