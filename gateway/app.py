@@ -12,7 +12,7 @@ from gateway import errors
 from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
-from gateway.limits import BodyLimit, LastNet, RequestIds, TrustedHosts
+from gateway.limits import MAX_HEADER_BYTES, BodyLimit, HeadLimit, LastNet, RequestIds, TrustedHosts
 from gateway.routes import (
     callbacks,
     chat,
@@ -61,6 +61,7 @@ def create_app(
         BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
     )
     app.add_middleware(TrustedHosts, hosts=hosts_of(settings))
+    app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
     app.add_middleware(LastNet)
     app.add_middleware(RequestIds)
     return app

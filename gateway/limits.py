@@ -1,4 +1,4 @@
-"""ASGI layers around the app: request ids, the body's limits, the last net for errors.
+"""ASGI layers around the app: request ids, limits of head and body, the last net for errors.
 
 Pure ASGI, so that a disconnect reaches the routes and a stream is passed on unbuffered.
 """
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, bad_request, internal_error
 
+MAX_HEADER_BYTES = 16 * 1024
 _DISCARD_TIMES = 8  # of the allowed length, at most
 _DISCARD_S = 1.0
 
@@ -134,6 +135,24 @@ class BodyLimit:
         return ApiError(408, "body_too_slow", message, headers={"connection": "close"})
 
 
+class HeadLimit:
+    """Refuses a head that is too long. The server stops one that is still coming at this length,
+    and takes in whole what came in one piece.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _head_bytes(scope) <= self._max_bytes:
+            await self._app(scope, receive, send)
+            return
+        message = f"the request line and headers have more than {self._max_bytes} bytes"
+        error = ApiError(431, "headers_too_large", message, headers={"connection": "close"})
+        await error.response()(scope, receive, send)
+
+
 class TrustedHosts:
     """Refuses a Host header that is none of ours: a page elsewhere whose name was rebound to
     loopback must not reach a gateway that asks for no key. `*` allows every host.
@@ -163,6 +182,12 @@ class TrustedHosts:
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header of a (lower-case) name."""
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Without what separates the parts."""
+    line = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    return line + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _where(exc: BaseException) -> str:

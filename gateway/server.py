@@ -10,10 +10,10 @@ from dataclasses import replace
 import uvicorn
 
 from gateway.app import create_app
+from gateway.limits import MAX_HEADER_BYTES
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
 
-MAX_HEADER_BYTES = 16 * 1024
 _BACKLOG = 512
 _LAST_WORDS_S = 5.0  # for streams to say that they end, after the drain
 

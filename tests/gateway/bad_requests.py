@@ -1,9 +1,11 @@
-"""Bodies of requests that no caller of good will sends, as data.
+"""Bodies and heads of requests that no caller of good will sends, as data.
 
 Each body is named by what is wrong with it; the gateway answers each with a 4xx of its own shape.
 """
 
 import json
+import random
+from collections.abc import Iterator
 
 from tests.gateway.fake_worker import MODEL
 
@@ -60,6 +62,7 @@ BODIES: dict[str, bytes] = {
     "closed more than opened": b"}" * 100_000,
     "many names": json.dumps({f"k{i}": 0 for i in range(5_000)}).encode(),
     "a long name": json.dumps({"k" * 100_000: 0}).encode(),
+    "many messages of nothing": b'{"model": "hash", "messages": [' + b"{}," * 50_000 + b"{}]}",
     "many stops": json.dumps(_GOOD | {"stop": ["a"] * 10_000}).encode(),
     "many biases": json.dumps(_GOOD | {"logit_bias": {str(i): 1 for i in range(5_000)}}).encode(),
     "a prompt of prompts": json.dumps(_GOOD | {"prompt": [["a"], ["b"]]}).encode(),
@@ -73,3 +76,50 @@ CONTENT_TYPES = (
     *("", "text/plain", "text/json", "application/xml", "multipart/form-data; boundary=x"),
     *("application/x-www-form-urlencoded", "application/jsonx", "application/json, text/html"),
 )
+
+BAD_HOSTS = (
+    b"evil.example",
+    b"127.0.0.1:80@evil.example",
+    b"localhost/../../v1/models?x=",
+)
+
+# Heads that are no HTTP, or not of one meaning; `{host}` is the gateway's own name.
+HEADS: dict[str, str] = {
+    "no host": "GET /v1/models HTTP/1.1\r\n\r\n",
+    "two hosts": "GET /v1/models HTTP/1.1\r\nhost: {host}\r\nhost: {host}\r\n\r\n",
+    "a host that folds": "GET /v1/models HTTP/1.1\r\nhost: {host}\r\n evil\r\n\r\n",
+    "two lengths": "POST /v1/jobs HTTP/1.1\r\nhost: {host}\r\ncontent-length: 2\r\n"
+    "content-length: 3\r\n\r\n{{}}",
+    "length and chunks": "POST /v1/jobs HTTP/1.1\r\nhost: {host}\r\ncontent-length: 2\r\n"
+    "transfer-encoding: gzip, chunked\r\n\r\n{{}}",
+    "a negative length": "POST /v1/jobs HTTP/1.1\r\nhost: {host}\r\ncontent-length: -1\r\n\r\n",
+    "a length in words": "POST /v1/jobs HTTP/1.1\r\nhost: {host}\r\ncontent-length: two\r\n\r\n",
+    "a space before the colon": "GET /livez HTTP/1.1\r\nhost : {host}\r\n\r\n",
+    "a name with a zero byte": "GET /livez HTTP/1.1\r\nhost: {host}\r\nx\0y: z\r\n\r\n",
+    "no version": "GET /livez\r\nhost: {host}\r\n\r\n",
+    "another protocol": "SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "a chunk without a size": "POST /v1/jobs HTTP/1.1\r\nhost: {host}\r\n"
+    "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n{{}}\r\n",
+    "long headers": "GET /livez HTTP/1.1\r\nhost: {host}\r\nx: " + "a" * 20_000 + "\r\n\r\n",
+}
+
+
+def spoilt_bodies(number: int, seed: int) -> Iterator[bytes]:
+    """Good bodies with a few bytes cut, doubled or changed: mostly no JSON any more."""
+    rng = random.Random(seed)
+    for _ in range(number):
+        raw = bytearray(_TEXT.encode())
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(raw))
+            match rng.randrange(4):
+                case 0:
+                    del raw[at]
+                case 1:
+                    raw[at] = rng.randrange(256)
+                case 2:
+                    raw[at:at] = raw[at : at + rng.randint(1, 9)]
+                case _:
+                    raw[at:at] = rng.choice(
+                        [b"{", b"[", b'"', b"\\", b",", b"\x00", b"1e", b"null"]
+                    )
+        yield bytes(raw)

@@ -1,10 +1,14 @@
 """What comes from nowhere good: every answer is a 4xx of our own shape, never a 5xx."""
 
+import asyncio
+from typing import Any
+
 import httpx
 import pytest
 
-from tests.gateway.bad_requests import BODIES, CONTENT_TYPES
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.bad_requests import BAD_HOSTS, BODIES, CONTENT_TYPES, HEADS, spoilt_bodies
+from tests.gateway.fake_worker import FakeWorker, says
+from tests.gateway.test_security import ROUTES
 
 pytestmark = pytest.mark.anyio
 
@@ -45,3 +49,62 @@ async def test_every_other_content_type_is_refused(http: httpx.AsyncClient) -> N
             answer = await http.request(method, path, content=b"{}", headers=headers)
             assert answer.status_code in (404, 415), (path, kind)
             check_refusal(answer, (path, kind))
+
+
+async def test_a_spoilt_body_is_refused_or_runs(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """By a seeded die; what is still JSON of ours may be served."""
+    worker.script = says("ab")  # no more than the two tokens that most ask for
+    num_refused = 0
+    for body in spoilt_bodies(80, seed=5):
+        answer = await http.post("/v1/completions", content=body, headers=JSON)
+        if answer.status_code != 200:
+            check_refusal(answer, body)
+            num_refused += 1
+    assert 50 < num_refused < 80  # some are still good
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_no_route_answers_to_another_host(
+    http: httpx.AsyncClient, method: str, path: str
+) -> None:
+    """Three names on each: a foreign one, one with a user in it, one with a path in it."""
+    for host in BAD_HOSTS:
+        answer = await http.request(method, path, headers=[(b"host", host)])
+        check_refusal(answer, (path, host))
+        assert answer.json()["error"]["code"] == "untrusted_host"
+
+
+async def test_every_bad_head_is_refused(gateway_url: str) -> None:
+    """By the server or by the app, however the bytes come to it."""
+    url = httpx.URL(gateway_url)
+    for name, head in HEADS.items():
+        raw = head.format(host=f"{url.host}:{url.port}").encode()
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        try:
+            writer.write(raw)
+            async with asyncio.timeout(10):
+                status = await reader.readline()
+        finally:
+            writer.close()
+        assert status.startswith(b"HTTP/1.1 4"), (name, status)
+
+
+async def test_headers_that_say_nonsense_are_refused(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Each header of ours that is read as a value."""
+    body: dict[str, Any] = {"model": "hash", "prompt": "ab"}
+    for headers in (
+        {"idempotency-key": "x" * 10_000},
+        {"idempotency-key": "a\x7fb"},
+        {"last-event-id": "nonsense", "idempotency-key": "k"},
+        {"prefer": "wait=-1"},
+        {"prefer": "wait=1e99"},
+        {"authorization": "Bearer " + "é" * 10},
+    ):
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        answer = await http.post("/v1/completions", json=body, headers=raw)
+        if answer.status_code != 200:  # what is no preference of ours is not heeded
+            check_refusal(answer, headers)
