@@ -1,0 +1,66 @@
+"""A thousand canaries through the ways to be refused: none is in a log of the gateway."""
+
+import logging
+
+import httpx
+import pytest
+
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+NUM_ROUNDS = 40
+PER_ROUND = 25
+
+
+async def test_no_canary_is_ever_logged(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In prompts, names, values, keys, queries, paths and headers; and of what is accepted."""
+    caplog.set_level(logging.DEBUG)
+    for number in range(NUM_ROUNDS):
+        canaries = [f"canary-{number}-{i}" for i in range(PER_ROUND)]
+        answer = await _fails(http, number, canaries)
+        assert answer.status_code >= 400, number
+    accepted = {"model": MODEL, "prompt": "canary-accepted"}
+    call = {"endpoint": "/v1/completions", "body": accepted}
+    assert (await http.post("/v1/jobs?q=canary-accepted", json=call)).status_code == 202
+    lines = "\n".join(_line(record) for record in caplog.records if not _is_ours(record))
+    assert "accepted job_id=" in lines  # what is logged is seen here
+    assert "canary-" not in lines
+
+
+async def _fails(http: httpx.AsyncClient, number: int, canaries: list[str]) -> httpx.Response:
+    """One call that is refused, with a canary wherever a caller can put one."""
+    key, query, header, request_id, prompt, *more = canaries
+    headers = {
+        "authorization": f"Bearer {key}",
+        "x-canary": header,
+        "x-request-id": f"{request_id} is no id",
+        "cookie": more[0],
+        "user-agent": more[1],
+    }
+    body: dict[str, object] = {"model": MODEL, "prompt": " ".join([prompt, *more[2:]])}
+    bodies: list[dict[str, object]] = [
+        body | {prompt: prompt},
+        body | {"n": prompt},
+        body | {"model": prompt},
+        body | {"stop": [prompt] * 5},
+        body | {"prompt": [prompt, prompt]},
+        body | {"logit_bias": {prompt: 1}},
+        body | {"tools": [prompt]},
+        {"endpoint": "/v1/completions", "body": body, "lane": prompt},
+    ]
+    path = ("/v1/completions", "/v1/chat/completions", "/v1/jobs", f"/v1/{prompt}")[number // 8 % 4]
+    return await http.post(f"{path}?q={query}", json=bodies[number % 8], headers=headers)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether the test's own client wrote it."""
+    return record.name.startswith(("httpx", "httpcore"))
+
+
+def _line(record: logging.LogRecord) -> str:
+    return f"{record.getMessage()} {record.exc_info} {record.__dict__.get('extra', '')}"
