@@ -130,7 +130,7 @@ class Reference:
         self._known_workers: set[str] = set()  # also those that drain
         self._pools: dict[str, Pool] = {}
         self._tenants: dict[str, Tenant] = {}
-        self._lengths: dict[tuple[str, str, str], Lengths] = {}
+        self.lengths: dict[tuple[str, str, str], Lengths] = {}
         self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
@@ -652,7 +652,7 @@ class Reference:
 
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
-        known = [self._lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
+        known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
         num_output = predicted_output(known, s.max_output_tokens)
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
@@ -691,7 +691,7 @@ class Reference:
         if status is JobStatus.SUCCEEDED:
             for name in (record.job.tenant, ""):
                 key = (record.job.model, record.lane, name)
-                self._lengths.setdefault(key, Lengths()).learn(record.num_tokens)
+                self.lengths.setdefault(key, Lengths()).learn(record.num_tokens)
 
     def _live(self, model: str) -> list[WorkerCapacity]:
         since_ms = self.now_ms - WORKER_TTL_MS

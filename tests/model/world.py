@@ -343,10 +343,14 @@ class World:
                 "cost": str(record.cost),
             }
             assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
+        for of, known in self.reference.lengths.items():
+            raw: Any = self.client.get(self.keys.lengths(*of))
+            estimate, num_seen = raw.split()
+            assert (float(estimate), int(num_seen)) == (known.estimate, known.num_seen), of
         for lane in LANES:
             waits: Any = self.client.lrange(self.keys.calibration("m", lane), 0, -1)
-            known = self.reference.calibrations.get(("m", lane), [])
-            assert [tuple(map(int, wait.split())) for wait in waits] == known, f"waits in {lane}"
+            noted = self.reference.calibrations.get(("m", lane), [])
+            assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
         litter: Any = self.client.smembers(self.keys.litter)
         forgotten = {job_id.decode() for job_id in litter}
         assert forgotten == self.reference.litter, forgotten ^ self.reference.litter
