@@ -32,10 +32,12 @@ class Lengths:
         self.num_seen += 1
 
 
-def predicted_output(known: Sequence[Lengths], max_tokens: int) -> int:
+def predicted_output(
+    known: Sequence[Lengths], max_tokens: int, min_lengths: int = MIN_LENGTHS
+) -> int:
     """The output to expect: by the first of those known that has seen enough, else the cap."""
     for lengths in known:
-        if lengths.num_seen >= MIN_LENGTHS:
+        if lengths.num_seen >= min_lengths:
             return max(1, min(max_tokens, math.ceil(lengths.estimate)))
     return max_tokens
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.admission import (
+    MIN_LENGTHS,
     WORKER_TTL_MS,
     Ahead,
     Candidate,
@@ -117,8 +118,10 @@ class Record:
 class Reference:
     """One partition. Every method does what the function of its name does."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_passed: int = MAX_PASSED, min_lengths: int = MIN_LENGTHS) -> None:
         self.now_ms = 0
+        self._max_passed = max_passed
+        self._min_lengths = min_lengths
         self.records: dict[str, Record] = {}
         self.litter: set[str] = set()  # forgotten jobs that keep something in the object store
         self.outbox = OutboxReference()
@@ -618,7 +621,7 @@ class Reference:
                 record = self.records[job_id]
                 if record.cost <= room:
                     return record, False
-                if record.passed >= MAX_PASSED:
+                if record.passed >= self._max_passed:
                     return None, True
                 skipped.append(record)
                 if num_skipped == MAX_SKIPPED:
@@ -653,7 +656,7 @@ class Reference:
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
-        num_output = predicted_output(known, s.max_output_tokens)
+        num_output = predicted_output(known, s.max_output_tokens, self._min_lengths)
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
         pool = self._pool(model)

@@ -74,9 +74,9 @@ OUTBOX_REPLIES = {
     "outbox_dead": ("some", "nothing"),
     "outbox_replay": ("None", "due", "taken", "idle", "delivered"),
 }
-TIMES = 50
-TIMES_OF_A_REFUSAL = 15  # each is a line of one decision, which 1 submit in 4 reaches
-MAX_STEPS = 40_000
+TIMES = 20
+TIMES_OF_A_REFUSAL = 10  # each is a line of one decision, which 1 submit in 4 reaches
+MAX_STEPS = 60_000
 
 
 class ProtocolMachine(RuleBasedStateMachine):

@@ -1,16 +1,74 @@
 """A seeded random walk through a World: what a stage manager with dice would order."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from contract.calls import TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
+# What may happen, and how often. Worlds of all kinds of steps keep small and full of conflicts;
+# in the others the queue is long and much is claimed, limits are what it is about, or time passes.
+_EVERYTHING = {
+    "submit": 16,
+    "quote": 1,
+    "read": 1,
+    "cancel": 10,
+    "reprioritise": 10,
+    "attend": 2,
+    "detach": 10,
+    "delete": 9,
+    "list": 8,
+    "claim": 16,
+    "mine": 5,
+    "append": 34,
+    "heartbeat": 7,
+    "drain": 2,
+    "release": 10,
+    "blame": 9,
+    "sweep": 8,
+    "restart": 1,
+    "fill_memory": 2,
+    "pass_time": 8,
+}
+_QUEUES = {
+    "enqueue": 40,
+    "claim": 34,
+    "append": 12,
+    "reprioritise": 5,
+    "release": 3,
+    "cancel": 2,
+    "read": 4,
+}
+_LIMITS = {
+    "submit": 40,
+    "quote": 4,
+    "read": 10,
+    "heartbeat": 10,
+    "claim": 16,
+    "append": 30,
+    "cancel": 3,
+    "reprioritise": 4,
+    "pass_time": 8,
+    "sweep": 3,
+}
+_TIMES = {
+    "submit": 14,
+    "attend": 4,
+    "detach": 8,
+    "claim": 20,
+    "append": 10,
+    "heartbeat": 5,
+    "release": 3,
+    "blame": 3,
+    "sweep": 14,
+    "pass_time": 14,
+}
+STAGES = (_EVERYTHING, _QUEUES, _EVERYTHING, _LIMITS, _EVERYTHING, _TIMES)
+
 
 class Walk:
-    """Draws one step after another. The weights keep worlds small and full of conflicts."""
+    """Draws one step after another from one stage."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -21,32 +79,11 @@ class Walk:
             concurrent_tokens=self._rng.choice([0, 0, 28]),
             lane_share=self._rng.choice([0.0, 0.4]),
         )
-        self._steps: list[tuple[int, Callable[[], None]]] = [
-            (24, self._submit),
-            (3, lambda: self._submit(is_quote=True)),
-            (5, self._read),
-            (10, self._cancel),
-            (10, self._reprioritise),
-            (2, self._attend),
-            (10, self._detach),
-            (6, self._delete),
-            (5, self._list),
-            (16, self._claim),
-            (5, self._mine),
-            (34, self._append),
-            (9, self._heartbeat),
-            (2, lambda: self._world.drain(self._rng.choice(WORKERS))),
-            (10, self._release),
-            (9, self._blame),
-            (8, lambda: self._world.sweep()),
-            (1, lambda: self._world.restart()),
-            (2, lambda: self._world.fill_memory(is_full=self._flip(0.3))),
-            (8, lambda: self._world.pass_time(self._rng.choice([1, 3, 6, 11]))),
-        ]
+        self._stage = STAGES[seed % len(STAGES)]
 
     def step(self) -> None:
-        weights = [weight for weight, _ in self._steps]
-        self._rng.choices([step for _, step in self._steps], weights)[0]()
+        [name] = self._rng.choices(list(self._stage), list(self._stage.values()))
+        getattr(self, f"_{name}")()
 
     def _flip(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -64,6 +101,15 @@ class Walk:
         if held and self._flip(0.85):
             return worker, self._rng.choice(held)
         return worker, self._job_id()
+
+    def _quote(self) -> None:
+        self._submit(is_quote=True)
+
+    def _enqueue(self) -> None:
+        """Long deadlines, no limits, costs of every kind."""
+        rng = self._rng
+        cost = rng.choice([5, 8, 12, 30])
+        self._world.submit(rng.choice(TENANTS), rng.choice(LANES), cost, 600)
 
     def _submit(self, is_quote: bool = False) -> None:
         rng = self._rng
@@ -93,12 +139,12 @@ class Walk:
     def _terms(self) -> dict[str, Any]:
         """Some jobs come under this world's limits and bounds, the others under none."""
         terms: dict[str, Any] = {"cold_start_s": self._rng.choice([0, 4])}
-        terms["needs_worker"] = self._flip(0.15)
-        if self._flip(0.5):
+        terms["needs_worker"] = self._flip(0.1)
+        if self._flip(0.8 if self._stage is _LIMITS else 0.2):
             terms["limits"] = self._limits
-        if self._flip(0.3):
+        if self._stage is _LIMITS and self._flip(0.4):
             terms["lane_bound_tokens"] = self._rng.choice([30, 45])
-        if self._flip(0.3):
+        if self._stage is _LIMITS and self._flip(0.4):
             terms["lane_bound_s"] = self._rng.choice([0.5, 3])
         return terms
 
@@ -163,7 +209,10 @@ class Walk:
         rng = self._rng
         worker = rng.choice(WORKERS)
         is_idle = not self._world.beliefs[worker] or self._flip(0.5)
-        room = rng.choice([(1, 30), (3, 9), (8, 1000)])
+        rooms = [(1, 30), (3, 9), (8, 1000)]
+        if self._stage is _QUEUES:
+            rooms = [(1, 30), (1, 14), (2, 14), (2, 9), (3, 1000)]
+        room = rng.choice(rooms)
         self._world.claim(worker, *room, is_idle=is_idle, loses_reply=self._flip(0.25))
 
     def _mine(self) -> None:
@@ -196,6 +245,21 @@ class Walk:
     def _release(self) -> None:
         worker, job_id = self._held()
         self._world.release(worker, job_id, self._rng.choice(["drain", "error"]))
+
+    def _drain(self) -> None:
+        self._world.drain(self._rng.choice(WORKERS))
+
+    def _sweep(self) -> None:
+        self._world.sweep()
+
+    def _restart(self) -> None:
+        self._world.restart()
+
+    def _fill_memory(self) -> None:
+        self._world.fill_memory(is_full=self._flip(0.3))
+
+    def _pass_time(self) -> None:
+        self._world.pass_time(self._rng.choice([1, 3, 6, 11]))
 
     def _blame(self) -> None:
         self._world.blame(*self._held())

@@ -53,6 +53,8 @@ CALLBACKS = (
     Callback(kind=CallbackKind.URL, target="https://b/x", tells_start=True, progress_tokens=2),
 )
 MAX_CRASHES = 2  # few, so that short walks reach it
+MAX_PASSED = 3  # the same
+MIN_LENGTHS = 2
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ class World:
     source: str = field(default_factory=library_source)
     keys: Keys = field(default_factory=lambda: Keys("world"))
     audit_every: int = 1  # steps
-    reference: Reference = field(default_factory=Reference)
+    reference: Reference = field(default_factory=lambda: Reference(MAX_PASSED, MIN_LENGTHS))
     beliefs: dict[str, dict[str, tuple[int, int]]] = field(
         default_factory=lambda: {worker: {} for worker in WORKERS}
     )  # worker → job id → (epoch, next number)
@@ -78,7 +80,9 @@ class World:
         self.loop = asyncio.new_event_loop()
         self.client = redis.Redis.from_url(self.redis_url)
         self.client.flushall()
-        self.client.function_load(self.source, replace=True)
+        source = self.source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
+        source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
+        self.client.function_load(source, replace=True)
         self.async_client = connect(self.redis_url)
         self.functions = Functions(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)
