@@ -101,7 +101,8 @@ class Stack:
             children = self.children()
             self.process.kill()
             self.process.wait()
-            wait_until(lambda: not any(map(is_alive, children)))
+            # A worker that meets no Redis any more tries to say goodbye for its drain budget, 30 s.
+            wait_until(lambda: not any(map(is_alive, children)), timeout_s=60)
         self._reader.join(timeout=10)
 
 
