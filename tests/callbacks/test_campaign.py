@@ -7,7 +7,7 @@ from tests.callbacks.campaign import Plan, run_campaign
 
 PLAN = Plan(num_jobs=100, num_kills=5, down_s=2.0, slow_s=0.2, num_workers=1)
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 async def test_every_end_is_told_though_receivers_fail_and_callbacks_are_killed() -> None:

@@ -16,7 +16,7 @@ from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
 from tests.chaos.report import Report
 
-pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
+pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 
 FEW: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
 SMALL = FleetOptions(num_workers=2, num_gateways=1, num_callbacks=1)

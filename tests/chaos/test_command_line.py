@@ -11,7 +11,7 @@ import pytest
 
 from tests.infra.processes import descendants, is_alive, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
 
 @pytest.fixture

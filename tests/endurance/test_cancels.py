@@ -4,7 +4,7 @@ import pytest
 
 from tests.endurance.cancels import run_cancels
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 async def test_cancelled_jobs_never_run_on() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.endurance.drains import run_drains
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 @pytest.mark.timeout(240)

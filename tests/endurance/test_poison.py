@@ -4,7 +4,7 @@ import pytest
 
 from tests.endurance.poison import run_poison
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 @pytest.mark.timeout(240)

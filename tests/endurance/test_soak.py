@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.e2e,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+    pytest.mark.campaign,
 ]
 
 GATEWAY = Process("gateway", 7, rss_bytes=80 * 2**20, num_fds=30, num_threads=2)

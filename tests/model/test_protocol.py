@@ -20,6 +20,8 @@ from tests.model.postmen import NOBODY
 from tests.model.walk import Walk
 from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
+pytestmark = pytest.mark.campaign
+
 workers = st.sampled_from(WORKERS)
 tenants = st.sampled_from(TENANTS)
 lanes = st.sampled_from(LANES)
