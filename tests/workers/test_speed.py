@@ -1,0 +1,61 @@
+"""What a worker says of its speed, and the lanes it claims from. The clock is the tests' own."""
+
+from workers.batching import LaneOptions
+from workers.lane_shares import lane_shares
+from workers.settings import LANES
+from workers.speed import Speed
+
+
+def rate(speed: Speed) -> float:
+    return speed.capacity(0, 0, ()).tokens_per_s
+
+
+def test_only_a_full_worker_measures_its_rate() -> None:
+    """A window with room in it says nothing of what the worker could do."""
+    speed = Speed()
+    speed.measure(0.0, 0, has_room=True)
+    speed.measure(2.0, 100, has_room=False)
+    assert rate(speed) == 0.0  # it had room when the window began
+    speed.measure(4.0, 500, has_room=False)
+    assert rate(speed) == 200.0
+    speed.measure(6.0, 700, has_room=False)
+    assert rate(speed) == 150.0  # half old, half new
+
+
+def test_an_unfilled_worker_only_learns_that_it_is_faster() -> None:
+    """Less work is no sign of less speed; more than was known is."""
+    speed = Speed()
+    speed.measure(0.0, 0, has_room=False)
+    speed.measure(1.0, 100, has_room=False)
+    speed.measure(2.0, 200, has_room=False)
+    speed.note_room()
+    speed.measure(4.0, 210, has_room=False)
+    assert rate(speed) == 100.0
+    speed.note_room()
+    speed.measure(5.0, 510, has_room=False)
+    assert rate(speed) == 300.0
+
+
+def test_a_stream_gets_a_token_a_step() -> None:
+    """Its rate is the inverse of the mean step, in which the newest weighs a twentieth."""
+    speed = Speed()
+    speed.note_step(0.1)
+    assert speed.capacity(0, 0, ()).stream_tokens_per_s == 10.0
+    speed.note_step(0.5)
+    assert speed.capacity(0, 0, ()).stream_tokens_per_s == 8.333
+
+
+def test_lanes_are_claimed_by_priority_with_the_shares_that_are_given() -> None:
+    """The operator's own lane is served too, in its place; batch keeps its default share."""
+    urgent = LaneOptions(name="urgent", priority=0)
+    given = lane_shares(LANES, [urgent], adds_given=True)
+    assert list(given) == ["interactive", "urgent", "standard", "scoring", "batch"]
+    assert given["batch"] == 0.05
+
+
+def test_given_shares_are_all_there_are() -> None:
+    """As in the engine; and lanes named on the command line stay the only ones."""
+    given = [LaneOptions(name="standard", min_share=0.2), LaneOptions(name="urgent", priority=0)]
+    shares = lane_shares(("batch", "standard"), given, adds_given=False)
+    assert shares == {"standard": 0.2, "batch": 0.0}
+    assert list(shares) == ["standard", "batch"]
