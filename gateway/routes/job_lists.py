@@ -1,14 +1,14 @@
 """GET /v1/jobs: a tenant's jobs, found by what they are. DELETE /v1/jobs/{id}: forgets one."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from contract.calls import Wanted
-from contract.jobs import JobStatus
+from contract.jobs import DEFAULT_LANES, JobStatus, ModelCard
 from gateway.auth import JobsReader, JobsWriter
 from gateway.calls import gateway_of, json_response
 from gateway.errors import ApiError, UnknownJob, bad_request, invalid_value
@@ -28,7 +28,6 @@ _STATUSES: Mapping[str, frozenset[JobStatus]] = {
         if status not in (JobStatus.CLAIMED, JobStatus.STREAMING)
     },
 }
-_LANES = ("interactive", "standard", "batch")
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 _SECONDS = re.compile(r"\d{1,12}(?:\.\d{1,6})?")
 
@@ -39,8 +38,8 @@ async def list_jobs(request: Request, caller: JobsReader) -> Response:
     query = _unique(request)
     max_jobs = _limit(query.pop("limit", ""))
     after = query.pop("after", "")
-    wanted = _wanted(query)
     broker = gateway_of(request).broker
+    wanted = _wanted(query, _lanes_of((await broker.models()).values()))
     await broker.sweep()
     try:
         start = checked_id(after) if after else ""
@@ -89,7 +88,12 @@ def _limit(raw: str) -> int:
     return int(raw)
 
 
-def _wanted(query: Mapping[str, str]) -> Wanted:
+def _lanes_of(cards: Collection[ModelCard]) -> set[str]:
+    """Where jobs may lie: the usual lanes, and those that operators have added."""
+    return {*DEFAULT_LANES, *(lane for card in cards for lane in card.lanes)}
+
+
+def _wanted(query: Mapping[str, str], lanes: Collection[str]) -> Wanted:
     """What the rest of the query asks for. Raises ApiError."""
     statuses: frozenset[JobStatus] = frozenset()
     lane = model = ""
@@ -99,7 +103,7 @@ def _wanted(query: Mapping[str, str]) -> Wanted:
         if name == "status":
             statuses = _choice(name, value, _STATUSES)
         elif name == "lane":
-            lane = _choice(name, value, {lane: lane for lane in _LANES})
+            lane = _choice(name, value, {lane: lane for lane in sorted(lanes)})
         elif name == "model":
             model = value
         elif name == "created_after":

@@ -39,7 +39,7 @@ def open_redis(url: str) -> redis.Redis:
         protocol=2,
         decode_responses=False,
         socket_timeout=_SOCKET_S,
-        socket_connect_timeout=1.0,
+        socket_connect_timeout=_CONNECT_S,
     )
 
 
