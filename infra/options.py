@@ -38,6 +38,7 @@ GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
+_ATTENTIONS = ("auto", "torch", "triton")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GIB = 2**30
 
@@ -147,6 +148,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="lanes, strategies and limits (default: batching.yaml beside the model)",
+    )
+    group.add_argument(
+        "--attention",
+        choices=_ATTENTIONS,
+        default="auto",
+        help="auto: the kernel for the processor, or torch; triton: kernels for NVIDIA GPUs, "
+        "unmeasured (default: auto)",
     )
     group.add_argument(
         "--torch-only",
@@ -265,6 +273,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         model_path=options.model,
         dtype=options.dtype,
         device=options.device,
+        attention=options.attention,
         fused=not options.torch_only,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -275,10 +284,10 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     names = (
         "model", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",
-        "engine_module",
+        "attention", "engine_module",
     )  # fmt: skip
     pairs = [(name, getattr(options, name)) for name in names]
     pairs.append(("served_model_name", served_name(options)))
-    return tuple(
-        f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None
-    )
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
+    given += ["--torch-only"] * options.torch_only
+    return tuple(given)

@@ -1,5 +1,7 @@
 """Real parts for tests: a Redis of their own, the function library, a client for each test."""
 
+import os
+import shutil
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -10,6 +12,10 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
+
+# Without a GPU, Triton's kernels run in its interpreter; it must know before its first import.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

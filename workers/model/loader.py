@@ -15,9 +15,8 @@ from transformers import PretrainedConfig
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
+from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import CannotShareBatch
-from workers.model.attention.native import NativeAttention
-from workers.model.attention.packed import PackedAttention
 from workers.model.checkpoint import (
     DEFAULT_REVISION,
     context_length,
@@ -129,7 +128,7 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunn
     runner = ModelRunner(
         loaded.decoder,
         cache,
-        PackedAttention() if kernels is None else NativeAttention(kernels),
+        choose_attention(loaded.options.attention, kernels, loaded.device, cache.block_size),
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=_fit(loaded, cache.num_blocks),
         device=loaded.device,

@@ -1,0 +1,214 @@
+"""The Triton attention kernels against the reference: compiled on a GPU, else interpreted."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.model.conftest import paged
+from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
+from tests.workers.model.test_attention import BLOCK_SIZE, NUM_BLOCKS, make_spans
+from workers.engine.model import ModelRefused
+from workers.messages import EngineOptions
+from workers.model.attention.choice import choose_attention
+from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.loader import load_model
+
+triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# (query heads, KV heads)
+HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 1), (10, 2), (20, 1)]
+DIMS = [64, 72, 80, 96, 112, 128, 192, 256]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random batch, and what its layer asks for."""
+
+    chunks: list[tuple[int, int]]
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    flags: AttentionFlags
+    dtype: torch.dtype
+
+
+def random_case(seed: int) -> Case:
+    """A third of the batches decode alone, a third are chunks, a third are both."""
+    generator = random.Random(seed)
+    singles = [(generator.randrange(250), 1) for _ in range(generator.randint(1, 4))]
+    longer = [
+        (generator.choice([0, 16, generator.randrange(150)]), generator.randint(2, 70))
+        for _ in range(generator.randint(1, 2))
+    ]
+    chunks = [singles, longer, singles[:2] + longer][seed % 3]
+    generator.shuffle(chunks)
+    heads = generator.choice(HEADS)
+    k_dim = generator.choice(DIMS)
+    v_dim = generator.choice([k_dim, generator.choice(DIMS)])
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) * 2
+    flags = AttentionFlags(
+        scale=k_dim**-0.5,
+        window=generator.choice([None, None, 1, generator.randint(2, 200)]),
+        softcap=generator.choice([None, None, 3.0, 30.0]),
+        sinks=generator.choice([None, sinks.to(DEVICE)]),
+    )
+    return Case(chunks, heads, (k_dim, v_dim), flags, generator.choice(DTYPES))
+
+
+def attend_both(
+    spans: list[Span], query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, case: Case
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels find, and what the reference finds."""
+    backends = (triton_attention.TritonAttention(BLOCK_SIZE), ReferenceAttention())
+    found, expected = (
+        backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
+        for backend in backends
+    )
+    return found, expected
+
+
+def random_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, keys and values; queries lie among other numbers, as in a merged projection."""
+    torch.manual_seed(0)
+    num_heads, kv_heads = case.heads
+    k_dim, v_dim = case.dims
+    num_tokens, num_slots = sum(n for _, n in case.chunks), NUM_BLOCKS * BLOCK_SIZE
+    beside = torch.randn(num_tokens, num_heads * k_dim + 32)
+    query = beside.to(DEVICE, case.dtype)[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
+    keys = torch.randn(num_slots, kv_heads, k_dim).to(DEVICE, case.dtype)
+    values = torch.randn(num_slots, kv_heads, v_dim).to(DEVICE, case.dtype)
+    return query, keys, values
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The kernels round the softmax's weights to the tensors' type before they are summed."""
+    rtol, atol = {
+        torch.float32: (1e-4, 1e-5),
+        torch.float16: (4e-3, 4e-3),
+        torch.bfloat16: (3e-2, 3e-2),
+    }[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("split_tokens", [64, 512])
+@pytest.mark.parametrize("seed", range(60))
+def test_the_kernels_equal_the_reference(
+    seed: int, split_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random heads, sizes, flags and batches; contexts in one part and in several."""
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", split_tokens)
+    case = random_case(seed)
+    spans = make_spans(case.chunks, seed)
+
+    found, expected = attend_both(spans, *random_tensors(case), case)
+
+    assert_close(found, expected)
+
+
+def test_the_random_cases_cover_every_flag() -> None:
+    """A change of the generator that no longer asks for something would test nothing."""
+    cases = [random_case(seed) for seed in range(60)]
+    assert {case.heads for case in cases} == set(HEADS)
+    assert {dim for case in cases for dim in case.dims} == set(DIMS)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    assert any(case.dims[0] != case.dims[1] for case in cases)
+    for name in ("window", "softcap", "sinks"):
+        singles = [c for c in cases if all(n == 1 for _, n in c.chunks)]
+        for group in (singles, [c for c in cases if c not in singles]):
+            assert any(getattr(case.flags, name) is not None for case in group)
+
+
+@pytest.mark.parametrize("chunks", [[(150, 1), (3, 1)], [(40, 30), (0, 5), (9, 1)]])
+def test_nothing_of_another_sequence_can_be_read(
+    chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots that are not the batch's own hold NaN, which not even a mask would stop."""
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
+    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
+    query, keys, values = random_tensors(case)
+    spans = make_spans(chunks)
+    is_foreign = torch.ones(len(keys), dtype=torch.bool)
+    is_foreign[np.concatenate([span.slots for span in spans])] = False
+    keys[is_foreign] = values[is_foreign] = float("nan")
+
+    backend = triton_attention.TritonAttention(BLOCK_SIZE)
+    found = backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
+
+    assert found.isfinite().all()
+
+
+def test_what_is_not_a_number_shows_in_its_own_row_alone() -> None:
+    """The sampler fails that job by it; a kernel that hid it would invent tokens."""
+    chunks = [(40, 1), (40, 1), (0, 20)]
+    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
+    query, keys, values = random_tensors(case)
+    query[1, 2, 5] = float("nan")
+
+    backend = triton_attention.TritonAttention(BLOCK_SIZE)
+    found = backend.prepare(make_spans(chunks), DEVICE).attend(query, keys, values, case.flags)
+
+    assert found[1, 2].isnan().all()
+    found[1, 2] = 0
+    assert found.isfinite().all()
+
+
+def test_a_row_s_numbers_do_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: a row is cut into parts by its own length, alone or beside a longer one."""
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
+    chunks = [(100, 1), (230, 1)]
+    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
+    query, keys, values = random_tensors(case)
+    spans = make_spans(chunks)
+    backend = triton_attention.TritonAttention(BLOCK_SIZE)
+
+    together = backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
+    alone = backend.prepare(spans[:1], DEVICE).attend(query[:1], keys, values, case.flags)
+
+    assert torch.equal(together[:1], alone)
+
+
+@pytest.mark.parametrize("dim", [320, 4])
+def test_heads_of_other_sizes_are_left_to_packed_attention(dim: int) -> None:
+    """The kernels take up to 256 numbers a head."""
+    case = Case([(9, 1), (0, 4)], (4, 2), (dim, dim), AttentionFlags(0.2), torch.float32)
+
+    found, expected = attend_both(make_spans(case.chunks), *random_tensors(case), case)
+
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
+def test_a_model_gives_the_same_tokens_by_triton(family: str, tmp_path: Path) -> None:
+    """Through the loader's checks and the whole decoder, in chunks and token by token."""
+    folder = save_tiny_model(family, tmp_path)
+    outputs = []
+    for attention in ("triton", "torch"):
+        options = EngineOptions(
+            model_path=str(folder),
+            dtype="float32",
+            device=DEVICE.type,
+            max_num_seqs=4,
+            attention=attention,
+            fused=False,
+        )
+        model = paged(load_model(options, lambda text: None))
+        sequences = [make_sequence(p, max_tokens=6) for p in make_prompts([20, 5], VOCAB_SIZE)]
+        outputs.append(run_to_end(model, sequences, chunk_tokens=9))
+
+    assert outputs[0] == outputs[1]
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was told to use it must not quietly use something slower."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ModelRefused, match="needs a CUDA device"):
+        choose_attention("triton", None, torch.device("cpu"), BLOCK_SIZE)
+    with pytest.raises(ModelRefused, match="not one of auto, torch, triton"):
+        choose_attention("tritium", None, torch.device("cpu"), BLOCK_SIZE)

@@ -1,0 +1,90 @@
+"""The Triton kernels on tensors: shapes and types are checked here, once, and nowhere below.
+
+The same calls as the CPU's `Kernels`, so that what is merged for one is merged for the other.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GATE_TILE = 1024
+
+
+class TritonKernels:
+    """The calls for one element type, on CUDA tensors, or on any in Triton's interpreter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        assert dtype in DTYPES
+        self.dtype = dtype
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
+        x = x.contiguous()
+        self._check(x, weight)
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        num_warps = 4 if dim <= 2048 else 8
+        normalise[(x.numel() // dim,)](
+            x, weight, out, eps, DIM=dim, PAD=triton.next_power_of_2(dim), num_warps=num_warps
+        )
+        return out
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """gate_up (T, 2 * dim) -> silu(gate) * up (T, dim)."""
+        self._check(gate_up)
+        assert gate_up.is_contiguous()
+        num_tokens, both = gate_up.shape
+        out = gate_up.new_empty(num_tokens, both // 2)
+        tile = min(_GATE_TILE, triton.next_power_of_2(both // 2))
+        grid = (num_tokens, triton.cdiv(both // 2, tile))
+        gate_silu[grid](gate_up, out, DIM=both // 2, TILE=tile, num_warps=4)
+        return out
+
+    def rotate_and_keep(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Turns queries in place; writes turned keys, and values, to the cache.
+
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
+        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
+        key head, and eps.
+        """
+        num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
+        rotary = cos.shape[-1]
+        self._check(qkv, cos, sin, keys, values)
+        assert all(tensor.is_contiguous() for tensor in (qkv, cos, sin, keys, values))
+        assert keys.shape == values.shape
+        q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+        turn_and_keep[(num_tokens, num_heads + 2 * kv_heads)](
+            qkv,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            slots,
+            keys,
+            values,
+            eps,
+            NUM_HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            ROTARY=rotary,
+            HALF_PAD=triton.next_power_of_2(rotary // 2),
+            REST_PAD=triton.next_power_of_2(dim - rotary) if rotary < dim else 0,
+            HAS_NORMS=norms is not None,
+            num_warps=1,
+        )
+
+    def _check(self, *tensors: Tensor) -> None:
+        assert all(tensor.dtype == self.dtype for tensor in tensors)
