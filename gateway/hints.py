@@ -134,7 +134,12 @@ class Hints:
             await asyncio.sleep(RECONNECT_S)
 
     async def _send_changes(self, pubsub: PubSub) -> None:
-        """Subscribes and unsubscribes until the connection breaks."""
+        """Subscribes and unsubscribes until the connection breaks.
+
+        It sends on the connection that there is, or ends: redis-py's own commands would connect
+        anew, beside the reader that does so too, and of two connections made at once one stays
+        open for good.
+        """
         sent: set[bytes] = set()
         for name in self._mailboxes:
             self._changed.put_nowait(name)
@@ -142,11 +147,11 @@ class Hints:
             while True:
                 name = await self._changed.get()
                 if name in self._mailboxes and name not in sent:
-                    await pubsub.subscribe(name)
+                    await _send(pubsub, "SUBSCRIBE", name)
                     sent.add(name)
                 elif name not in self._mailboxes and name in sent:
                     self._confirmed.discard(name)
-                    await pubsub.unsubscribe(name)
+                    await _send(pubsub, "UNSUBSCRIBE", name)
                     sent.discard(name)
 
     def _forget_subscriptions(self) -> None:
@@ -175,3 +180,11 @@ class Hints:
             return
         for mailbox in mailboxes:
             mailbox.put(entry, len(raw))
+
+
+async def _send(pubsub: PubSub, command: str, channel: bytes) -> None:
+    """Raises ConnectionError where the connection is gone."""
+    connection = pubsub.connection
+    if connection is None or not connection.is_connected:
+        raise ConnectionError
+    await connection.send_command(command, channel, check_health=False)

@@ -264,6 +264,21 @@ async def test_hints_arrive_without_waiting_for_a_poll(
             assert (await call).json()["choices"][0]["text"] == "ab"
 
 
+async def test_a_broken_subscription_is_made_anew_once(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
+) -> None:
+    """Whoever begins to listen in the same moment makes no second connection beside it."""
+    client = connect(redis_server.url, retries=0, command_timeout_s=None)
+    hints = Hints(client, max_bytes=1000, idle_channel="idle of one")
+    async with hints.listen("first"):
+        await redis_client.client_kill_filter(_type="pubsub")
+        async with hints.listen("second") as mailbox:
+            async with asyncio.timeout(20):
+                await mailbox.is_subscribed.wait()
+            assert await redis_client.pubsub_numsub("idle of one") == [(b"idle of one", 1)]
+    await hints.aclose()
+
+
 async def test_a_full_mailbox_forgets_and_says_so(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
 ) -> None:

@@ -96,13 +96,17 @@ class Stack:
         wait_until(lambda: list(self.temp_dir.iterdir()) == [])
 
     def close(self) -> None:
-        """Ends what a failed test has left."""
+        """Ends what still runs, as an impatient person does: Ctrl-C, and again after a while."""
+        children = self.children()
+        for patience_s in (5, 30):
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=patience_s)
         if self.process.poll() is None:
-            children = self.children()
             self.process.kill()
             self.process.wait()
-            # A worker that meets no Redis any more tries to say goodbye for its drain budget, 30 s.
-            wait_until(lambda: not any(map(is_alive, children)), timeout_s=60)
+        wait_until(lambda: not any(map(is_alive, children)), timeout_s=60)
         self._reader.join(timeout=10)
 
 
