@@ -34,6 +34,7 @@ class Scope(StrEnum):
     INFERENCE = "inference"
     JOBS_READ = "jobs:read"
     JOBS_WRITE = "jobs:write"
+    METRICS = "metrics"  # of the whole installation: no tenant's by itself
     ADMIN = "admin"
 
 

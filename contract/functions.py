@@ -6,6 +6,7 @@ The functions are contract/lua/*.lua; the header of each names its arguments and
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import redis.asyncio
 
 from contract import replies
@@ -33,6 +34,7 @@ from contract.codec import (
 from contract.connection import broker_errors
 from contract.errors import BrokerFull, ErrorCode
 from contract.events import LogEntry
+from contract.glance import Glance
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import LIBRARY
@@ -141,8 +143,12 @@ class Functions:
         info: str,
         capacity: WorkerCapacity = WorkerCapacity(),  # noqa: B008 - it is frozen
         state: WorkerState = "up",
+        counted: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """Says that a worker lives, holding jobs (id, epoch); returns the ids it has lost."""
+        """Says that a worker lives, holding jobs (id, epoch); returns the ids it has lost.
+
+        `counted`: its own totals since it began, by field; only their growth is added up.
+        """
         c = capacity
         says = (info, c.tokens_per_s, c.stream_tokens_per_s, c.max_tokens, c.max_jobs)
         pairs = [part for pair in held for part in pair]
@@ -154,6 +160,7 @@ class Functions:
             state,
             *says,
             " ".join(c.lanes),
+            msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
         return [job_id.decode() for job_id in reply]
@@ -266,6 +273,11 @@ class Functions:
                 return JobStatus(status.decode())
             case reply:
                 raise AssertionError(f"delete: unknown reply {reply!r}")
+
+    async def glance(self, model: str, lanes: Sequence[str]) -> Glance:
+        """A model's lanes, workers and totals at one moment."""
+        reply = await self._call("glance", model, *lanes, reads=True)
+        return replies.glance(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done; after a restart of Redis it first grants a grace."""

@@ -58,6 +58,18 @@ class Keys:
         """Of a tenant's outputs in a lane, or of all of the lane."""
         return f"{self.tag}:lengths:{model}:{lane}:{tenant}"
 
+    def totals(self, model: str) -> str:
+        return f"{self.tag}:totals:{model}"
+
+    def told(self, incarnation: str) -> str:
+        """What a worker has counted, as far as it is in the totals."""
+        return f"{self.tag}:told:{incarnation}"
+
+    @property
+    def deliveries(self) -> str:
+        """Attempts to deliver callbacks, by outcome."""
+        return f"{self.tag}:deliveries"
+
     def pool(self, model: str) -> str:
         return f"{self.tag}:pool:{model}"
 

@@ -7,6 +7,7 @@ Over 300 lines: it is one table of states, which is checked against the function
 """
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -135,6 +136,7 @@ class Reference:
         self._tenants: dict[str, Tenant] = {}
         self.lengths: dict[tuple[str, str, str], Lengths] = {}
         self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
+        self.totals: dict[str, Counter[str]] = defaultdict(Counter)  # by model; without buckets
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
@@ -439,8 +441,11 @@ class Reference:
         record.lease_ms = self.now_ms + lease_ms
         if item.event is not None:
             record.num_tokens += item.num_tokens
+            self._count("generation_tokens_total", record, item.num_tokens)
             if item.num_tokens and record.first_token_ms is None:
                 record.first_token_ms = self.now_ms
+                self._count("prompt_tokens_total", record, record.job.num_prompt_tokens)
+                self._count_age("time_to_first_token_seconds", record)
             record.state = JobStatus.STREAMING
             _log(record, item.event)
             if not item.fin and _passes_progress(record, item.num_tokens):
@@ -498,8 +503,10 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
+        self._count("attempts_total", record, 1)
         if record.claimed_ms is None:
             record.claimed_ms = self.now_ms
+            self._count_age("request_queue_time_seconds", record)
             self._calibrate(record)
         record.lease_ms = self.now_ms + lease_ms
         callback = record.submission.callback
@@ -530,12 +537,22 @@ class Reference:
             End(status, code, message, record.job.num_prompt_tokens, record.num_tokens),
         )
         self._settle(record, status)
+        self._count("requests_total", record, 1, f":{status}")
+        if status is JobStatus.SUCCEEDED:
+            self._count_age("e2e_request_latency_seconds", record)
         if record.state is JobStatus.QUEUED:
             self._leave_queue(record)
         record.state, record.owner = status, ""
         record.code, record.message, record.finished_ms = code, message, self.now_ms
         record.lease_ms = record.attended_until_ms = None
         self._post(record, MessageKind(status.value))
+
+    def _count(self, metric: str, record: Record, value: int, label: str = "") -> None:
+        if value:
+            self.totals[record.job.model][f"{metric}:{record.lane}{label}"] += value
+
+    def _count_age(self, metric: str, record: Record) -> None:
+        self._count(metric, record, 1000 * (self.now_ms - record.created_ms), ":sum")
 
     def _post(self, record: Record, kind: MessageKind) -> None:
         self.outbox.post(record.job, record.submission, kind, self.now_ms)

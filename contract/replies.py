@@ -1,10 +1,12 @@
 """What the functions answer, from lists of bytes to types. The calls are in functions.py."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from contract.calls import Claimed, JobView, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
+from contract.glance import Glance, LaneSight, WorkerSight
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 from contract.refusals import decode_position
 
@@ -62,3 +64,28 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
         predicted_wait_ms=None if predicted_ms < 0 else predicted_ms,
         position=decode_position(place) if place else None,
     )
+
+
+def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:
+    """The reply of `glance`."""
+    now_ms, totals, seen, workers, deliveries = reply
+    sights = [LaneSight(*row[:4], oldest_wait_s=row[4] / 1000) for row in seen]
+    return Glance(
+        now_ms / 1000,
+        dict(zip(lanes, sights, strict=True)),
+        tuple(_worker(*row) for row in workers),
+        _counts(totals),
+        _counts(deliveries),
+    )
+
+
+def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSight:
+    info = json.loads(raw_info or b"{}")
+    names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    return WorkerSight(
+        incarnation.decode(), seen_ms / 1000, *(int(info.get(name, 0)) for name in names)
+    )
+
+
+def _counts(flat: list[bytes]) -> dict[str, int]:
+    return {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat), 2)}

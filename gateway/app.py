@@ -13,6 +13,7 @@ from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
 from gateway.limits import MAX_HEADER_BYTES, BodyLimit, HeadLimit, LastNet, RequestIds, TrustedHosts
+from gateway.metrics import GatewayMetrics, RequestCounter
 from gateway.routes import (
     callbacks,
     chat,
@@ -20,6 +21,7 @@ from gateway.routes import (
     health,
     job_lists,
     jobs,
+    metrics,
     models,
     objects,
     quotes,
@@ -46,14 +48,16 @@ def create_app(
         if broker is None:
             await gateway.broker.aclose()
 
-    gateway = Gateway(settings, broker or Broker(settings), Drain())
+    counted = GatewayMetrics()
+    gateway = Gateway(settings, broker or Broker(settings), Drain(), counted)
     app = FastAPI(
         title="batchway", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
-    for module in (chat, completions, callbacks, jobs, job_lists, quotes, objects, models, health):
+    jobs_routes = (chat, completions, callbacks, jobs, job_lists, quotes, objects)
+    for module in (*jobs_routes, models, health, metrics):
         app.include_router(module.router)
     errors.install(app, draw)
     # The last added is the outermost.
@@ -63,5 +67,6 @@ def create_app(
     app.add_middleware(TrustedHosts, hosts=hosts_of(settings))
     app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
     app.add_middleware(LastNet)
+    app.add_middleware(RequestCounter, metrics=counted)
     app.add_middleware(RequestIds)
     return app

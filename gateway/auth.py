@@ -98,6 +98,7 @@ def _with(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
 AnyCaller = Annotated[Caller, Depends(identify)]
 Inference = Annotated[Caller, Depends(_with(Scope.INFERENCE))]
 JobsReader = Annotated[Caller, Depends(_with(Scope.JOBS_READ))]
+MetricsReader = Annotated[Caller, Depends(_with(Scope.METRICS))]
 JobsWriter = Annotated[Caller, Depends(_with(Scope.JOBS_WRITE))]
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from redis.exceptions import NoPermissionError
@@ -26,6 +27,7 @@ from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import End, LogEntry
 from contract.fitness import check_fitness
 from contract.functions import Functions
+from contract.glance import Glance
 from contract.jobs import Job, JobStatus, ModelCard
 from contract.keys import Keys
 from contract.library import ensure_library
@@ -294,6 +296,13 @@ class Broker:
             num_workers = await self._call(lambda: self._catalogue.num_live_workers(model))
             self._num_workers[model] = (now_s, num_workers)
         return num_workers
+
+    async def glances(self) -> dict[str, Glance]:
+        """Every model as it stands now, by name."""
+        return {
+            name: await self._call(partial(self._functions.glance, name, card.lanes))
+            for name, card in (await self.models()).items()
+        }
 
     async def sweep(self) -> None:
         """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""

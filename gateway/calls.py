@@ -57,7 +57,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         return await submit_job(gateway, *prepared, preference.applied())
     position = _resumed_position(request, body, terms.idempotency_key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
-    submitted = await gateway.broker.submit(job, submission)
+    submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted)
     headers = {"x-job-id": job.id, **preference.applied(), **rate_headers(submitted.rates)}
@@ -153,7 +153,7 @@ async def submit_job(
 ) -> Response:
     """Queues a job that nobody waits for: 202 with its id."""
     timing = ServerTiming()
-    submitted = await gateway.broker.submit(job, submission)
+    submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     status = JobStatus.QUEUED
     if submitted.is_new:

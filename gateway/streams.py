@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from contract.calls import JobView
+from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
 from contract.events import End, LogEntry
 from contract.jobs import Job, JobStatus
@@ -14,6 +14,7 @@ from gateway.drain import Drain
 from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error
 from gateway.event_ids import START, Position
 from gateway.job_objects import events_url, job_object, place
+from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
 from gateway.tokens import ModelTokenizer
@@ -26,6 +27,17 @@ class Gateway:
     settings: GatewaySettings
     broker: Broker
     drain: Drain
+    metrics: GatewayMetrics
+
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Queues a job, and counts the answer. Raises what Broker.submit raises."""
+        try:
+            submitted = await self.broker.submit(job, submission)
+        except BatchwayError as exc:
+            self.metrics.note_refusal(job, to_api_error(exc).code)
+            raise
+        self.metrics.note_acceptance(job, is_new=submitted.is_new)
+        return submitted
 
     async def whole(self, job: Job) -> Job:
         """The job with its prompt, where its answers show any of it. Raises PayloadError."""
@@ -89,6 +101,8 @@ async def call_stream(
     """
     job = call.job
     may_reset = position is not START
+    if may_reset:
+        gateway.metrics.note_resumed()
     if starts_over:
         yield _RESET
         position = START
@@ -152,6 +166,8 @@ async def job_stream(
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     last_id = position.sse_id
     queue_news = _QueueNews()
+    if position is not START:
+        gateway.metrics.note_resumed()
     yield queue_news.of(view) or sse.COMMENT
     async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
         match item:

@@ -182,6 +182,8 @@ def _worker(options: argparse.Namespace) -> int:
         spot_notice=options.spot_notice,
         object_store=options.object_store,
         batching_path=options.batching,
+        metrics_port=options.metrics_port,
+        metrics_host=options.metrics_host,
     )
     if options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)

@@ -237,6 +237,20 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         f"{WORKER_DEFAULTS.drain_release_s:g} s)",
     )
     parser.add_argument(
+        "--metrics-port",
+        type=integer(1, 65535),
+        metavar="N",
+        help="port of this worker's own page of metrics, /metrics (default: none; gateways show "
+        "all workers together)",
+    )
+    parser.add_argument(
+        "--metrics-host",
+        default=WORKER_DEFAULTS.metrics_host,
+        metavar="ADDRESS",
+        help="address of that page, which asks for no key "
+        f"(default: {WORKER_DEFAULTS.metrics_host})",
+    )
+    parser.add_argument(
         "--spot-notice",
         type=spot_notice,
         default=os.environ.get(SPOT_NOTICE_VARIABLE) or "",

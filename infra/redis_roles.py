@@ -32,13 +32,13 @@ _READ_COMMANDS = (
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back counters deadlines due idle job jobs kept leases lengths line "
-    "litter log out outbox own poison q quarantine runid tenant"
+    "litter log out outbox own poison q quarantine runid tenant totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
 _API_KEYS = "api_keys api_key key_pepper"
 
-_READING_FUNCTIONS = "read list quote outbox_dead"
+_READING_FUNCTIONS = "read list quote outbox_dead glance"
 _GATEWAY_FUNCTIONS = (
     "submit cancel delete detach reprioritise attend sweep outbox_replay " + _READING_FUNCTIONS
 )
@@ -65,7 +65,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions=_GATEWAY_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} srandmember",
             keeps=f"{_JOB_KEYS} dead idem memory object_store",
-            reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS}",
+            reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
         "worker": RedisRole(
@@ -73,7 +73,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions="claim mine append heartbeat release blame read sweep",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
             "zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed turn",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
             reads="clock_offset",
             channels="ev wake ctl",
         ),
@@ -84,7 +84,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "hgetall hincrby hincrbyfloat hmget hset info llen lmove lpop lpos lrange lrem persist "
             "pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim zadd "
             "zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
-            keeps="due flying out outbox dead",
+            keeps="due deliveries flying out outbox dead",
             reads=f"{_SIGHT_KEYS} active counters job line log object_store pool workers",
             other_keys="rq:*",
         ),
@@ -110,14 +110,14 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions=f"{_GATEWAY_FUNCTIONS} drain",
             commands=f"{_CONNECTION} {_JOB_COMMANDS} lrange",
             keeps=f"{_JOB_KEYS} dead idem memory worker {_API_KEYS}",
-            reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')}",
+            reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
             channels="ev wake ctl",
         ),
         "dashboard": RedisRole(
             purpose="whoever looks on: reads jobs, queues and workers, changes nothing",
             functions=_READING_FUNCTIONS,
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS}",
-            reads=f"{_JOB_KEYS} {_FLEET_KEYS} {_SIGHT_KEYS} dead",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} xinfo|groups",
+            reads=f"{_JOB_KEYS} {_FLEET_KEYS} {_SIGHT_KEYS} dead deliveries",
             channels="ev wake",
         ),
     }
@@ -154,7 +154,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
-    "attended deadlines kept leases litter poison quarantine runid outbox memory models api_keys "
+    "attended deadlines deliveries kept leases litter poison quarantine runid outbox memory models api_keys "
     "key_pepper clock_offset"
 )
 

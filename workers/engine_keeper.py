@@ -33,6 +33,7 @@ from workers.messages import (
     StopJob,
     TokenOut,
 )
+from workers.meter import Meter
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 
@@ -56,12 +57,14 @@ class EngineKeeper:
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
+        meter: Meter,
     ) -> None:
         self._settings = settings
         self._lane = lane
         self._engine = engine
         self._holding = holding
         self._publisher = publisher
+        self._meter = meter
         self.tokenizer: Tokenizer | None = None
 
     async def run(self) -> None:
@@ -78,6 +81,7 @@ class EngineKeeper:
             self._engine.forget()
             jobs = self._holding.clear()
             self._publisher.clear()
+            self._meter.note_engine_failure()
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
                 raise EngineRefused("the engine process ends before it is ready: see above")
@@ -129,6 +133,7 @@ class EngineKeeper:
         if self._engine.load.num_waiting > 0 and load.num_waiting == 0:
             self._holding.wake.set()
         self._engine.load = load
+        self._meter.note_step(load)
         if load.num_step_tokens:
             self._engine.speed.note_step(load.step_s)
 
@@ -145,6 +150,8 @@ class EngineKeeper:
             log.error("job failed job_id=%s error=%s", out.job_id, type(exc).__name__)
             self._publisher.fail(job, ErrorCode.ENGINE_ERROR, "its output could not be decoded")
             return [StopJob(out.job_id, out.epoch)]
+        if isinstance(out, TokenOut):
+            self._meter.note_token(job, out.choice)
         self._publisher.note(job)
         return [StopChoice(out.job_id, out.epoch, out.choice)] if is_stopped else []
 

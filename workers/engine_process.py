@@ -79,7 +79,7 @@ class EngineLoop:
                 said += self._obey(message)
             start_s = time.monotonic()
             report = self._step()
-            said += step_messages(report, time.monotonic() - start_s)
+            said += step_messages(report, start_s, time.monotonic())
             self._channel.send(said)
 
     def _step(self) -> StepReport:

@@ -81,6 +81,7 @@ class HeldJob:
         self.was_kept = False  # its log was offered to the object store
         self.is_being_kept = False  # and the store has not answered yet
         self.result: ObjectRef | None = None  # where it lies there
+        self.token_times_s: dict[int, float] = {}  # by choice: its last token, engine's clock
         self._deadline_s = claimed.deadline_s
         self._cost_tokens = claimed.cost_tokens
         asks = params.prompt_logprobs is not None

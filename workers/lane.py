@@ -113,6 +113,7 @@ class Lane:
         info: str,
         state: WorkerState,
         capacity: WorkerCapacity,
+        counted: Mapping[str, int],
     ) -> list[str]:
         sent_s = time.monotonic()
         lost = await self._functions.heartbeat(
@@ -123,12 +124,13 @@ class Lane:
             info=info,
             state=state,
             capacity=capacity,
+            counted=counted,
         )
         self.last_contact_s = max(self.last_contact_s, sent_s)
         return lost
 
-    async def say_goodbye(self) -> None:
-        """Takes this worker off the list of live ones."""
+    async def say_goodbye(self, counted: Mapping[str, int]) -> None:
+        """Takes this worker off the list of live ones, with the last that it has counted."""
         await self._functions.heartbeat(
             self.incarnation,
             self._settings.served_model_name,
@@ -136,6 +138,7 @@ class Lane:
             lease_s=self._settings.lease_s,
             info="",
             state="gone",
+            counted=counted,
         )
 
     async def is_to_drain(self) -> bool:

@@ -13,6 +13,7 @@ from workers.drain import Drain
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
 from workers.messages import Ready, Reprioritise
+from workers.meter import Meter
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 
@@ -31,6 +32,7 @@ class LeaseKeeper:
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
+        meter: Meter,
         drain: Drain,
         on_order: Callable[[], None],
     ) -> None:
@@ -39,6 +41,7 @@ class LeaseKeeper:
         self._engine = engine
         self._holding = holding
         self._publisher = publisher
+        self._meter = meter
         self._drain = drain
         self._on_order = on_order  # to drain
         self._is_published = False
@@ -90,7 +93,8 @@ class LeaseKeeper:
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
         state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
-        for job_id in await self._lane.heartbeat(held, self._info(), state, self._capacity(lanes)):
+        says = (self._info(), state, self._capacity(lanes), self.counted())
+        for job_id in await self._lane.heartbeat(held, *says):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
@@ -141,6 +145,12 @@ class LeaseKeeper:
         has_room = holding.room() is not None
         speed.measure(time.monotonic(), holding.num_drained, has_room=has_room)
         return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
+
+    def counted(self) -> dict[str, int]:
+        """What this worker has counted for metrics since it began."""
+        counts = self._meter.counts
+        counts.set_total("tokens_after_cancel_total", self._holding.tokens_after_cancel)
+        return dict(counts.fields)
 
     def _info(self) -> str:
         load, ready = self._engine.load, self._engine.ready

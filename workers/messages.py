@@ -191,6 +191,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_finished: int = 0  # sequences that ended by a token of this step …
     queue_s: float = 0.0  # … how long they waited to be let in first, all together
     run_s: float = 0.0  # … and from then to their end
+    ended_s: float = 0.0  # when the step ended, on the engine's clock: good for differences alone
 
 
 FromEngine = (

@@ -14,7 +14,7 @@ from workers.messages import (
 )
 
 
-def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
+def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[FromEngine]:
     """A step's report on the wire: prompts, tokens, endings, failures, and the load last."""
     return [
         *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
@@ -30,7 +30,7 @@ def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
             report.num_waiting,
             report.num_free_blocks,
             report.num_step_tokens,
-            step_s,
+            ended_s - start_s,
             report.num_padding_tokens,
             report.num_step_seqs,
             report.num_decode_tokens,
@@ -41,6 +41,7 @@ def step_messages(report: StepReport, step_s: float) -> list[FromEngine]:
             report.num_finished,
             report.queue_s,
             report.run_s,
+            ended_s,
         ),
     ]
 

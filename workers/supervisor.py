@@ -24,6 +24,8 @@ from workers.holding import EngineLink, Holding
 from workers.lane import Lane
 from workers.leases import LeaseKeeper
 from workers.messages import Reconfigure
+from workers.meter import Meter
+from workers.metrics_page import MetricsPage, MetricsUnservable
 from workers.prompts import PromptFetcher
 from workers.publisher import Publisher
 from workers.results import ResultKeeper
@@ -72,9 +74,11 @@ class Supervisor:
             self._store, self._lane, self._holding, self._publisher, self._run
         )
         self._drain = Drain(settings.drain_s, settings.drain_release_s)
-        parts = (settings, self._lane, self._engine, self._holding, self._publisher)
+        self._meter = Meter()
+        parts = (settings, self._lane, self._engine, self._holding, self._publisher, self._meter)
         self._keeper = EngineKeeper(*parts)
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
+        self._page = MetricsPage(settings, self._meter)
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
 
@@ -106,6 +110,7 @@ class Supervisor:
             *self._leases.duties(),
             self._watch_notice(),
             tidy(self._store, self._lane),
+            self._page.serve(),
             self._drained(),
         ]
         running = [asyncio.create_task(duty) for duty in duties]
@@ -116,7 +121,7 @@ class Supervisor:
             for task in running:
                 if not task.cancelled():
                     task.result()
-        except (EngineRefused, BrokerUnfit) as refusal:
+        except (EngineRefused, BrokerUnfit, MetricsUnservable) as refusal:
             log.error("%s", refusal)
             return EXIT_LOAD_FAILED
         return EXIT_OK
@@ -263,7 +268,7 @@ class Supervisor:
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
                     await self._lane.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await self._lane.say_goodbye()
+                await self._lane.say_goodbye(self._leases.counted())
                 return
             await asyncio.sleep(_RETRY_S)
 

@@ -76,6 +76,7 @@ local function take(tag, found, incarnation, lease_ms, now, config)
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
     'attempt', job.attempt, 'config', config)
   local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
+  totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end
   if is_first and redis.call('HGET', job.key, 'callback_started') == '1' then
     outbox.post(tag, job, 'started', now, '', '')

@@ -29,6 +29,7 @@ local JOB_FIELDS = {
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
 local outbox = {}  -- what callers are to be told; _outbox.lua
+local totals = {}  -- what metrics count; _totals.lua
 
 -- Tests move the clock by an offset, or stop it: '=1700000000000'.
 local function now_ms(tag)
@@ -156,6 +157,7 @@ local function terminal(tag, job, status, code, message, now, result)
     compact(tag, job)
   end
   ledger.settle(tag, job, status)
+  totals.ended(tag, job, status, now)
   leave(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)

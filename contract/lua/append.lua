@@ -30,7 +30,10 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
     job.tokens = job.tokens + num_tokens
     ledger.progress(tag, job, ledger.done(job) - done)
     redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
-    if num_tokens > 0 then redis.call('HSETNX', job.key, 'first_token', now) end
+    if num_tokens > 0 then
+      local is_first = redis.call('HSETNX', job.key, 'first_token', now) == 1
+      totals.said(tag, job, num_tokens, now, is_first)
+    end
     log_event(tag, job, event)
     local every = fin == '' and job.callback_every or 0
     if every > 0 and job.tokens % every < num_tokens then

@@ -5,6 +5,7 @@
 --       6 tokens per second that it drains, 7 that one stream gets (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)
 --       10 lanes that it serves, most urgent first, with a space between
+--       11 what it has counted since it began (msgpack {field of the totals: number}, '': nothing)
 --       then 2 for each job: id, epoch
 -- reply ids of the jobs that are no longer its own
 local POOL_TTL_MS = 3600 * 1000  -- a rate that no worker has confirmed for so long is forgotten
@@ -28,7 +29,8 @@ end
 local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
-  local now = now_ms(tag)
+  local now, counted = now_ms(tag), argv[11] ~= '' and cmsgpack.unpack(argv[11])
+  if counted then totals.take_in(tag, model, incarnation, counted) end
   if argv[4] == 'gone' then
     redis.call('ZREM', workers, incarnation)
     redis.call('DEL', worker)
@@ -46,7 +48,7 @@ local function heartbeat(keys, argv)
   end
   measure_pool(tag, model, now)
   local lost = {}
-  for i = 11, #argv, 2 do
+  for i = 12, #argv, 2 do
     if fence(load_job(tag, argv[i]), incarnation, argv[i + 1]) then
       table.insert(lost, argv[i])
     else

@@ -41,6 +41,7 @@ local function outbox_done(keys, argv)
   if not record.state then return {'GONE'} end
   if record.attempt ~= argv[2] then return {'FENCED'} end
   if record.taken == '' then return {'OK'} end
+  redis.call('HINCRBY', tag .. ':deliveries', argv[3], 1)
   redis.call('ZREM', tag .. ':flying:' .. record.to, id)
   redis.call('ZREM', tag .. ':due:' .. record.to, id)  -- there again where the lease has lapsed
   local state

@@ -19,6 +19,17 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "every claim is a first wait in the totals",
+        "  if is_first then totals.observe",
+        "  if true then totals.observe",
+    ),
+    Mutant(
+        "a prompt counts with every output",
+        "  if not is_first then return end\n  totals.add",
+        "  totals.add",
+    ),
+    Mutant("what fails took its time too", "  if status == 'succeeded' then\n    totals", "  if true then\n    totals"),
+    Mutant(
         "every claim is a first wait",
         "  if is_first then ledger.calibrate",
         "  if true then ledger.calibrate",

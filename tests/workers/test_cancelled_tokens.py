@@ -17,6 +17,7 @@ from workers.engine_keeper import EngineKeeper
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane
+from workers.meter import Meter
 from workers.messages import StopJob, ToEngine, TokenOut
 from workers.publisher import Publisher
 from workers.results import ResultKeeper
@@ -44,7 +45,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     link = EngineLink(settings.engine_options(), client=engine)  # type: ignore[arg-type]
     holding = Holding(link)
     publisher = Publisher(lane, holding, ResultKeeper(None, 0, lane))
-    keeper = EngineKeeper(settings, lane, link, holding, publisher)
+    keeper = EngineKeeper(settings, lane, link, holding, publisher, Meter())
     publishing = asyncio.create_task(publisher.run())
     job = await caller.submit("stop me", max_tokens=100)
     [claimed] = await lane.claim(

@@ -1,0 +1,106 @@
+"""Counted fields and glances as Prometheus families. Leaves serving them to gateway and workers."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric as Family,
+)
+
+from contract.glance import Glance
+from contract.jobs import JobStatus
+from telemetry.metrics import METRICS, Metric, Source, of_sources
+
+Labels = tuple[str, ...]
+
+
+def counted_families(
+    fields: Mapping[str, Mapping[str, int]], *sources: Source
+) -> Iterator[Family]:
+    """One family for each metric of these sources; `fields` by model. Unknown fields are left out:
+    they are of another version."""
+    for metric in of_sources(*sources):
+        series = {
+            (model, *labels): values
+            for model, counts in fields.items()
+            for labels, values in _series(metric, counts).items()
+        }
+        if metric.kind == "histogram":
+            yield _histogram(metric, series)
+        else:
+            family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+            for labels, values in sorted(series.items()):
+                family.add_metric(labels, values[""])
+            yield family
+
+
+def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str, int]]:
+    """The parts of each series: a counter's one is called '', a histogram's by bucket or `sum`."""
+    series: dict[Labels, dict[str, int]] = {}
+    num_parts = len(metric.labels) + (metric.kind == "histogram")
+    for field, value in counts.items():
+        name, _, rest = field.partition(":")
+        if name != metric.name:
+            continue
+        parts = rest.split(":") if rest else []
+        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # a lane with colons
+            cut = len(parts) - num_parts + 1
+            parts = [":".join(parts[:cut]), *parts[cut:]]
+        if len(parts) != num_parts:
+            continue
+        part = parts.pop() if metric.kind == "histogram" else ""
+        series.setdefault(tuple(parts), {})[part] = value
+    return series
+
+
+def _histogram(metric: Metric, series: Mapping[Labels, Mapping[str, int]]) -> Family:
+    family = HistogramMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+    for labels, values in sorted(series.items()):
+        cumulative, buckets = 0, []
+        for i, bound in enumerate((*metric.bounds, float("inf")), 1):
+            cumulative += values.get(str(i), 0)
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), cumulative))
+        family.add_metric(labels, buckets, values.get("sum", 0) * metric.scale)
+    return family
+
+
+def fleet_families(glances: Mapping[str, Glance]) -> Iterator[Family]:
+    """Lanes and workers as they are now, by model; callbacks' attempts."""
+    gauges = {
+        metric.name: GaugeMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+        for metric in of_sources(Source.FLEET)
+    }
+    for model, glance in glances.items():
+        gauges["workers"].add_metric((model,), len(glance.workers))
+        for lane, sight in glance.lanes.items():
+            gauges["num_requests_running"].add_metric((model, lane), sight.num_running)
+            gauges["num_requests_waiting"].add_metric((model, lane), sight.num_queued)
+            gauges["queue_tokens"].add_metric((model, lane), sight.queued_tokens)
+            gauges["queue_oldest_age_seconds"].add_metric((model, lane), sight.oldest_wait_s)
+            if (ratio := deadline_kept_ratio(glance, lane)) is not None:
+                gauges["deadline_kept_ratio"].add_metric((model, lane), ratio)
+        for worker in glance.workers:
+            labels = (model, worker.incarnation)
+            gauges["worker_seen_age_seconds"].add_metric(labels, worker.seen_s)
+            gauges["worker_jobs"].add_metric(labels, worker.num_jobs_held)
+            gauges["worker_sequences"].add_metric((*labels, "running"), worker.num_running)
+            gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
+            gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
+    yield from gauges.values()
+    metric = METRICS["webhook_deliveries_total"]
+    deliveries = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+    for glance in list(glances.values())[:1]:  # they are not of a model
+        for outcome, num in sorted(glance.deliveries.items()):
+            deliveries.add_metric((outcome,), num)
+    yield deliveries
+
+
+def deadline_kept_ratio(glance: Glance, lane: str) -> float | None:
+    """Since counting began; None where no job has succeeded or expired."""
+    succeeded, expired = (
+        glance.totals.get(f"requests_total:{lane}:{status}", 0)
+        for status in (JobStatus.SUCCEEDED, JobStatus.EXPIRED)
+    )
+    return succeeded / (succeeded + expired) if succeeded + expired else None

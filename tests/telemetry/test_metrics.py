@@ -1,0 +1,88 @@
+"""Metrics are counted once, named once, and shown as they were counted."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from telemetry.counts import Counts
+from telemetry.families import counted_families
+from telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Source
+from telemetry.text import page
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every line of a page: (name, labels) → value."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_redis_and_python_know_the_same_buckets() -> None:
+    """The functions sort latencies into the buckets that pages name."""
+    source = (ROOT / "contract" / "lua" / "_totals.lua").read_text()
+    found = re.search(r"LATENCY_BOUNDS_MS = \{([^}]*)\}", source)
+    assert found is not None
+    bounds_ms = [int(bound) for bound in found[1].replace("\n", "").split(",") if bound.strip()]
+    assert [bound / 1000 for bound in bounds_ms] == list(LATENCY_BOUNDS_S)
+
+
+def test_every_field_that_redis_counts_is_a_metric() -> None:
+    """What the functions and the meter write is shown, and nothing that is shown is unwritten."""
+    lua = (ROOT / "contract" / "lua" / "_totals.lua").read_text()
+    meter = (ROOT / "workers" / "meter.py").read_text() + (ROOT / "workers/leases.py").read_text()
+    for metric in METRICS.values():
+        if metric.source is Source.JOBS:
+            assert f"'{metric.name}" in lua, metric.name
+        if metric.source is Source.ENGINES:
+            assert f'"{metric.name}"' in meter, metric.name
+
+
+def test_a_page_shows_what_was_counted() -> None:
+    """Counters as they are; histograms cumulative, with their sum and count."""
+    counts = Counts()
+    counts.add("num_preemptions_total", value=3)
+    for seconds in (0.0005, 0.0010, 0.0011, 99.0):
+        counts.observe("step_duration_seconds", "decode", value=seconds)
+    counts.observe("inter_token_latency_seconds", "a:lane", value=0.02, times=7)
+    shown = samples(page(list(counted_families({"m": counts.fields}, Source.ENGINES))).decode())
+    model, kind = ("model_name", "m"), ("class", "decode")
+    name = "batchway_step_duration_seconds"
+    assert shown["batchway_num_preemptions_total", (model,)] == 3
+    assert shown[f"{name}_bucket", (kind, ("le", "0.001"), model)] == 2
+    assert shown[f"{name}_bucket", (kind, ("le", "0.0025"), model)] == 3
+    assert shown[f"{name}_bucket", (kind, ("le", "+Inf"), model)] == 4
+    assert shown[f"{name}_count", (kind, model)] == 4
+    assert shown[f"{name}_sum", (kind, model)] == pytest.approx(99.0026)
+    lane = ("lane", "a:lane")
+    assert shown["batchway_inter_token_latency_seconds_count", (lane, model)] == 7
+    assert shown["batchway_inter_token_latency_seconds_sum", (lane, model)] == pytest.approx(0.14)
+
+
+def test_fields_of_another_version_are_left_out() -> None:
+    """A worker that is newer than its gateway breaks no page."""
+    fields = {"of_tomorrow_total:x": 1, "batch_size:sum:of:more": 2, "num_preemptions_total": 1}
+    shown = samples(page(list(counted_families({"m": fields}, Source.ENGINES))).decode())
+    assert list(shown.values()) == [1.0]
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """The rows of the tables of docs/metrics.md: name → (kind, labels)."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `batchway_(\w+)` \| (\w+) \| ([^|]*) \|", text, re.MULTILINE)
+    assert len({name for name, *_ in rows}) == len(rows)
+    return {name: (kind, labels.strip()) for name, kind, labels in rows}
+
+
+def test_what_is_documented_is_exported() -> None:
+    """The same names, kinds and labels, in both directions."""
+    exported = {
+        metric.name: (metric.kind, ", ".join(f"`{label}`" for label in metric.all_labels))
+        for metric in METRICS.values()
+    }
+    assert documented() == exported
