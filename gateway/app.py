@@ -12,6 +12,7 @@ from gateway import errors
 from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
+from gateway.embedded_metrics import EmbeddedMetrics
 from gateway.limits import MAX_HEADER_BYTES, BodyLimit, HeadLimit, LastNet, RequestIds, TrustedHosts
 from gateway.metrics import GatewayMetrics, RequestCounter
 from gateway.routes import (
@@ -68,5 +69,7 @@ def create_app(
     app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
     app.add_middleware(LastNet)
     app.add_middleware(RequestCounter, metrics=counted)
+    if settings.embedded_metrics:
+        app.add_middleware(EmbeddedMetrics, metrics=counted)
     app.add_middleware(RequestIds)
     return app

@@ -52,6 +52,7 @@ class GatewaySettings:
     breaker_open_s: float = 0.5
     attendance_s: float = 30.0
     drain_s: float = 20.0
+    embedded_metrics: bool = False  # a line for CloudWatch after each request
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 16:
@@ -73,6 +74,7 @@ class GatewaySettings:
             raise ValueError(f"{variable('lane_bounds')}: {exc}") from exc
         may_be_zero = {
             "require_key",
+            "embedded_metrics",
             "sync_limit_s",
             "lane_bound_tokens",
             "lane_bound_s",

@@ -154,8 +154,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
-    "attended deadlines deliveries kept leases litter poison quarantine runid outbox memory models api_keys "
-    "key_pepper clock_offset"
+    "attended deadlines deliveries kept leases litter poison quarantine runid outbox memory models "
+    "api_keys key_pepper clock_offset"
 )
 
 

@@ -6,6 +6,8 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+)
+from prometheus_client.core import (
     Metric as Family,
 )
 
@@ -16,9 +18,7 @@ from telemetry.metrics import METRICS, Metric, Source, of_sources
 Labels = tuple[str, ...]
 
 
-def counted_families(
-    fields: Mapping[str, Mapping[str, int]], *sources: Source
-) -> Iterator[Family]:
+def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) -> Iterator[Family]:
     """One family for each metric of these sources; `fields` by model. Unknown fields are left out:
     they are of another version."""
     for metric in of_sources(*sources):

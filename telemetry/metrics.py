@@ -1,4 +1,4 @@
-"""Every metric: its name, its labels, what it says. docs/metrics.md lists the same, a test sees to it.
+"""Every metric: its name, its labels, what it says. docs/metrics.md lists the same; tests compare.
 
 Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is done elsewhere: in
 Redis Functions (contract/lua/_totals.lua), in workers/meter.py, in gateway/metrics.py.
@@ -126,7 +126,9 @@ _ALL = (
     _now("workers", "Workers that take jobs."),
     _now("worker_seen_age_seconds", "Since a worker was last heard of: how stale it is.", "worker"),
     _now("worker_jobs", "Jobs that a worker holds.", "worker"),
-    _now("worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"),
+    _now(
+        "worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"
+    ),
     _now("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.", "worker"),
     _gateway("admission_total", "Answers to new jobs.", "model_name", "lane", "outcome", "reason"),
     _gateway("tenant_admission_total", "Answers to new jobs, by tenant.", "tenant", "outcome"),

@@ -18,7 +18,8 @@ SECRETS_VARIABLE = "BATCHWAY_SECRET_ARNS"
 def load_settings(environ: Mapping[str, str] | None = None) -> GatewaySettings:
     """Raises SecretUnavailable, ValueError."""
     environ = os.environ if environ is None else environ
-    known = {"BATCHWAY_REQUIRE_KEY": "1", **environ}  # API Gateway lets anybody through
+    # API Gateway lets anybody through; no Prometheus asks a function.
+    known = {"BATCHWAY_REQUIRE_KEY": "1", "BATCHWAY_EMBEDDED_METRICS": "1", **environ}
     for arn in filter(None, environ.get(SECRETS_VARIABLE, "").split(",")):
         known |= read_secret(arn.strip(), environ)
     overrides = {} if (url := redis_url_of(known)) is None else {"redis_url": url}

@@ -28,7 +28,11 @@ MUTANTS = [
         "  if not is_first then return end\n  totals.add",
         "  totals.add",
     ),
-    Mutant("what fails took its time too", "  if status == 'succeeded' then\n    totals", "  if true then\n    totals"),
+    Mutant(
+        "what fails took its time too",
+        "  if status == 'succeeded' then\n    totals",
+        "  if true then\n    totals",
+    ),
     Mutant(
         "every claim is a first wait",
         "  if is_first then ledger.calibrate",

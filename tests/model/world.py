@@ -369,7 +369,7 @@ class World:
         assert forgotten == self.reference.litter, forgotten ^ self.reference.litter
 
     def _compare_glance(self) -> None:
-        """What metrics are made of: totals as the reference has counted, lanes as its records are."""
+        """What metrics show: totals as the reference has counted, lanes as its records are."""
         self.hold_clock()
         glance = self.loop.run_until_complete(self.functions.glance("m", LANES))
         there = {

@@ -149,7 +149,7 @@ async def test_a_worker_s_steps_reach_every_gateway(
             assert 0 <= summed(shown, "worker_seen_age_seconds") < 5
         shown = await page_of(http)
     num_steps = summed(shown, "step_duration_seconds_count")
-    assert num_steps == summed(shown, "batch_size_count") > 20
+    assert num_steps == summed(shown, "batch_size_count") >= 20
     num_first = summed(shown, "time_to_first_token_seconds_count")
     assert num_first == len(jobs)
     assert summed(shown, "inter_token_latency_seconds_count") == 20 * len(jobs) - num_first

@@ -17,8 +17,8 @@ from workers.engine_keeper import EngineKeeper
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane
-from workers.meter import Meter
 from workers.messages import StopJob, ToEngine, TokenOut
+from workers.meter import Meter
 from workers.publisher import Publisher
 from workers.results import ResultKeeper
 

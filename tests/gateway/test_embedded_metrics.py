@@ -1,0 +1,82 @@
+"""On Lambda nobody scrapes: each request says what it has added, in CloudWatch's own format."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.aws.environment import load_settings
+from gateway.embedded_metrics import EmbeddedMetrics
+from gateway.metrics import GatewayMetrics
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.test_metrics import BODY, _job
+
+pytestmark = pytest.mark.anyio
+
+
+async def _nothing(*_: Any) -> None:
+    """An app that answers nobody."""
+
+
+def parsed(lines: list[str]) -> list[dict[str, Any]]:
+    """The lines as CloudWatch reads them: what is declared stands beside it, as a number."""
+    found = []
+    for line in lines:
+        record = json.loads(line)
+        [about] = record["_aws"]["CloudWatchMetrics"]
+        assert about["Namespace"] == "batchway"
+        assert record["_aws"]["Timestamp"] == 5_000
+        [dimensions] = about["Dimensions"]
+        assert all(isinstance(record[name], str) for name in dimensions)
+        names = [metric["Name"] for metric in about["Metrics"]]
+        assert set(record) == {"_aws", *dimensions, *names}
+        found.append({name: record[name] for name in (*dimensions, *names)})
+    return found
+
+
+async def test_each_line_says_what_is_new() -> None:
+    """Jobs by model and lane, requests for all; a count is told once, and nothing is no line."""
+    metrics, told = GatewayMetrics(), list[str]()
+    app = EmbeddedMetrics(_nothing, metrics, told.append, lambda: 5.0)
+    metrics.note_acceptance(_job("t"), is_new=True)
+    metrics.note_request("/v1/completions", "POST", 200)
+    await app({"type": "http"}, _nothing, _nothing)
+    assert parsed(told) == [
+        {"Requests": 1},
+        {"Model": MODEL, "Lane": "standard", "JobsAccepted": 1},
+    ]
+    told.clear()
+    metrics.note_refusal(_job("t"), "lane_full")
+    metrics.note_request("/v1/completions", "POST", 503)
+    await app({"type": "http"}, _nothing, _nothing)
+    assert parsed(told) == [
+        {"Requests": 1, "ServerErrors": 1},
+        {"Model": MODEL, "Lane": "standard", "JobsRefused": 1},
+    ]
+    told.clear()
+    await app({"type": "http"}, _nothing, _nothing)
+    assert told == []
+
+
+def test_a_function_tells_and_a_server_does_not(redis_server: Any) -> None:
+    """On by default where Lambda runs the gateway; elsewhere only where it is asked for."""
+    environ = {"REDIS_URL": "redis://127.0.0.1:1"}
+    assert load_settings(environ).embedded_metrics
+    assert not load_settings(environ | {"BATCHWAY_EMBEDDED_METRICS": "0"}).embedded_metrics
+    assert not make_settings(redis_server.url).embedded_metrics
+
+
+async def test_a_call_leaves_its_lines_on_standard_output(
+    redis_server: Any, worker: FakeWorker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the app itself, with nothing of the call but counts."""
+    import httpx
+
+    with running_gateway(make_settings(redis_server.url, embedded_metrics=True)) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            (await http.post("/v1/completions", json=BODY)).raise_for_status()
+    lines = [line for line in capfd.readouterr().out.splitlines() if "_aws" in line]
+    figures = {name: value for line in lines for name, value in json.loads(line).items()}
+    assert figures.pop("_aws")
+    assert figures == {"Requests": 1, "Model": MODEL, "Lane": "standard", "JobsAccepted": 1}

@@ -1,0 +1,164 @@
+"""GET /metrics: for whoever may, of this gateway and of the fleet; also while Redis is away."""
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys
+from gateway.metrics import MAX_TENANTS, GatewayMetrics
+from infra.embedded_redis import EmbeddedRedis
+from telemetry.text import page
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.telemetry.test_exactness import page_of, summed
+from tests.telemetry.test_metrics import samples
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 20}
+
+
+async def test_answers_are_counted_by_route_and_by_lane(
+    http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """A call, a refusal, a path that is none: no id and no path of a caller is a label."""
+    before = await page_of(http)
+    await http.post("/v1/completions", json=BODY)
+    await http.get("/v1/jobs/job-0-00000000000000000000000000000000")
+    await http.get("/no/such/path")
+    shown = await page_of(http)
+
+    def gained(name: str, **labels: str) -> float:
+        return summed(shown, name, **labels) - summed(before, name, **labels)
+
+    assert gained("http_requests_total", route="/v1/completions", status="200") == 1
+    assert gained("http_requests_total", route="/v1/jobs/{job_id}", status="404") == 1
+    assert gained("http_requests_total", route="other", status="404") == 1
+    assert gained("admission_total", lane="standard", outcome="accepted") == 1
+    assert gained("generation_tokens_total", model_name=MODEL) > 0
+    assert summed(shown, "broker_up") == 1
+
+
+async def test_a_refusal_says_why(redis_server: EmbeddedRedis, idle_worker: FakeWorker) -> None:
+    """By the reason that the caller is told."""
+    settings = make_settings(redis_server.url, lane_bound_tokens=1)
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            refused = await http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429
+            shown = await page_of(http)
+    labels = {"outcome": "refused", "reason": "lane_full"}
+    assert summed(shown, "admission_total", **labels) == 1
+
+
+async def test_what_waits_is_shown_with_its_age(
+    redis_client: redis.asyncio.Redis,
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    keys: Keys,
+) -> None:
+    """Jobs, tokens, and how long the first has waited; a claimed one runs and is no longer old."""
+    body = {"endpoint": "/v1/completions", "body": BODY, "lane": "batch"}
+    for _ in range(2):
+        (await http.post("/v1/jobs", json=body)).raise_for_status()
+    await redis_client.set(keys.clock_offset, 7000)
+    await idle_worker.beat()
+    lane = {"model_name": MODEL, "lane": "batch"}
+    shown = await page_of(http)
+    assert summed(shown, "num_requests_waiting", **lane) == 2
+    assert summed(shown, "queue_tokens", **lane) > 0
+    assert 7 <= summed(shown, "queue_oldest_age_seconds", **lane) < 60
+    for _ in range(2):
+        await idle_worker.claim()
+    shown = await page_of(http)
+    assert summed(shown, "num_requests_running", **lane) == 2
+    assert summed(shown, "num_requests_waiting", **lane) == 0
+    assert summed(shown, "queue_oldest_age_seconds", **lane) == 0
+    assert summed(shown, "request_queue_time_seconds_sum", **lane) >= 14
+
+
+async def test_a_resumed_stream_is_counted(http: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """Who comes back with an event's id goes on; who reads from the start does not count."""
+    job = (await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})).json()
+    events_url = f"/v1/jobs/{job['id']}/events"
+    text = (await http.get(events_url)).text
+    event_id = next(line[4:] for line in text.splitlines() if line.startswith("id: "))
+    before = await page_of(http)
+    await http.get(events_url, headers={"last-event-id": event_id})
+    shown = await page_of(http)
+    assert summed(shown, "resumed_streams_total") - summed(before, "resumed_streams_total") == 1
+    assert summed(shown, "open_streams") == 0
+
+
+async def test_figures_are_for_keys_with_the_scope(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> None:
+    """They are of all tenants: no ordinary key sees them; one for metrics sees nothing else."""
+    store = ApiKeys(redis_client, Keys("with-keys"), None)
+    ordinary, _ = await store.create(KeyTerms(tenant="t"))
+    scraper, _ = await store.create(KeyTerms(tenant="ops", scopes=(Scope.METRICS,)))
+    with running_gateway(make_settings(redis_server.url, namespace="with-keys")) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+
+            async def status(path: str, key: str | None) -> int:
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                return (await http.get(path, headers=headers)).status_code
+
+            assert await status("/metrics", None) == 401
+            assert await status("/metrics", ordinary) == 403
+            assert await status("/metrics", scraper) == 200
+            assert await status("/v1/jobs", scraper) == 403
+
+
+async def test_a_gateway_without_redis_still_says_so() -> None:
+    """Its own counters, and that the broker is down, to the one key that needs no Redis."""
+    key = "0123456789abcdef"
+    with running_gateway(make_settings("redis://127.0.0.1:1", api_key=key)) as url:
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
+            await http.get("/livez")
+            shown = await page_of(http)
+    assert summed(shown, "broker_up") == 0
+    assert summed(shown, "http_requests_total", route="/livez") == 1
+
+
+def test_tenants_have_labels_of_their_own_up_to_a_bound() -> None:
+    """However many there are, a page stays small; nobody is left out of the sum."""
+    metrics = GatewayMetrics()
+    for i in range(3 * MAX_TENANTS):
+        metrics.note_acceptance(_job(f"tenant-{i}"), is_new=True)
+    metrics.note_acceptance(_job("tenant-0"), is_new=True)
+    shown = samples(page(list(metrics.families())).decode())
+    assert summed(shown, "tenant_admission_total") == 3 * MAX_TENANTS + 1
+    assert summed(shown, "tenant_admission_total", tenant="tenant-0") == 2
+    assert summed(shown, "tenant_admission_total", tenant="other") == 2 * MAX_TENANTS
+
+
+def _job(tenant: str) -> Job:
+    return Job(
+        id="job-0-x",
+        tenant=tenant,
+        model=MODEL,
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(1,),
+        params=SamplingParams(max_tokens=1, seed=0),
+        created_s=0,
+    )
+
+
+async def test_deliveries_are_shown(
+    http: httpx.AsyncClient,
+    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """What relays have counted, by outcome."""
+    await redis_client.hset(keys.deliveries, mapping={"delivered": 3, "dead": 1})
+    shown = await page_of(http)
+    assert summed(shown, "webhook_deliveries_total", outcome="delivered") == 3
+    assert summed(shown, "webhook_deliveries_total") == 4
