@@ -15,7 +15,7 @@ from tests.gateway.test_metrics import BODY, _job
 pytestmark = pytest.mark.anyio
 
 
-async def _nothing(*_: Any) -> None:
+async def _nothing(*_: Any) -> Any:
     """An app that answers nobody."""
 
 
