@@ -55,7 +55,8 @@ def test_the_artifact_holds_all_that_the_functions_import() -> None:
     assert copied is not None
     owners = importlib.metadata.packages_distributions()
     pinned = pins()
-    packages = {top for top, names in owners.items() if {normal(name) for name in names} <= pinned}
+    # Several distributions may share a name: opentelemetry's API is there, its SDK need not be.
+    packages = {top for top, names in owners.items() if pinned & {normal(name) for name in names}}
     program = IMPORT_FROM.format(allowed=packages | set(copied[1].split()), names=ENTRY_POINTS)
 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
