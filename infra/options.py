@@ -159,7 +159,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--torch-only",
         action="store_true",
-        help="on a CPU: no merged modules and no kernels of batchway's own; slower "
+        help="no merged modules, and on a CPU no kernels of batchway's own; slower "
         "(default: both, where they prove equal)",
     )
     _add_limit_options(group)

@@ -16,7 +16,7 @@ from workers.model.attention.interface import (
     AttentionFlags,
     Span,
 )
-from workers.model.native.kernels import Kernels
+from workers.model.kernels import DecoderKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class PagedStep:
         backend: AttentionBackend,
         spans: Seq[Span],
         slot_mapping: Tensor,
-        kernels: Kernels | None = None,
+        kernels: DecoderKernels | None = None,
     ) -> None:
         """`slot_mapping` (T,): the cache slot of each flat token."""
         self._layers = cache.layers

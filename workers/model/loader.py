@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
-from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import CannotShareBatch
+from workers.model.backend import choose_backend
 from workers.model.checkpoint import (
     DEFAULT_REVISION,
     context_length,
@@ -25,8 +25,6 @@ from workers.model.checkpoint import (
 )
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
-from workers.model.native.kernels import DTYPES, Kernels
-from workers.model.native.library import CannotBuild, load_library
 from workers.model.probe import check_parity, probe_layers
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
@@ -124,33 +122,32 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunn
     """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
     shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
-    kernels = _kernels(loaded, progress)
+    options = loaded.options
+    backend = choose_backend(
+        options.attention,
+        loaded.dtype,
+        loaded.device,
+        cache.block_size,
+        progress,
+        fused=options.fused,
+    )
     runner = ModelRunner(
         loaded.decoder,
         cache,
-        choose_attention(loaded.options.attention, kernels, loaded.device, cache.block_size),
+        backend.attention,
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=_fit(loaded, cache.num_blocks),
         device=loaded.device,
-        kernels=kernels,
+        kernels=backend.kernels,
     )
     check_parity(loaded.decoder, runner, loaded.config, loaded.device)
-    if loaded.device.type == "cpu" and loaded.options.fused:
-        done = operate(loaded.decoder, shapes, runner.backend, kernels)
+    if backend.merges:
+        done = operate(loaded.decoder, shapes, backend)
         cache.rename(done.attentions)
-        progress(f"merged or packed for this processor: {done}")
+        progress(f"{'merged or packed' if backend.packs else 'merged'} for this processor: {done}")
+        if num_own := len(shapes) - done.counts["attention layers"]:
+            progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
     return runner
-
-
-def _kernels(loaded: _Loaded, progress: Callable[[str], None]) -> Kernels | None:
-    """None where torch alone computes: on a GPU, without a compiler, or as the operator says."""
-    if loaded.device.type != "cpu" or loaded.dtype not in DTYPES or not loaded.options.fused:
-        return None
-    try:
-        return Kernels(load_library(), loaded.dtype)
-    except CannotBuild as reason:
-        progress(f"no CPU kernels of our own, torch does their work: {reason}")
-        return None
 
 
 def _sequential_runner(loaded: _Loaded) -> SequentialRunner:

@@ -14,8 +14,8 @@ from workers.engine.model import Chunk, Padding, Row
 from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch
+from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, PagedStep
-from workers.model.native.kernels import Kernels
 
 
 class ModelRunner:
@@ -30,7 +30,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         device: torch.device,
-        kernels: Kernels | None = None,
+        kernels: DecoderKernels | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend

@@ -270,7 +270,7 @@ def test_a_model_that_paging_would_change_is_not_paged(
     saved_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the cause: here it is a back end that reads the wrong slots."""
-    monkeypatch.setattr("workers.model.attention.choice.PackedAttention", _ForgetfulAttention)
+    monkeypatch.setattr("workers.model.backend.PackedAttention", _ForgetfulAttention)
     said: list[str] = []
 
     options = EngineOptions(model_path=str(saved_llama), device="cpu", fused=False)

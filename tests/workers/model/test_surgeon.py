@@ -11,6 +11,7 @@ from tests.tiny_models import make_config, make_model
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
+from workers.model.backend import Backend
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import load_library
 from workers.model.probe import probe_layers
@@ -35,8 +36,8 @@ def exchanged(
     if spoil is not None:
         spoil(decoder)
     kernels = Kernels(load_library(), dtype) if is_native else None
-    backend = PackedAttention() if kernels is None else NativeAttention(kernels)
-    return decoder, operate(decoder, shapes, backend, kernels)
+    attention = PackedAttention() if kernels is None else NativeAttention(kernels)
+    return decoder, operate(decoder, shapes, Backend(attention, kernels, merges=True, packs=True))
 
 
 def wide(family: str) -> dict[str, int]:

@@ -14,9 +14,9 @@ from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.test_attention import BLOCK_SIZE, NUM_BLOCKS, make_spans
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
-from workers.model.attention.choice import choose_attention
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
+from workers.model.backend import choose_backend
 from workers.model.loader import load_model
 
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
@@ -184,11 +184,13 @@ def test_heads_of_other_sizes_are_left_to_packed_attention(dim: int) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
-def test_a_model_gives_the_same_tokens_by_triton(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["merged", "own modules"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "gpt2"])
+def test_a_model_gives_the_same_tokens_by_triton(family: str, fused: bool, tmp_path: Path) -> None:
     """Through the loader's checks and the whole decoder, in chunks and token by token."""
     folder = save_tiny_model(family, tmp_path)
-    outputs = []
+    outputs: list[list[list[int]]] = []
+    said: list[str] = []
     for attention in ("triton", "torch"):
         options = EngineOptions(
             model_path=str(folder),
@@ -196,19 +198,23 @@ def test_a_model_gives_the_same_tokens_by_triton(family: str, tmp_path: Path) ->
             device=DEVICE.type,
             max_num_seqs=4,
             attention=attention,
-            fused=False,
+            fused=fused and attention == "triton",
         )
-        model = paged(load_model(options, lambda text: None))
+        model = paged(load_model(options, said.append))
         sequences = [make_sequence(p, max_tokens=6) for p in make_prompts([20, 5], VOCAB_SIZE)]
         outputs.append(run_to_end(model, sequences, chunk_tokens=9))
 
     assert outputs[0] == outputs[1]
+    merges = family in ("llama", "qwen3", "gemma2")
+    assert any("attention layers, " in text for text in said) == (fused and merges)
+    assert any("unfused" in text for text in said) == (fused and not merges)
 
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that was told to use it must not quietly use something slower."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu, told = torch.device("cpu"), print
     with pytest.raises(ModelRefused, match="needs a CUDA device"):
-        choose_attention("triton", None, torch.device("cpu"), BLOCK_SIZE)
+        choose_backend("triton", torch.float32, cpu, BLOCK_SIZE, told, fused=True)
     with pytest.raises(ModelRefused, match="not one of auto, torch, triton"):
-        choose_attention("tritium", None, torch.device("cpu"), BLOCK_SIZE)
+        choose_backend("tritium", torch.float32, cpu, BLOCK_SIZE, told, fused=True)

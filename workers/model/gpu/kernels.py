@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from workers.model.attention.triton_attention import can_attend
 from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +20,10 @@ class TritonKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         assert dtype in DTYPES
         self.dtype = dtype
+
+    def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
+        """See DecoderKernels.can_turn."""
+        return dim % 2 == 0 and can_attend(num_heads, kv_heads, dim, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x (…, dim), weight (dim,) -> x / rms(x) * weight."""

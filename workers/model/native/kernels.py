@@ -71,6 +71,10 @@ class Kernels:
         )
         return out
 
+    def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
+        """See DecoderKernels.can_turn."""
+        return dim % (2 * VECTOR) == 0 and can_attend(num_heads, kv_heads, dim, dim)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
         x = x.contiguous()

@@ -1,1 +1,1 @@
-"""Exchanges modules of a loaded decoder for faster ones of the same meaning, on a CPU."""
+"""Exchanges modules of a loaded decoder for faster ones of the same meaning."""

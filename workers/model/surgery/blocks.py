@@ -15,8 +15,9 @@ from workers.model.attention.interface import (
     AttentionFlags,
     AttentionStep,
 )
-from workers.model.native.kernels import VECTOR, Kernels
-from workers.model.surgery.linear import PackedLinear, merged
+from workers.model.kernels import DecoderKernels
+from workers.model.native.kernels import VECTOR
+from workers.model.surgery.linear import lay_out, merged
 
 
 class TurningStep(AttentionStep, Protocol):
@@ -44,7 +45,9 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key head
 class MergedAttention(nn.Module):
     """Rotary attention with one projection for queries, keys and values."""
 
-    def __init__(self, old: Any, flags: AttentionFlags, *, turns_natively: bool) -> None:
+    def __init__(
+        self, old: Any, flags: AttentionFlags, *, turns_natively: bool, packs: bool
+    ) -> None:
         super().__init__()
         self._head_dim = int(old.head_dim)
         self._num_heads = old.q_proj.out_features // self._head_dim
@@ -52,8 +55,8 @@ class MergedAttention(nn.Module):
         self._flags = flags
         self._norms = head_norms(old)
         self._turns_natively = turns_natively
-        self.qkv = merged([old.q_proj, old.k_proj, old.v_proj])
-        self.o_proj = PackedLinear(old.o_proj.weight, old.o_proj.bias)
+        self.qkv = merged([old.q_proj, old.k_proj, old.v_proj], packs=packs)
+        self.o_proj = lay_out(old.o_proj.weight, old.o_proj.bias, packs=packs)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
@@ -106,12 +109,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MergedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with one projection for gate and up."""
 
-    def __init__(self, old: Any, kernels: Kernels | None) -> None:
+    def __init__(self, old: Any, kernels: DecoderKernels | None, *, packs: bool) -> None:
         super().__init__()
-        self.gate_up = merged([old.gate_proj, old.up_proj])
-        self.down_proj = PackedLinear(old.down_proj.weight, old.down_proj.bias)
+        self.gate_up = merged([old.gate_proj, old.up_proj], packs=packs)
+        self.down_proj = lay_out(old.down_proj.weight, old.down_proj.bias, packs=packs)
         self._act = old.act_fn
-        self._kernels: Kernels | None = None
+        self._kernels: DecoderKernels | None = None
         if type(old.act_fn).__name__ in ("SiLU", "SiLUActivation"):
             fits = old.gate_proj.out_features % VECTOR == 0
             self._kernels = kernels if fits else None
@@ -133,7 +136,7 @@ class MergedMLP(nn.Module):
 class NativeRMSNorm(nn.Module):
     """x / rms(x) * weight by the kernel."""
 
-    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+    def __init__(self, weight: Tensor, eps: float, kernels: DecoderKernels) -> None:
         super().__init__()
         self._weight, self._eps, self._kernels = weight, eps, kernels
 

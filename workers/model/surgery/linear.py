@@ -1,12 +1,14 @@
-"""Linear layers whose weights oneDNN has laid out for its own matrix product, once, at load.
+"""Linear layers, several in one where they take the same input.
 
-torch's default float32 product goes another way, which is half as fast on processors that are
-not Intel's, and lays bfloat16 weights out anew at each call.
+On a CPU oneDNN lays their weights out for its own matrix product, once, at load: torch's default
+float32 product goes another way, which is half as fast on processors that are not Intel's, and
+lays bfloat16 weights out anew at each call.
 """
 
 from collections.abc import Sequence as Seq
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Rows that the layout is chosen for: a step of a few dozen streams.
@@ -30,6 +32,24 @@ class PackedLinear(nn.Module):
         return out
 
 
+class PlainLinear(nn.Module):
+    """x (…, in) -> x @ weight.T + bias (…, out), as torch does it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inference alone: there is no gradient."""
+        return F.linear(x, self._weight, self._bias)
+
+
+def lay_out(weight: Tensor, bias: Tensor | None, *, packs: bool) -> nn.Module:
+    """A linear layer for the device; `packs` for a CPU."""
+    return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of torch and this processor have the packed product for the type."""
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -37,14 +57,14 @@ def can_pack(weight: Tensor) -> bool:
     return torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def merged(linears: Seq[nn.Linear]) -> PackedLinear:
+def merged(linears: Seq[nn.Linear], *, packs: bool) -> nn.Module:
     """One layer whose output is theirs, side by side."""
     weights: list[Tensor] = [linear.weight for linear in linears]
     weight = torch.cat(weights)
     if all(linear.bias is None for linear in linears):
-        return PackedLinear(weight, None)
+        return lay_out(weight, None, packs=packs)
     biases: list[Tensor] = [
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
         for linear in linears
     ]
-    return PackedLinear(weight, torch.cat(biases))
+    return lay_out(weight, torch.cat(biases), packs=packs)

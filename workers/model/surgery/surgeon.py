@@ -20,8 +20,9 @@ from workers.model.attention.interface import (
     AttentionFlags,
     Span,
 )
+from workers.model.backend import Backend
+from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
-from workers.model.native.kernels import VECTOR, Kernels, can_attend
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -37,7 +38,7 @@ from workers.model.surgery.linear import PackedLinear, can_pack
 
 _TOKENS = 7  # of the random input
 # Largest difference of an output's element, as a share of the largest element.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 # What a module raises that does not take the input we try it with.
 _NO_FIT = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 
@@ -57,24 +58,40 @@ class Operation:
 def operate(
     decoder: nn.Module,
     shapes: Mapping[nn.Module, LayerShape],
-    backend: AttentionBackend,
-    kernels: Kernels | None,
+    backend: Backend,
 ) -> Operation:
     """Exchanges what can be. `shapes`: what each attention layer keeps. Old weights are let go
     one module at a time, so that they never exist twice.
     """
     done = Operation()
-    _Surgeon(shapes, backend, kernels, done).visit(decoder)
+    device = next(decoder.parameters()).device
+    patch = _Patch(device, backend.packs)
+    _Surgeon(shapes, backend.attention, backend.kernels, patch, done).visit(decoder)
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """Where new modules are made and tried."""
+
+    device: torch.device
+    packs: bool
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def can_take(self, weight: Tensor) -> bool:
+        return can_pack(weight) if self.packs else weight.dtype in _TOLERANCE
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Surgeon:
     shapes: Mapping[nn.Module, LayerShape]
     backend: AttentionBackend
-    kernels: Kernels | None
+    kernels: DecoderKernels | None
+    patch: "_Patch"
     done: Operation
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def visit(self, parent: nn.Module) -> None:
         """Exchanges a module's children, and goes on into those that stay."""
@@ -91,18 +108,18 @@ class _Surgeon:
     def _replacement(self, old: nn.Module) -> tuple[str, nn.Module | None]:
         if old._forward_pre_hooks or old._forward_hooks:
             return "", None  # it does more than its forward says
-        if not all(p.device.type == "cpu" for p in old.parameters()):
+        if not all(p.device == self.patch.device for p in old.parameters()):
             return "", None
         if old in self.shapes and is_attention(old):
             shape = self.shapes[old]
-            new = _attention(old, shape, self.backend, self.kernels, self.generator)
+            new = _attention(old, shape, self.backend, self.kernels, self.patch)
             return "attention layers", new
         if is_gated_mlp(old):
-            return "gated MLPs", _mlp(old, self.kernels, self.generator)
+            return "gated MLPs", _mlp(old, self.kernels, self.patch)
         if self.kernels is not None and is_rms_norm(old):
-            return "norms", _norm(old, self.kernels, self.generator)
-        if type(old) is nn.Linear:
-            return "other linear layers", _linear(old, self.generator)
+            return "norms", _norm(old, self.kernels, self.patch)
+        if type(old) is nn.Linear and self.patch.packs:
+            return "other linear layers", _linear(old, self.patch)
         return "", None
 
 
@@ -110,14 +127,14 @@ def _attention(
     old: Any,
     shape: LayerShape,
     backend: AttentionBackend,
-    kernels: Kernels | None,
-    generator: torch.Generator,
+    kernels: DecoderKernels | None,
+    patch: "_Patch",
 ) -> nn.Module | None:
     dtype, dim = old.q_proj.weight.dtype, int(old.head_dim)
-    if not can_pack(old.q_proj.weight) or (shape.k_dim, shape.v_dim) != (dim, dim):
+    if not patch.can_take(old.q_proj.weight) or (shape.k_dim, shape.v_dim) != (dim, dim):
         return None
-    hidden = _random((1, _TOKENS, old.q_proj.in_features), dtype, generator)
-    angles = _random((1, _TOKENS, dim // 2), torch.float32, generator).repeat(1, 1, 2)
+    hidden = patch.random((1, _TOKENS, old.q_proj.in_features), dtype)
+    angles = patch.random((1, _TOKENS, dim // 2), torch.float32).repeat(1, 1, 2)
     turns = (angles.cos().to(dtype), angles.sin().to(dtype))
 
     def run(module: Any, step: Any) -> Tensor:
@@ -125,21 +142,17 @@ def _attention(
         found: Tensor = module(hidden_states=hidden, **arguments)[0]
         return found
 
-    noting = _NotingStep(_tiny_step(old, shape, dtype, backend, None))
+    noting = _NotingStep(_tiny_step(old, shape, dtype, backend, None, patch.device))
     try:
         expected = run(old, noting)
     except _NO_FIT:
         return None
     num_heads = old.q_proj.out_features // dim
-    is_native = (
-        kernels is not None
-        and dim % (2 * VECTOR) == 0
-        and can_attend(num_heads, shape.kv_heads, dim, dim)
-    )
+    is_native = kernels is not None and kernels.can_turn(num_heads, shape.kv_heads, dim)
     if noting.flags is None or not _has_known_norms(old, dim):
         return None
-    new = MergedAttention(old, noting.flags, turns_natively=is_native)
-    step = _tiny_step(new, shape, dtype, backend, kernels)
+    new = MergedAttention(old, noting.flags, turns_natively=is_native, packs=patch.packs)
+    step = _tiny_step(new, shape, dtype, backend, kernels, patch.device)
     return new if _agrees(lambda: run(new, step), expected) else None
 
 
@@ -169,28 +182,29 @@ def _tiny_step(
     shape: LayerShape,
     dtype: torch.dtype,
     backend: AttentionBackend,
-    kernels: Kernels | None,
+    kernels: DecoderKernels | None,
+    device: torch.device,
 ) -> PagedStep:
     """A step of one sequence of _TOKENS in a cache of its own."""
-    cache = KVCache({module: shape}, 1, _TOKENS, dtype, torch.device("cpu"))
+    cache = KVCache({module: shape}, 1, _TOKENS, dtype, device)
     slots = np.arange(_TOKENS, dtype=np.int64)
     spans = [Span(0, _TOKENS, 0, slots)]
-    return PagedStep(cache, backend, spans, torch.from_numpy(slots), kernels)
+    return PagedStep(cache, backend, spans, torch.from_numpy(slots).to(device), kernels)
 
 
-def _mlp(old: Any, kernels: Kernels | None, generator: torch.Generator) -> nn.Module | None:
+def _mlp(old: Any, kernels: DecoderKernels | None, patch: "_Patch") -> nn.Module | None:
     weight = old.gate_proj.weight
-    if not can_pack(weight):
+    if not patch.can_take(weight):
         return None
-    x = _random((1, _TOKENS, weight.shape[1]), weight.dtype, generator)
-    new = MergedMLP(old, kernels)
+    x = patch.random((1, _TOKENS, weight.shape[1]), weight.dtype)
+    new = MergedMLP(old, kernels, packs=patch.packs)
     return new if _agrees(lambda: new(x), old(x)) else None
 
 
-def _norm(old: Any, kernels: Kernels, generator: torch.Generator) -> nn.Module | None:
+def _norm(old: Any, kernels: DecoderKernels, patch: "_Patch") -> nn.Module | None:
     if old.weight.dtype != kernels.dtype:
         return None
-    x = _random((1, _TOKENS, old.weight.shape[0]), kernels.dtype, generator)
+    x = patch.random((1, _TOKENS, old.weight.shape[0]), kernels.dtype)
     try:
         expected, eps = old(x), norm_eps(old)
     except _NO_FIT:
@@ -202,16 +216,12 @@ def _norm(old: Any, kernels: Kernels, generator: torch.Generator) -> nn.Module |
     return None
 
 
-def _linear(old: nn.Linear, generator: torch.Generator) -> nn.Module | None:
-    if not can_pack(old.weight):
+def _linear(old: nn.Linear, patch: "_Patch") -> nn.Module | None:
+    if not patch.can_take(old.weight):
         return None
-    x = _random((1, _TOKENS, old.in_features), old.weight.dtype, generator)
+    x = patch.random((1, _TOKENS, old.in_features), old.weight.dtype)
     new = PackedLinear(old.weight, old.bias)
     return new if _agrees(lambda: new(x), old(x)) else None
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def _agrees(compute: Callable[[], Tensor], expected: Tensor) -> bool:

@@ -1,0 +1,70 @@
+"""Modules are exchanged for a GPU as for a CPU: where the replacement gives the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny_models import make_model
+from tests.workers.model.test_surgeon import wide
+from tests.workers.model.test_triton_attention import DEVICE
+from workers.model.attention.interface import ATTENTION_NAME, register_attention
+from workers.model.probe import probe_layers
+from workers.model.surgery.surgeon import Operation, operate
+
+pytest.importorskip("triton")
+BLOCK_SIZE = 16
+
+
+def exchanged(family: str, dtype: torch.dtype, *, spoils: bool = False) -> tuple[Any, Operation]:
+    """A tiny decoder after the operation for a GPU."""
+    from workers.model.backend import choose_backend
+
+    register_attention()
+    decoder = make_model(family, **wide(family)).to(DEVICE, dtype)
+    decoder.set_attn_implementation(ATTENTION_NAME)
+    shapes = probe_layers(decoder, decoder.config, DEVICE)
+    if spoils:
+        _spoil(decoder)
+    backend = choose_backend("triton", dtype, DEVICE, BLOCK_SIZE, print, fused=True)
+    return decoder, operate(decoder, shapes, backend)
+
+
+def _spoil(decoder: Any) -> None:
+    """The last norm adds something, the first layer's gate squares, its queries are scaled."""
+    norm, first = decoder.model.norm, decoder.model.layers[0]
+    plain_norm, plain_mlp, plain_query = norm.forward, first.mlp.forward, first.self_attn.forward
+    norm.forward = lambda x: plain_norm(x) + 0.1
+    first.mlp.forward = lambda x: plain_mlp(x).square()
+
+    def doubled(hidden_states: Tensor, **kwargs: Any) -> Any:
+        return plain_query(hidden_states=hidden_states * 2, **kwargs)
+
+    first.self_attn.forward = doubled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
+def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype) -> None:
+    """Attention, gated MLPs and norms; the other linear layers stay torch's own."""
+    decoder, done = exchanged(family, dtype)
+
+    num_layers = decoder.config.num_hidden_layers
+    assert done.counts["attention layers"] == len(done.attentions) == num_layers
+    assert done.counts["gated MLPs"] == num_layers
+    assert done.counts["norms"] >= 2 * num_layers + 1
+    linears = [name for name, m in decoder.named_modules() if type(m) is nn.Linear]
+    assert linears == ["lm_head"]
+
+
+def test_what_only_looks_alike_stays() -> None:
+    """The comparison shows a norm that adds, a gate that squares, an attention that scales."""
+    decoder, done = exchanged("llama", torch.float32, spoils=True)
+
+    num_layers = decoder.config.num_hidden_layers
+    first = decoder.model.layers[0]
+    assert type(decoder.model.norm).__name__ == "LlamaRMSNorm"
+    assert type(first.mlp).__name__ == "LlamaMLP"
+    assert type(first.self_attn).__name__ == "LlamaAttention"
+    assert done.counts["gated MLPs"] == done.counts["attention layers"] == num_layers - 1

@@ -1,0 +1,44 @@
+"""What our own kernels compute beside attention, on whichever device: CPU or GPU."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class DecoderKernels(Protocol):
+    """The calls for one element type."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
+        """Whether `rotate_and_keep`, and the attention behind it, take heads of these sizes."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
+        ...
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """gate_up (T, 2 * dim) -> silu(gate) * up (T, dim)."""
+        ...
+
+    def rotate_and_keep(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Turns queries in place; writes turned keys, and values, to the cache.
+
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
+        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
+        key head, and eps.
+        """
+        ...
