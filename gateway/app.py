@@ -29,6 +29,7 @@ from gateway.routes import (
 )
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
+from gateway.tally import Tally
 
 
 def create_app(
@@ -57,6 +58,7 @@ def create_app(
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
+    app.state.calls_of_keys = Tally(settings.max_calls_per_key)
     jobs_routes = (chat, completions, callbacks, jobs, job_lists, quotes, objects)
     for module in (*jobs_routes, models, health, metrics):
         app.include_router(module.router)

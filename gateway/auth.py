@@ -1,29 +1,33 @@
 """Who calls: the key that was brought, and what it grants."""
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
-from contract.api_keys import KeyTerms, Scope
+from contract.api_keys import KeyTerms, Scope, prefix_of
 from contract.calls import TenantLimits
 from gateway.errors import ApiError
 from gateway.key_ring import KeyRing
 from gateway.settings import GatewaySettings
+from gateway.tally import Tally
 
 DEFAULT_TENANT = "default"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
+_OPERATORS_KEY = "operator"  # no prefix of any other
+_NO_KEY = ""
 _EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is served, and under which terms."""
+    """Who is served, and under which terms. `key_name` tells keys apart and gives none away."""
 
     terms: KeyTerms
+    key_name: str
 
     @property
     def tenant(self) -> str:
@@ -60,6 +64,20 @@ class Caller:
             raise ApiError(403, "lane_not_allowed", message, param="lane")
 
 
+async def admit(request: Request) -> AsyncIterator[Caller]:
+    """The caller, counted until its answer is sent. Raises ApiError (429) where its key has as
+    many calls as it may, and what `identify` raises.
+    """
+    caller = await identify(request)
+    calls: Tally = request.app.state.calls_of_keys
+    if not calls.can_enter(caller.key_name):
+        message = f"this key has {calls.cap} calls under way, and may have no more at a time"
+        headers = {"x-dropped-reason": "tenant_quota"}
+        raise ApiError(429, "too_many_calls", message, headers=headers)
+    with calls.held(caller.key_name):
+        yield caller
+
+
 async def identify(request: Request) -> Caller:
     """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
     where only Redis could tell.
@@ -71,11 +89,11 @@ async def identify(request: Request) -> Caller:
     if settings.api_key is not None and hmac.compare_digest(
         given.encode(), settings.api_key.encode()
     ):
-        return Caller(_EVERYTHING)
+        return Caller(_EVERYTHING, _OPERATORS_KEY)
     if given and (terms := await ring.terms_of(given)) is not None:
-        return Caller(terms)
+        return Caller(terms, prefix_of(given) or _NO_KEY)
     if not settings.wants_key and not await ring.has_some():
-        return Caller(_EVERYTHING)
+        return Caller(_EVERYTHING, _NO_KEY)
     raise ApiError(
         401,
         "invalid_api_key",
@@ -85,7 +103,7 @@ async def identify(request: Request) -> Caller:
 
 
 def _with(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
-    async def require(caller: Annotated[Caller, Depends(identify)]) -> Caller:
+    async def require(caller: Annotated[Caller, Depends(admit)]) -> Caller:
         if not caller.has(scope):
             message = f"this key lacks the scope {scope.value!r}"
             raise ApiError(403, "missing_scope", message)
@@ -95,7 +113,7 @@ def _with(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
 
 
 # What a route asks for, by the type of its argument.
-AnyCaller = Annotated[Caller, Depends(identify)]
+AnyCaller = Annotated[Caller, Depends(admit)]
 Inference = Annotated[Caller, Depends(_with(Scope.INFERENCE))]
 JobsReader = Annotated[Caller, Depends(_with(Scope.JOBS_READ))]
 MetricsReader = Annotated[Caller, Depends(_with(Scope.METRICS))]

@@ -1,8 +1,10 @@
 """Runs the gateway under uvicorn: binds, reports where, and drains when told to stop."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
+import resource
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +12,12 @@ from dataclasses import replace
 import uvicorn
 
 from gateway.app import create_app
-from gateway.limits import MAX_HEADER_BYTES
+from gateway.connections import ConnectionConfig
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
 
 _BACKLOG = 512
+_MAX_FILES = 65_536  # connections, mostly
 _LAST_WORDS_S = 5.0  # for streams to say that they end, after the drain
 
 
@@ -37,16 +40,17 @@ class GatewayServer(uvicorn.Server):
 def build_server(settings: GatewaySettings) -> GatewayServer:
     """A server that has not started; `await server.serve(sockets=[…])` runs it."""
     app = create_app(settings)
-    config = uvicorn.Config(
+    config = ConnectionConfig(
         app,
-        http="h11",  # bounds headers by bytes
+        idle_s=settings.idle_timeout_s,
+        head_s=settings.head_timeout_s,
+        max_per_address=settings.max_connections_per_address,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=int(settings.drain_s + settings.poll_s + _LAST_WORDS_S),
     )
     # Its lines hold query strings, and any handler in the process would switch it on again.
@@ -105,4 +109,16 @@ def serve(
         settings = replace(settings, require_key=True)
     if on_bound is not None:
         on_bound(*listener.getsockname()[:2])
+    allow_many_files()
     asyncio.run(build_server(settings).serve(sockets=[listener]))
+
+
+def allow_many_files() -> None:
+    """Lifts this process's limit of open files as far as it may: many systems begin with 1,024,
+    which slow clients alone would fill.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

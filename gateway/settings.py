@@ -38,6 +38,10 @@ class GatewaySettings:
     callback_secrets: str = field(default="", repr=False)  # only to know who needs to bring none
     max_body_bytes: int = 256 * 1024
     body_timeout_s: float = 10.0
+    head_timeout_s: float = 10.0
+    idle_timeout_s: float = 30.0  # before a request's first byte
+    max_connections_per_address: int = 1_024  # 0: any number
+    max_calls_per_key: int = 1_024  # at a time; 0: any number
     max_output_tokens: int = 32_768
     default_output_tokens: int = 4_096
     lane_bound_tokens: int = 0  # 0: no bound
@@ -78,6 +82,8 @@ class GatewaySettings:
             "sync_limit_s",
             "lane_bound_tokens",
             "lane_bound_s",
+            "max_connections_per_address",
+            "max_calls_per_key",
             "cold_start_s",
             "drain_s",
             "outage_grace_s",

@@ -74,6 +74,9 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
 
 
 @pytest.fixture
-async def http(gateway_url: str) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    gateway_url: str, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A caller of a gateway whose Redis is empty: an API key that a test left would be wanted."""
     async with httpx.AsyncClient(base_url=gateway_url, timeout=20) as client:
         yield client

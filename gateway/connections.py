@@ -1,0 +1,164 @@
+"""Connections that end when their client dawdles: uvicorn's own protocol waits for ever for the
+first request, for a head at a byte a second, for the rest of a body that was refused, and for
+readers who take nothing.
+
+Leaves the time for a body that is still wanted to `limits.BodyLimit`, and readers of streams to
+`sse.SseResponse`.
+"""
+
+import asyncio
+import ipaddress
+import math
+from enum import Enum, auto
+from typing import Any
+
+import h11
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from gateway.errors import ApiError
+from gateway.limits import MAX_HEADER_BYTES
+from gateway.tally import Tally
+
+_LAST_WORDS_S = 1.0  # a client that is refused may read why
+_IPV6_NETWORK_BITS = 64  # one household has all of these addresses
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's settings, and what is asked of clients. `max_per_address` 0: no cap."""
+
+    def __init__(
+        self, app: Any, *, idle_s: float, head_s: float, max_per_address: int, **options: Any
+    ) -> None:
+        super().__init__(
+            app,
+            http=PatientProtocol,
+            timeout_keep_alive=math.ceil(idle_s),  # never before ours
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            **options,
+        )
+        self.idle_s = idle_s
+        self.head_s = head_s
+        self.addresses = Tally(max_per_address)
+
+
+class _Waits(Enum):
+    """What a connection waits for from its client."""
+
+    FOR_A_REQUEST = auto()
+    FOR_A_HEAD = auto()  # its first bytes are there
+    FOR_NOTHING = auto()  # the app has the request
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's protocol with an end to each wait for the client."""
+
+    def __init__(
+        self,
+        config: ConnectionConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._idle_s = config.idle_s
+        self._head_s = config.head_s
+        self._addresses = config.addresses
+        self._address: str | None = None  # counted under; None: not counted
+        self._is_refused = False
+        self._waits = _Waits.FOR_NOTHING
+        self._end: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that the client had not taken when last looked at
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = network_of(self.client[0]) if self.client else None
+        if address is not None and not self._addresses.can_enter(address):
+            self._refuse(transport)
+            return
+        if address is not None:
+            self._addresses.enter(address)
+            self._address = address
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_until(None)
+        if self._address is not None:
+            self._addresses.leave(self._address)
+            self._address = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        self._waits = _Waits.FOR_NOTHING  # the next wait begins now, whatever came meanwhile
+        super().on_response_complete()
+        self._look()
+
+    def _look(self) -> None:
+        """Starts the clock of what the connection waits for, where that is something new."""
+        waits = self._waiting()
+        if waits is self._waits:
+            return
+        self._waits = waits
+        if waits is _Waits.FOR_NOTHING:
+            self._wait_until(None)
+        else:
+            self._wait_until(self._head_s if waits is _Waits.FOR_A_HEAD else self._idle_s)
+
+    def _waiting(self) -> _Waits:
+        if self.cycle is not None and not self.cycle.response_complete:
+            return _Waits.FOR_NOTHING
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            return _Waits.FOR_A_HEAD
+        return _Waits.FOR_A_REQUEST
+
+    def _wait_until(self, delay_s: float | None) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+        if delay_s is not None:
+            self._num_unread = self.transport.get_write_buffer_size()
+            self._end = self.loop.call_later(delay_s, self._on_time_up)
+
+    def _on_time_up(self) -> None:
+        """Ends the connection, except of one who still reads the last answer, however slowly."""
+        self._end = None
+        num_unread = self.transport.get_write_buffer_size()
+        if 0 < num_unread < self._num_unread:
+            self._wait_until(self._idle_s)
+        else:
+            self.transport.abort()
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        """Says why, and is gone as soon as the client has closed its side, or soon after."""
+        self._is_refused = True
+        message = f"more than {self._addresses.cap} connections from one address"
+        body = msgspec.json.encode(ApiError(429, "too_many_connections", message).body())
+        head = (
+            "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._wait_until(_LAST_WORDS_S)
+
+
+def network_of(address: str) -> str:
+    """What an address is counted under: itself, or its network where a client has a whole one."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.ip_network((ip, _IPV6_NETWORK_BITS), strict=False))
+    return str(ip)

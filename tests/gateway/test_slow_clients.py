@@ -1,0 +1,274 @@
+"""Clients that send at a byte a second, or nothing: they are closed, and others are served."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from contract.tasks import end
+from gateway.connections import network_of
+from gateway.server import allow_many_files
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+IDLE_S, HEAD_S, BODY_S = 1.5, 0.8, 0.8
+PER_ADDRESS = 8
+KEY = "a-key-of-the-operator"
+CALL: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 20}
+LIVEZ = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: 4000\r\n\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
+    """Of a gateway of little patience, which takes any number of connections."""
+    allow_many_files()
+    settings = make_settings(
+        redis_server.url,
+        idle_timeout_s=IDLE_S,
+        head_timeout_s=HEAD_S,
+        body_timeout_s=BODY_S,
+        max_connections_per_address=0,
+    )
+    with running_gateway(settings) as url:
+        yield httpx.URL(url)
+
+
+@pytest.fixture(scope="module")
+def capped_url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
+    """Of a gateway that takes few connections of an address."""
+    settings = make_settings(redis_server.url, max_connections_per_address=PER_ADDRESS)
+    with running_gateway(settings) as url:
+        yield httpx.URL(url)
+
+
+class Client:
+    """One connection, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, raw: bytes) -> None:
+        self._writer.write(raw)
+
+    async def drip(self, raw: bytes, every_s: float) -> bytes:
+        """Sends a byte at a time until the gateway closes; all that it said."""
+
+        async def send() -> None:
+            for byte in itertools.cycle(raw):
+                self._writer.write(bytes([byte]))
+                await asyncio.sleep(every_s)
+
+        sending = asyncio.create_task(send())
+        try:
+            return await self.rest()
+        finally:
+            await end(sending)
+
+    async def answer(self) -> bytes:
+        """Of a probe: up to the end of its body."""
+        return await self._reader.readuntil(b'"alive"}')
+
+    async def rest(self) -> bytes:
+        """All that comes until the gateway closes the connection."""
+        parts = []
+        try:
+            while part := await self._reader.read(65_536):
+                parts.append(part)
+        except ConnectionResetError:
+            pass
+        return b"".join(parts)
+
+
+@asynccontextmanager
+async def connected(url: httpx.URL, source: str = "127.0.0.1") -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection(url.host, url.port, local_addr=(source, 0))
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(url: httpx.URL) -> None:
+    """Which uvicorn by itself would hold for ever."""
+    async with connected(url) as client:
+        assert await client.rest() == b""
+
+
+async def test_a_head_at_a_byte_a_second_is_closed(url: httpx.URL) -> None:
+    """Each byte comes in time; the head does not."""
+    async with connected(url) as client:
+        assert await client.drip(b"GET /livez HTTP/1.1\r\nx-more: ", HEAD_S / 10) == b""
+
+
+async def test_a_body_at_a_byte_a_second_is_told(url: httpx.URL) -> None:
+    """408, and the connection is closed."""
+    async with connected(url) as client:
+        client.send(HEAD)
+        answer = await client.drip(b" ", BODY_S / 10)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"body_too_slow"' in answer
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for(url: httpx.URL) -> None:
+    """The answer needs no body; what still trickles in keeps nothing open."""
+    async with connected(url) as client:
+        client.send(b"POST /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n")
+        answer = await client.drip(b" ", IDLE_S / 10)
+    assert answer.startswith(b"HTTP/1.1 405 ")
+
+
+async def test_a_connection_is_kept_between_requests_but_not_for_ever(url: httpx.URL) -> None:
+    """One that is in use serves on; then it idles and is closed."""
+    async with connected(url) as client:
+        for _ in range(3):
+            client.send(LIVEZ)
+            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+        assert await client.rest() == b""
+
+
+async def test_pipelined_requests_are_answered_before_the_wait_begins(url: httpx.URL) -> None:
+    """Also with the head of another one behind them, which never ends."""
+    async with connected(url) as client:
+        client.send(LIVEZ * 3 + LIVEZ[:10])
+        assert (await client.rest()).count(b'"alive"') == 3
+
+
+async def test_an_answer_may_take_longer_than_any_wait_for_the_client(
+    idle_worker: FakeWorker, url: httpx.URL
+) -> None:
+    """A call that runs for long is no idle connection."""
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        call = asyncio.create_task(http.post("/v1/completions", json=CALL))
+        claimed = await idle_worker.claim()
+        async with connected(url) as idle:
+            assert await idle.rest() == b""  # a whole wait has passed
+        await idle_worker.run(claimed)
+        assert (await call).status_code == 200
+
+
+@pytest.mark.timeout(120)
+async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
+    worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """A third sends nothing, a third its head and a third its body at a byte now and then. All are
+    closed; calls beside them get their answers.
+    """
+    allow_many_files()
+    waits = {"idle_timeout_s": 4.0, "head_timeout_s": 4.0, "body_timeout_s": 4.0}
+    with running_gateway(make_settings(redis_server.url, **waits)) as url:
+        await besiege(httpx.URL(url))
+
+
+async def besiege(url: httpx.URL) -> None:
+    """500 clients from 50 addresses, who all have connected before the first call is made."""
+    all_there = asyncio.Barrier(501)
+
+    async def dawdle(number: int) -> bytes:
+        async with connected(url, f"127.0.0.{2 + number % 50}") as client:
+            await all_there.wait()
+            if number % 3 == 0:
+                return await client.rest()
+            if number % 3 == 1:
+                return await client.drip(HEAD[:-2], 0.25)
+            client.send(HEAD)
+            return await client.drip(b" ", 0.25)
+
+    slow = [asyncio.create_task(dawdle(number)) for number in range(500)]
+    served = 0
+    await all_there.wait()
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        while not all(task.done() for task in slow):
+            answer = await http.post("/v1/completions", json=CALL)
+            assert answer.status_code == 200, answer.text
+            served += 1
+    said = [task.result() for task in slow]
+    assert served >= 1
+    assert all(words == b"" for number, words in enumerate(said) if number % 3 != 2)
+    assert all(words.startswith(b"HTTP/1.1 408 ") for words in said[2::3])
+
+
+async def test_an_address_has_so_many_connections(capped_url: httpx.URL) -> None:
+    """One more is told and closed; other addresses have their own, and a place that is left is
+    free again.
+    """
+    async with connected(capped_url, "127.0.0.7") as first:
+        others = [connected(capped_url, "127.0.0.7") for _ in range(PER_ADDRESS - 1)]
+        for other in others:
+            client = await other.__aenter__()
+            client.send(LIVEZ)
+            await client.answer()
+        async with connected(capped_url, "127.0.0.7") as one_more:
+            one_more.send(LIVEZ)
+            refusal = await one_more.rest()
+        assert refusal.startswith(b"HTTP/1.1 429 ")
+        assert b'"too_many_connections"' in refusal
+        async with connected(capped_url, "127.0.0.8") as elsewhere:
+            elsewhere.send(LIVEZ)
+            assert (await elsewhere.answer()).startswith(b"HTTP/1.1 200 ")
+        await others.pop().__aexit__(None, None, None)
+        await eventually_served(capped_url, "127.0.0.7")
+        first.send(LIVEZ)
+        assert (await first.answer()).startswith(b"HTTP/1.1 200 ")
+        for other in others:
+            await other.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "counted"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("a-socket", "a-socket"),
+    ],
+)
+def test_a_client_with_many_addresses_counts_once(address: str, counted: str) -> None:
+    """Whoever has an IPv6 address has a network of them."""
+    assert network_of(address) == counted
+
+
+async def eventually_served(url: httpx.URL, source: str) -> None:
+    """Until the gateway has noticed that a connection is gone."""
+    while True:
+        async with connected(url, source) as client:
+            client.send(LIVEZ + b"GET /nothing HTTP/1.1\r\nconnection: close\r\n\r\n")
+            if (await client.rest()).startswith(b"HTTP/1.1 200 "):
+                return
+
+
+async def test_a_key_has_so_many_calls_at_a_time(
+    idle_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """429 beyond; free again once an answer is whole, or its reader gone; probes do not count."""
+    settings = make_settings(redis_server.url, api_key=KEY, max_calls_per_key=2)
+    headers = {"authorization": f"Bearer {KEY}"}
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
+            whole = asyncio.create_task(http.post("/v1/completions", json=CALL))
+            claimed = await idle_worker.claim()
+            async with http.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as left:
+                assert left.status_code == 200
+                refused = await http.get("/v1/models")
+                assert refused.status_code == 429
+                assert refused.json()["error"]["code"] == "too_many_calls"
+                assert refused.headers["x-dropped-reason"] == "tenant_quota"
+                assert (await http.get("/livez")).status_code == 200
+                second = await idle_worker.claim()
+            await idle_worker.run(claimed)
+            assert (await whole).status_code == 200
+            await idle_worker.wait_until_ended(second)  # the gateway saw its reader leave
+            models = [http.get("/v1/models") for _ in range(2)]
+            statuses = [answer.status_code for answer in await asyncio.gather(*models)]
+    assert statuses == [200, 200]
