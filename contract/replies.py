@@ -69,7 +69,7 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
 def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:
     """The reply of `glance`."""
     now_ms, totals, seen, workers, deliveries = reply
-    sights = [LaneSight(*row[:4], row[4] / 1000) for row in seen]
+    sights = [LaneSight(a, b, c, d, wait_ms / 1000) for a, b, c, d, wait_ms in seen]
     return Glance(
         now_ms / 1000,
         dict(zip(lanes, sights, strict=True)),

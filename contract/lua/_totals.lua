@@ -30,10 +30,8 @@ function totals.claimed(tag, job, now, is_first)
   if is_first then totals.observe(tag, job, 'request_queue_time_seconds', totals.age(job, now)) end
 end
 
--- Output came into the log.
-function totals.said(tag, job, num_tokens, now, is_first)
-  totals.add(tag, job.model, 'generation_tokens_total:' .. job.lane, num_tokens)
-  if not is_first then return end
+-- Output came into a job's log, its first.
+function totals.began(tag, job, now)
   totals.add(tag, job.model, 'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
   totals.observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now))
 end

@@ -12,7 +12,7 @@
 --       {'GONE'}                   no such job
 --       {status}                   the job has ended: succeeded, failed, cancelled, expired
 local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, event, num_tokens,
-                          fin, code, message, result)
+                          fin, code, message, result, said)
   local job = load_job(tag, id)
   local refusal = fence(job, incarnation, epoch)
   if refusal then return {refusal} end
@@ -31,8 +31,10 @@ local function append_one(tag, now, incarnation, lease_ms, id, epoch, number, ev
     ledger.progress(tag, job, ledger.done(job) - done)
     redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens)
     if num_tokens > 0 then
-      local is_first = redis.call('HSETNX', job.key, 'first_token', now) == 1
-      totals.said(tag, job, num_tokens, now, is_first)
+      if redis.call('HSETNX', job.key, 'first_token', now) == 1 then totals.began(tag, job, now) end
+      local model = said[job.model] or {}
+      said[job.model] = model
+      model[job.lane] = (model[job.lane] or 0) + num_tokens
     end
     log_event(tag, job, event)
     local every = fin == '' and job.callback_every or 0
@@ -47,11 +49,16 @@ end
 local function append(keys, argv)
   local tag, now = keys[1], now_ms(keys[1])
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local verdicts = {}
+  local verdicts, said = {}, {}  -- said: output tokens by model and lane
   for i = 3, #argv, 9 do
     table.insert(verdicts, append_one(tag, now, incarnation, lease_ms, argv[i], argv[i + 1],
       tonumber(argv[i + 2]), argv[i + 3], tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
-      argv[i + 7], argv[i + 8]))
+      argv[i + 7], argv[i + 8], said))
+  end
+  for model, lanes in pairs(said) do
+    for lane, num_tokens in pairs(lanes) do
+      totals.add(tag, model, 'generation_tokens_total:' .. lane, num_tokens)
+    end
   end
   return verdicts
 end

@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt counts with every output",
-        "  if not is_first then return end\n  totals.add",
-        "  totals.add",
+        "'first_token', now) == 1 then totals",
+        "'first_token', now) >= 0 then totals",
     ),
     Mutant(
         "what fails took its time too",
