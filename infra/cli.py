@@ -24,6 +24,7 @@ from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
 from infra.preconditions import UsageError, check_extra, check_redis, check_store, known_redis
 from infra.redis_roles_command import run_redis_roles
+from infra.top_command import run_top
 
 EXIT_USAGE = 2
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
-    commands |= {"redis-roles": run_redis_roles}
+    commands |= {"redis-roles": run_redis_roles, "top": run_top}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
@@ -183,7 +184,6 @@ def _worker(options: argparse.Namespace) -> int:
         object_store=options.object_store,
         batching_path=options.batching,
         metrics_port=options.metrics_port,
-        metrics_host=options.metrics_host,
     )
     if options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)

@@ -240,15 +240,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         "--metrics-port",
         type=integer(1, 65535),
         metavar="N",
-        help="port of this worker's own page of metrics, /metrics (default: none; gateways show "
-        "all workers together)",
-    )
-    parser.add_argument(
-        "--metrics-host",
-        default=WORKER_DEFAULTS.metrics_host,
-        metavar="ADDRESS",
-        help="address of that page, which asks for no key "
-        f"(default: {WORKER_DEFAULTS.metrics_host})",
+        help="port on loopback of this worker's own page of metrics, /metrics (default: none)",
     )
     parser.add_argument(
         "--spot-notice",

@@ -15,6 +15,7 @@ from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.redis_roles_command import add_redis_roles_options
+from infra.top_command import add_top_options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_redis_roles_options(
         _add(commands, "redis-roles", "print users of Redis, one for each part, for ACL SETUSER")
     )
+    add_top_options(_add(commands, "top", "watch lanes, workers and engines in a terminal"))
     add_bench_options(_add(commands, "bench", "measure parts of the system"))
     return parser
 

@@ -1,6 +1,6 @@
 """A worker's own page of metrics: `GET /metrics` on a port of its own. Counts, and no content.
 
-Asks for no key, so it listens on loopback unless told otherwise. Ends with the worker.
+Asks for no key, so it listens on loopback alone. Ends with the worker.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
+_HOST = "127.0.0.1"
 _HEAD_S = 5.0
 _MAX_HEAD_BYTES = 8 * 1024
 
@@ -35,11 +36,11 @@ class MetricsPage:
         """Until cancelled. Raises MetricsUnservable."""
         if self._settings.metrics_port is None:
             await asyncio.Event().wait()
-        host, port = self._settings.metrics_host, self._settings.metrics_port
+        port = self._settings.metrics_port
         try:
-            server = await asyncio.start_server(self._answer, host, port, limit=_MAX_HEAD_BYTES)
+            server = await asyncio.start_server(self._answer, _HOST, port, limit=_MAX_HEAD_BYTES)
         except OSError as exc:
-            raise MetricsUnservable(f"no metrics on {host} port {port}: {exc.strerror}") from exc
+            raise MetricsUnservable(f"no metrics on {_HOST} port {port}: {exc.strerror}") from exc
         async with server:
             log.info("metrics on %s port %d", *server.sockets[0].getsockname()[:2])
             await server.serve_forever()

@@ -31,8 +31,7 @@ class WorkerSettings:
     object_store: str = ""  # a directory or s3://…; '': none
     object_min_bytes: int = 16 * 1024  # results below this stay in Redis
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there
-    metrics_port: int | None = None  # of its page of metrics; None: none
-    metrics_host: str = "127.0.0.1"  # the page asks for no key
+    metrics_port: int | None = None  # of its page of metrics, on loopback; None: none
 
     def engine_options(self) -> EngineOptions:
         """The engine's options with what batching.yaml says now. Raises ConfigurationError."""

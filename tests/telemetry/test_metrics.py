@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from contract.library import library_source
 from telemetry.counts import Counts
 from telemetry.families import counted_families
 from telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Source
@@ -34,7 +35,7 @@ def test_redis_and_python_know_the_same_buckets() -> None:
 
 def test_every_field_that_redis_counts_is_a_metric() -> None:
     """What the functions and the meter write is shown, and nothing that is shown is unwritten."""
-    lua = (ROOT / "contract" / "lua" / "_totals.lua").read_text()
+    lua = library_source()
     meter = (ROOT / "workers" / "meter.py").read_text() + (ROOT / "workers/leases.py").read_text()
     for metric in METRICS.values():
         if metric.source is Source.JOBS:

@@ -1,0 +1,144 @@
+"""`batchway top`: asks a gateway for its page of metrics, again and again, and shows it."""
+
+import argparse
+import io
+import os
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gateway.settings import variable
+from infra import options as opts
+from infra.option_values import number
+from infra.preconditions import UsageError, check_extra
+from infra.tables import write
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+KEY_VARIABLE = variable("api_key")
+_TIMEOUT_S = 5.0
+_PICTURE_COLUMNS = 150
+
+
+def add_top_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="a gateway, which shows all of them (default: http://127.0.0.1:8000)",
+    )
+    parser.add_argument(
+        "--interval-s",
+        type=number(may_be_zero=False),
+        default=2.0,
+        metavar="SECONDS",
+        help="from one look to the next; rates and percentiles are of that time (default: 2 s)",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="look once, at all since counting began (default: go on until Ctrl-C)",
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="OUT",
+        help="look twice, draw the second look into this file, and end (default: no picture)",
+    )
+    opts.add_json_option(parser)
+
+
+def run_top(options: argparse.Namespace) -> int:
+    """Raises UsageError where the gateway cannot be asked."""
+    check_extra("top")
+    if not options.url.startswith(("http://", "https://")):
+        raise UsageError(f"--url must begin with http:// or https://, not {options.url!r}")
+    if options.svg is not None:
+        _draw(options)
+    elif options.once or options.json is not None or not sys.stdout.isatty():
+        _show_once(options)
+    else:
+        _watch(options)
+    return 0
+
+
+def _fetch(options: argparse.Namespace) -> str:
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    url = f"{options.url.rstrip('/')}/metrics"
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked above
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            text: str = answer.read().decode()
+            return text
+    except urllib.error.HTTPError as exc:
+        hint = {401: f": it wants {KEY_VARIABLE}", 403: ": the key lacks the scope `metrics`"}
+        raise UsageError(f"{url} answers {exc.code}{hint.get(exc.code, '')}") from exc
+    except OSError as exc:
+        raise UsageError(f"{url} does not answer: {getattr(exc, 'reason', exc)}") from exc
+
+
+def _show_once(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from infra.top_screen import screen
+    from telemetry.sight import Page, look
+
+    sight = look(Page.parse(_fetch(options)))
+    console = Console(width=None if sys.stdout.isatty() else _PICTURE_COLUMNS)
+    with console.capture() as capture:
+        console.print(screen(sight, options.url))
+    write(asdict(sight), capture.get().rstrip("\n"), options.json)
+
+
+def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
+    """What shows the time since it was called last."""
+    from infra.top_screen import screen
+    from telemetry.sight import Page, look
+
+    before: tuple[float, Page] | None = None
+
+    def next_look() -> "RenderableType":
+        nonlocal before
+        now_s, page = time.monotonic(), Page.parse(_fetch(options))
+        sight = look(page) if before is None else look(page, before[1], now_s - before[0])
+        before = now_s, page
+        return screen(sight, options.url)
+
+    return next_look
+
+
+def _draw(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    next_look = _looks(options)
+    next_look()
+    time.sleep(options.interval_s)
+    console = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
+    console.print(next_look())
+    drawn = console.export_svg(title="batchway top")
+    # Without the fonts that rich would have the reader fetch from elsewhere.
+    options.svg.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
+    print(f"drawn into {options.svg}")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    """A gateway that is away for a while is waited for; one that never answered is not."""
+    from rich.live import Live
+    from rich.text import Text
+
+    next_look = _looks(options)
+    with Live(next_look(), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(options.interval_s)
+            try:
+                live.update(next_look(), refresh=True)
+            except UsageError as exc:
+                live.update(Text(str(exc), "red"), refresh=True)

@@ -1,0 +1,77 @@
+"""`batchway top` against a real gateway with a job that has run."""
+
+import asyncio
+import json
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import gateway_url, idle_worker, make_settings, running_gateway, worker
+from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.infra.test_cli import run_cli
+
+pytestmark = pytest.mark.anyio
+__all__ = ["gateway_url", "idle_worker", "worker"]
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    with running_gateway(make_settings(redis_server.url, api_key=KEY)) as address:
+        yield address
+
+
+def top(url: str, *options: str, key: str = KEY) -> "subprocess.CompletedProcess[str]":
+    return run_cli("top", "--url", url, *options, BATCHWAY_API_KEY=key)
+
+
+async def run_a_job(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 20}
+        headers = {"authorization": f"Bearer {KEY}"}
+        (await http.post("/v1/completions", json=body, headers=headers)).raise_for_status()
+
+
+async def test_one_look_shows_lanes_and_workers(url: str, worker: FakeWorker) -> None:
+    """As a table where nobody watches, and as JSON."""
+    await run_a_job(url)
+    shown = await asyncio.to_thread(top, url, "--once")
+    assert shown.returncode == 0, shown.stderr
+    for text in ("interactive", MODEL, worker.incarnation, "heard of"):
+        assert text in shown.stdout
+    told = json.loads((await asyncio.to_thread(top, url, "--json", "-")).stdout)
+    standard = next(lane for lane in told["lanes"] if lane["lane"] == "standard")
+    assert standard["ttft_s"]
+    assert told["workers"][0]["worker"] == worker.incarnation
+    assert told["is_broker_up"]
+
+
+async def test_a_picture_is_drawn_without_anything_from_elsewhere(
+    url: str, worker: FakeWorker, tmp_path: Path
+) -> None:
+    """An SVG of the second look; no font or script is fetched by who opens it."""
+    picture = tmp_path / "top.svg"
+    done = await asyncio.to_thread(top, url, "--svg", str(picture), "--interval-s", "0.2")
+    assert done.returncode == 0, done.stderr
+    text = picture.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "Lanes" in text
+    assert "url(" not in text.replace("url(#", "")
+
+
+async def test_what_cannot_be_asked_is_said(url: str) -> None:
+    """No gateway, no key: one sentence each, exit status 2."""
+    for address, key, said in (
+        ("http://127.0.0.1:1", KEY, "does not answer"),
+        (url, "", "answers 401"),
+        ("ftp://x", KEY, "must begin with http"),
+    ):
+        done = await asyncio.to_thread(top, address, "--once", key=key)
+        assert done.returncode == 2
+        assert said in done.stderr

@@ -1,0 +1,74 @@
+"""What a page of metrics says when it is read again: sums, gains, quantiles."""
+
+from contract.glance import Glance, LaneSight, WorkerSight
+from telemetry.counts import Counts
+from telemetry.families import counted_families, fleet_families
+from telemetry.metrics import Source
+from telemetry.sight import Page, look, quantile
+from telemetry.text import page
+
+LANE = LaneSight(
+    num_queued=3, queued_tokens=700, num_running=2, running_tokens=90, oldest_wait_s=4.5
+)
+WORKER = WorkerSight("w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25)
+
+
+def page_of(counts: Counts) -> Page:
+    glance = Glance(0.0, {"standard": LANE}, (WORKER,), counts.fields, {})
+    families = [*counted_families({"m": counts.fields}, Source.JOBS, Source.ENGINES)]
+    return Page.parse(page([*families, *fleet_families({"m": glance})]).decode())
+
+
+def test_a_quantile_lies_within_its_bucket() -> None:
+    """Evenly between the bounds, as Prometheus has it; never beyond the last finite one."""
+    buckets = [(1.0, 0.0), (2.0, 10.0), (4.0, 20.0), (float("inf"), 20.0)]
+    assert quantile(buckets, 0.25) == 1.5
+    assert quantile(buckets, 0.5) == 2.0
+    assert quantile(buckets, 0.75) == 3.0
+    assert quantile([(1.0, 0.0), (float("inf"), 5.0)], 0.5) == 1.0
+    assert quantile([(1.0, 0.0), (float("inf"), 0.0)], 0.5) is None
+    assert quantile([], 0.5) is None
+
+
+def test_a_look_is_of_the_time_since_the_last() -> None:
+    """Rates and percentiles of the window alone, gauges as they are now."""
+    counts = Counts()
+    counts.add("generation_tokens_total", "standard", value=1000)
+    counts.observe("time_to_first_token_seconds", "standard", value=9.0, times=50)
+    counts.observe("step_duration_seconds", "prefill", value=5.0)
+    before = page_of(counts)
+    counts.add("generation_tokens_total", "standard", value=40)
+    counts.observe("time_to_first_token_seconds", "standard", value=0.2, times=10)
+    for kind, step_s in (("decode", 3.0), ("mixed", 1.0)):
+        counts.observe("step_duration_seconds", kind, value=step_s)
+    counts.add("step_tokens_total", "prefill", value=30)
+    counts.add("step_tokens_total", "decode", value=10)
+    sight = look(page_of(counts), before, window_s=8.0)
+    [lane], [worker], [engine] = sight.lanes, sight.workers, sight.engines
+    assert (lane.num_waiting, lane.num_running, lane.queue_tokens) == (3, 2, 700)
+    assert (lane.oldest_s, lane.tokens_per_s) == (4.5, 5.0)
+    assert lane.ttft_s is not None
+    assert 0.1 < lane.ttft_s[0] < lane.ttft_s[1] <= 0.25
+    assert lane.wait_s is None
+    assert (worker.worker, worker.kv_usage, worker.num_waiting) == ("w1", 0.75, 1)
+    assert engine.step_share == {"decode": 0.75, "mixed": 0.25, "prefill": 0.0}
+    assert engine.busy == {"decode": 0.375, "mixed": 0.125, "prefill": 0.0}
+    assert engine.prompt_share == 0.75
+
+
+def test_the_first_look_is_of_all_time_and_knows_no_rates() -> None:
+    """There is no earlier page to subtract."""
+    counts = Counts()
+    counts.observe("time_to_first_token_seconds", "standard", value=0.2)
+    [lane] = look(page_of(counts)).lanes
+    assert lane.tokens_per_s is None
+    assert lane.ttft_s is not None
+
+
+def test_a_counter_that_fell_has_started_again() -> None:
+    """A Redis that was emptied shows what came since, nothing below 0."""
+    big, small = Counts(), Counts()
+    big.add("generation_tokens_total", "standard", value=1000)
+    small.add("generation_tokens_total", "standard", value=7)
+    gained = page_of(small).since(page_of(big))
+    assert gained.value("generation_tokens_total") == 7
