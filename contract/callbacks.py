@@ -64,6 +64,7 @@ class Callback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_full: bool = False  # the output in the message itself, not only where to get it
     tells_start: bool = False
     progress_tokens: int = 0  # tells of progress every so many output tokens; 0: never
+    traceparent: str = ""  # of the request that asked for it; '': not traced
 
     def __repr__(self) -> str:
         return f"Callback({self.kind}, secret={'set' if self.secret else 'none'})"

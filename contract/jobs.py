@@ -89,6 +89,14 @@ class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
+class TraceContext(msgspec.Struct, frozen=True, array_like=True):
+    """Where a job stands in a trace: W3C `traceparent` of its request, and when it was submitted
+    (Unix time, ns, of the gateway: for the picture of a trace alone)."""
+
+    traceparent: str
+    submitted_ns: int
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is immutable of a job; what changes lies beside it in the job's record."""
 
@@ -104,6 +112,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     echo: bool = False  # the answer's text begins with the prompt's
     shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
     prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
+    trace: TraceContext | None = None
     stored_prompt: StoredPrompt | None = None  # then `prompt_ids` is empty until it is fetched
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 
 from contract import tasks
 from gateway import errors
@@ -28,14 +29,22 @@ from gateway.routes import (
     quotes,
 )
 from gateway.settings import GatewaySettings
+from gateway.spans import RequestSpans
 from gateway.streams import Gateway
 from gateway.tally import Tally
+from telemetry.tracing import Tracing
+
+# FastAPI's own would record inputs that fail validation, and messages of exceptions.
+_NO_TELEMETRY = TelemetryConfig(
+    tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
+)
 
 
 def create_app(
     settings: GatewaySettings,
     broker: Broker | None = None,
     *,
+    tracing: Tracing | None = None,
     draw: Callable[[], float] = random.random,
 ) -> FastAPI:
     """The app. A broker that is handed in is left open at the end. `draw` gives random numbers
@@ -44,16 +53,24 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tracing.open()
         attending = asyncio.create_task(gateway.broker.attend())
         yield
         await tasks.end(attending)
         if broker is None:
             await gateway.broker.aclose()
+        await asyncio.to_thread(tracing.close)
 
     counted = GatewayMetrics()
+    tracing = tracing or Tracing("batchway-gateway")
     gateway = Gateway(settings, broker or Broker(settings), Drain(), counted)
     app = FastAPI(
-        title="batchway", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="batchway",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
     )
     app.state.settings = settings
     app.state.gateway = gateway
@@ -73,5 +90,6 @@ def create_app(
     app.add_middleware(RequestCounter, metrics=counted)
     if settings.embedded_metrics:
         app.add_middleware(EmbeddedMetrics, metrics=counted)
+    app.add_middleware(RequestSpans, tracing=tracing)
     app.add_middleware(RequestIds)
     return app

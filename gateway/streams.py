@@ -1,7 +1,10 @@
 """A job's log as a caller's stream: of a synchronous call, or of the job itself (resumable)."""
 
+import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
@@ -18,6 +21,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
 from gateway.tokens import ModelTokenizer
+from telemetry.tracing import traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,10 @@ class Gateway:
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job, and counts the answer. Raises what Broker.submit raises."""
+        job = traced(job, time.time_ns())
+        if (callback := submission.callback) is not None and job.trace is not None:
+            callback = msgspec.structs.replace(callback, traceparent=job.trace.traceparent)
+            submission = replace(submission, callback=callback)
         try:
             submitted = await self.broker.submit(job, submission)
         except BatchwayError as exc:

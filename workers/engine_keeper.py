@@ -118,6 +118,7 @@ class EngineKeeper:
                     self._take_load(message)
                 case Running(job_ids):
                     self._engine.running = frozenset(job_ids)
+                    self._holding.spans.note_running(job_ids)
                 case Ready():
                     self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
                     self._engine.ready = message
@@ -134,6 +135,7 @@ class EngineKeeper:
             self._holding.wake.set()
         self._engine.load = load
         self._meter.note_step(load)
+        self._holding.spans.note_step(load)
         if load.num_step_tokens:
             self._engine.speed.note_step(load.step_s)
 
@@ -152,6 +154,7 @@ class EngineKeeper:
             return [StopJob(out.job_id, out.epoch)]
         if isinstance(out, TokenOut):
             self._meter.note_token(job, out.choice)
+            self._holding.spans.note_token(job)
         self._publisher.note(job)
         return [StopChoice(out.job_id, out.epoch, out.choice)] if is_stopped else []
 

@@ -119,6 +119,11 @@ class HeldJob:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that have ended."""
+        return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
+
+    @property
     def has_news(self) -> bool:
         """Whether there is an event to take. Output waits until all of the prompt is said, so that
         no log has a choice that was faster than the one that says the prompt.

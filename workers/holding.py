@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.jobs import JobStatus
+from telemetry.tracing import Tracing
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
+from workers.job_spans import JobSpans
 from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
 from workers.speed import Speed
 
@@ -65,14 +67,16 @@ class Holding:
     jobs: dict[str, HeldJob] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
+    spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
     _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
     _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)  # of the jobs started here, the latest
 
-    def start(self, job: HeldJob) -> None:
-        """Holds a job from now on."""
+    def start(self, job: HeldJob, *, is_first: bool = False) -> None:
+        """Holds a job from now on; `is_first`: no worker has taken it before."""
         self.jobs[job.job.id] = job
+        self.spans.note_claim(job, is_first=is_first)
         self._num_drained -= job.num_drained
         self._epochs.pop(job.job.id, None)
         self._epochs[job.job.id] = job.epoch
@@ -103,17 +107,18 @@ class Holding:
                 self._cancelled[(job.job.id, job.epoch)] = None
                 while len(self._cancelled) > _MAX_CANCELLED:
                     del self._cancelled[next(iter(self._cancelled))]
-        self.drop(job)
+        self.drop(job, str(status))
 
     def count_late(self, job_id: str, epoch: int) -> None:
         """The engine computed a token of a job that is not held, having not heard of its end."""
         self.tokens_after_cancel += (job_id, epoch) in self._cancelled
 
-    def drop(self, job: HeldJob) -> None:
+    def drop(self, job: HeldJob, how: str = "lost") -> None:
         """Forgets a job that has ended, or that is no longer ours."""
         if self.get(job.job.id, job.epoch) is None:
             return
         del self.jobs[job.job.id]
+        self.spans.note_end(job, how)
         self._num_drained += job.num_drained
         if not job.is_complete:
             self.engine.send([StopJob(job.job.id, job.epoch)])
@@ -124,6 +129,8 @@ class Holding:
         """Forgets all jobs, without a word to the engine; returns them."""
         jobs = list(self.jobs.values())
         self._num_drained = self.num_drained
+        for job in jobs:
+            self.spans.note_end(job, "given back")
         self.jobs.clear()
         self.job_left.set()
         return jobs

@@ -105,7 +105,7 @@ class Publisher:
         if verdict is Verdict.OK:
             job.next_number = number
             if item.fin:
-                self._holding.drop(job)
+                self._holding.drop(job, item.fin)
             return
         if isinstance(verdict, JobStatus):
             self._holding.end(job, verdict, item.num_tokens)

@@ -14,6 +14,7 @@ from contract import tasks
 from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable, BrokerUnfit, ErrorCode
 from payloads.opening import open_store
+from telemetry.tracing import Tracing
 from workers import logs
 from workers.configuration import ConfigurationError
 from workers.drain import Drain
@@ -21,6 +22,7 @@ from workers.engine_client import GRACE_S
 from workers.engine_keeper import EngineKeeper, EngineRefused
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
+from workers.job_spans import JobSpans
 from workers.lane import Lane
 from workers.leases import LeaseKeeper
 from workers.messages import Reconfigure
@@ -66,7 +68,8 @@ class Supervisor:
         self._lane = Lane(settings, new_incarnation())
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
-        self._holding = Holding(self._engine)
+        self._tracing = Tracing("batchway-worker")
+        self._holding = Holding(self._engine, spans=JobSpans(self._tracing))
         self._store = open_store(settings.object_store)
         self._results = ResultKeeper(self._store, settings.object_min_bytes, self._lane)
         self._publisher = Publisher(self._lane, self._holding, self._results)
@@ -103,6 +106,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serves until drained. Returns the exit status."""
+        self._tracing.open()
         duties: list[Coroutine[None, None, None]] = [
             self._keeper.run(),
             self._claim_jobs(),
@@ -187,7 +191,7 @@ class Supervisor:
         if self._engine.client is None:  # it died meanwhile
             await self._lane.release([Release(job_id, claimed.epoch, "drain")])
             return
-        self._holding.start(job)
+        self._holding.start(job, is_first=claimed.attempt == 1 and claimed.next_number == 1)
         if job.is_complete:
             self._publisher.note(job)
         else:
@@ -248,6 +252,7 @@ class Supervisor:
         if stopping is not None:
             await stopping
         await self._lane.aclose()
+        await asyncio.to_thread(self._tracing.close)
         log.info(
             "ended jobs_released=%d tokens_after_cancel=%d",
             len(held),

@@ -14,6 +14,7 @@ from contract.functions import Functions
 from contract.outbox import Outbox, OutboxRecord, Taken
 from payloads.results import decode_log
 from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
+from telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s
@@ -24,6 +25,7 @@ from workers.callbacks.webhook import WebhookSender
 
 log = logging.getLogger("batchway.callbacks")
 
+SERVICE = "batchway-callbacks"
 _PAGE_EVENTS = 500
 _DONE_TRIES = 5  # to say what came of an attempt; then the lease says that nobody knows
 
@@ -42,6 +44,7 @@ class Deliverer:
         *,
         random: Random,
         clock: Callable[[], float] = time.time,
+        tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
         self._outbox = outbox
@@ -51,6 +54,7 @@ class Deliverer:
         self._store = store
         self._random = random
         self._clock = clock
+        self._tracing = tracing or Tracing(SERVICE)
 
     async def attempt(self, taken: Taken) -> None:
         """Raises nothing that one message could cause for another."""
@@ -59,7 +63,7 @@ class Deliverer:
             if record is None:
                 return  # somebody else's by now
             async with self._renewing(taken):
-                outcome = await self._deliver(record)
+                outcome = await self._traced(record, taken)
             await self._note(taken, record, outcome)
         except BatchwayError as exc:
             log.warning("attempt given up (%s) job_id=%s", type(exc).__name__, taken.job_id)
@@ -78,7 +82,29 @@ class Deliverer:
             with contextlib.suppress(BrokerUnavailable):
                 await self._outbox.renew(taken, lease_s=self._settings.lease_s)
 
-    async def _deliver(self, record: OutboxRecord) -> Outcome:
+    async def _traced(self, record: OutboxRecord, taken: Taken) -> Outcome:
+        """One attempt, as a span of the trace that the job's request belongs to."""
+        callback, tracer = record.callback, self._tracing.tracer
+        if tracer is None or callback is None or not callback.traceparent:
+            return await self._deliver(record)
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        attributes: dict[str, str | int] = {
+            "batchway.job_id": record.job_id,
+            "batchway.callback.kind": callback.kind,
+            "batchway.callback.event": record.kind.event_type,
+            "batchway.callback.attempt": taken.attempt,
+        }
+        parent = parent_of(callback.traceparent)
+        with tracer.start_as_current_span(
+            "callback", parent, SpanKind.PRODUCER, attributes, record_exception=False
+        ) as span:
+            outcome = await self._deliver(record, traceparent_of(span))
+            if not isinstance(outcome, Delivered):
+                span.set_status(StatusCode.ERROR)
+            return outcome
+
+    async def _deliver(self, record: OutboxRecord, traceparent: str = "") -> Outcome:
         callback = record.callback
         if callback is None:
             return Refused("the record holds no callback")
@@ -90,6 +116,7 @@ class Deliverer:
             record.message_id, int(self._clock()), body, self._secrets(record, callback)
         )
         if callback.kind is CallbackKind.URL:
+            headers |= {"traceparent": traceparent} if traceparent else {}
             return await self._webhooks.send(callback.target, body, headers)
         if not is_open_target(callback, self._settings.aws_targets):
             return Refused("BATCHWAY_CALLBACK_AWS does not name this target")

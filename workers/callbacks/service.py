@@ -20,7 +20,8 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.outbox import Outbox, Taken
 from payloads.opening import open_store
-from workers.callbacks.deliverer import Deliverer
+from telemetry.tracing import Tracing
+from workers.callbacks.deliverer import SERVICE, Deliverer
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.guard import Guard
 from workers.callbacks.rq_hands import AttemptQueue, RqHands, open_redis
@@ -55,6 +56,7 @@ class CallbackService:
         self._outbox = Outbox(self._client, keys)
         guard = Guard(settings.allow)
         self._webhooks = WebhookSender(settings.allow, guard, timeout_s=settings.timeout_s, tls=tls)
+        self._tracing = Tracing(SERVICE)
         self._deliverer = Deliverer(
             settings,
             self._outbox,
@@ -63,6 +65,7 @@ class CallbackService:
             AwsSender(timeout_s=settings.timeout_s),
             open_store(settings.object_store),
             random=random.Random(),
+            tracing=self._tracing,
         )
         self._rq_client = open_redis(settings.redis_url)
         self._attempts = AttemptQueue(self._rq_client, settings.namespace, settings.key)
@@ -70,6 +73,7 @@ class CallbackService:
         self._freed = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
+        self._tracing.open()
         loop = asyncio.get_running_loop()
 
         def deliver(taken: Taken) -> None:
@@ -93,6 +97,7 @@ class CallbackService:
         await self._webhooks.aclose()
         await self._client.aclose()
         self._rq_client.close()
+        await asyncio.to_thread(self._tracing.close)
 
     async def _attempt(self, taken: Taken) -> None:
         self._num_running += 1

@@ -1,0 +1,89 @@
+"""A small receiver of OTLP over HTTP: keeps every span that processes send."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@dataclass(frozen=True)
+class SpanSeen:
+    """One span as it came over the wire."""
+
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    num_events: int
+
+
+@dataclass
+class Collector:
+    """All that was received; `url` is what OTEL_EXPORTER_OTLP_ENDPOINT names."""
+
+    url: str = ""
+    spans: list[SpanSeen] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+
+    def take(self, body: bytes) -> None:
+        self.bodies.append(body)
+        request = ExportTraceServiceRequest()
+        request.ParseFromString(body)
+        for resource in request.resource_spans:
+            service = _values(resource.resource.attributes)["service.name"]
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.spans.append(
+                        SpanSeen(
+                            service,
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            _values(span.attributes),
+                            len(span.events),
+                        )
+                    )
+
+    def named(self, name: str) -> list[SpanSeen]:
+        return [span for span in self.spans if span.name == name]
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in attributes}
+
+
+@contextmanager
+def running_collector() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # the name is http.server's
+            collector.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    collector.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
