@@ -44,7 +44,6 @@ def create_app(
     settings: GatewaySettings,
     broker: Broker | None = None,
     *,
-    tracing: Tracing | None = None,
     draw: Callable[[], float] = random.random,
 ) -> FastAPI:
     """The app. A broker that is handed in is left open at the end. `draw` gives random numbers
@@ -62,7 +61,7 @@ def create_app(
         await asyncio.to_thread(tracing.close)
 
     counted = GatewayMetrics()
-    tracing = tracing or Tracing("batchway-gateway")
+    tracing = Tracing("batchway-gateway")
     gateway = Gateway(settings, broker or Broker(settings), Drain(), counted)
     app = FastAPI(
         title="batchway",
