@@ -39,6 +39,7 @@ WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENG
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _ATTENTIONS = ("auto", "torch", "triton")
+_STEPS = ("direct", "ahead", "graphs")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GIB = 2**30
 
@@ -155,6 +156,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: the kernel for the processor, or torch; triton: kernels for NVIDIA GPUs, "
         "unmeasured (default: auto)",
+    )
+    group.add_argument(
+        "--steps",
+        choices=_STEPS,
+        default="direct",
+        help="direct: one after the other; ahead: the device computes the next one while the host "
+        "books the last; graphs: ahead, as CUDA graphs; both unmeasured (default: direct)",
     )
     group.add_argument(
         "--torch-only",
@@ -280,6 +288,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         dtype=options.dtype,
         device=options.device,
         attention=options.attention,
+        steps=options.steps,
         fused=not options.torch_only,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -290,7 +299,7 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     names = (
         "model", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",
-        "attention", "engine_module",
+        "attention", "steps", "engine_module",
     )  # fmt: skip
     pairs = [(name, getattr(options, name)) for name in names]
     pairs.append(("served_model_name", served_name(options)))

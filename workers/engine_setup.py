@@ -34,6 +34,7 @@ def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,
         prefill_share=options.prefill_share,
+        grows_ahead=options.steps != "direct",
         prefix_caching=options.prefix_caching,
     )
 

@@ -78,6 +78,11 @@ class BlockManager:
         while len(sequence.block_ids) < num_needed:
             sequence.block_ids.append(self._take())
 
+    def grow_ahead(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives the sequence room for one token more than `num_tokens`, if a block is to spare."""
+        if num_tokens >= len(sequence.block_ids) * self.block_size and self.num_free > 0:
+            sequence.block_ids.append(self._take())
+
     def num_held(self, block_ids: Seq[int]) -> int:
         """How many of the blocks some sequence holds, so that one more costs nothing."""
         return sum(self._num_holders[block_id] > 0 for block_id in block_ids)

@@ -13,6 +13,7 @@ class EngineLimits:
     kv_high_water: float = 0.8  # share of the blocks up to which new sequences are admitted
     prefill_share: float | None = None  # of the budget, for prompts while there are streams
     max_preemptions: int = 3  # of one sequence; then it yields only to older ones of its kind
+    grows_ahead: bool = False  # streams get the block of their next token a step early
     prefix_caching: bool = True  # blocks are found again by their content
 
     def __post_init__(self) -> None:

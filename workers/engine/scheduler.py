@@ -117,6 +117,8 @@ class Scheduler:
         if not plan.chunks:
             plan.lift_limits()
             self._serve(plan, ordered, UNLIMITED, now_s)
+        if self._limits.grows_ahead:
+            self._grow_ahead(plan)
         return plan
 
     def book(self, chunk: Chunk, num_out: int) -> int:
@@ -136,6 +138,12 @@ class Scheduler:
         """Learns from a step that is over."""
         self.cost.observe([*plan.chunks.values(), *padding], step_s)
         self._lanes.settle({s: chunk.num_tokens for s, chunk in plan.chunks.items()})
+
+    def _grow_ahead(self, plan: StepPlan) -> None:
+        """For a model that starts the next step before the engine asks for it."""
+        for sequence, chunk in plan.chunks.items():
+            if chunk.samples and sequence.num_output + 1 < sequence.max_output:
+                self.blocks.grow_ahead(sequence, chunk.start + chunk.num_tokens)
 
     def _new_plan(self, num_tokens: int) -> StepPlan:
         """What the step may take: tokens, a share of them for prompts, and time.

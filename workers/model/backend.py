@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from workers.engine.model import ModelRefused
-from workers.model.attention.interface import AttentionBackend
+from workers.model.attention.interface import AttentionBackend, PreparedAttention
 from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import CannotBuild, load_library
@@ -27,6 +28,7 @@ class Backend:
     kernels: DecoderKernels | None
     merges: bool  # modules are exchanged for merged ones
     packs: bool  # their weights are laid out anew, for a CPU
+    prepare_rows: Callable[[RowsStep], PreparedAttention] = PreparedRows
 
 
 def choose_backend(
@@ -60,7 +62,8 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
     except ImportError as exc:
         raise ModelRefused("attention triton is asked for, but Triton is not installed") from exc
     kernels = TritonKernels(dtype) if fused else None
-    return Backend(TritonAttention(block_size), kernels, merges=fused, packs=False)
+    triton = TritonAttention(block_size)
+    return Backend(triton, kernels, fused, packs=False, prepare_rows=triton.prepare_rows)
 
 
 def _native(dtype: torch.dtype, progress: Callable[[str], None]) -> Kernels | None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.attention.interface import (
-    AttentionBackend,
     AttentionCall,
     AttentionFlags,
-    Span,
+    PreparedAttention,
 )
 from workers.model.kernels import DecoderKernels
 
@@ -108,8 +107,7 @@ class PagedStep:
     def __init__(
         self,
         cache: KVCache,
-        backend: AttentionBackend,
-        spans: Seq[Span],
+        prepared: PreparedAttention,
         slot_mapping: Tensor,
         kernels: DecoderKernels | None = None,
     ) -> None:
@@ -117,7 +115,7 @@ class PagedStep:
         self._layers = cache.layers
         self._slot_mapping = slot_mapping
         self._kernels = kernels
-        self._prepared = backend.prepare(spans, slot_mapping.device)
+        self._prepared = prepared
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See AttentionStep.attend."""

@@ -16,13 +16,15 @@ from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
-from workers.model.backend import choose_backend
+from workers.model.backend import Backend, choose_backend
 from workers.model.checkpoint import (
     DEFAULT_REVISION,
     context_length,
     eos_token_ids,
     read_config,
 )
+from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.graphs import check_steps, recorder
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
 from workers.model.probe import check_parity, probe_layers
@@ -47,7 +49,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """The model, and what gateways must know of it."""
 
-    model: ModelRunner | SequentialRunner
+    model: ModelRunner | AheadRunner | SequentialRunner
     context_length: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -90,6 +92,7 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     eos_ids = eos_token_ids(path, config, revision)
     tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
+    check_steps(options.steps, device)
     dtype = _dtype(options.dtype, device, config)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     decoder = load_decoder(path, config, dtype, device, revision)
@@ -102,10 +105,12 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     return LoadedModel(runner, runner.max_model_len, vocab_size, eos_ids, tokenizer)
 
 
-def _runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner | SequentialRunner:
+def _runner(
+    loaded: _Loaded, progress: Callable[[str], None]
+) -> ModelRunner | AheadRunner | SequentialRunner:
     """By the paged path where the model allows it, else one sequence at a time."""
     try:
-        paged = _paged_runner(loaded, progress)
+        paged, backend = _paged_runner(loaded, progress)
     except CannotShareBatch as reason:
         use_own_attention(loaded.decoder)
         runner = _sequential_runner(loaded)
@@ -115,10 +120,14 @@ def _runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner | S
         f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
         f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"
     )
-    return paged
+    if loaded.options.steps == "direct":
+        return paged
+    record = recorder(loaded.options.steps)
+    max_num_seqs = loaded.options.max_num_seqs
+    return AheadRunner(paged, backend.prepare_rows, max_num_seqs, loaded.device, record)
 
 
-def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunner:
+def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
     """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
     shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
@@ -147,7 +156,7 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> ModelRunn
         progress(f"{'merged or packed' if backend.packs else 'merged'} for this processor: {done}")
         if num_own := len(shapes) - done.counts["attention layers"]:
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
-    return runner
+    return runner, backend
 
 
 def _sequential_runner(loaded: _Loaded) -> SequentialRunner:

@@ -31,10 +31,20 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
 
 def row_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit key of one draw: output `position` of one choice, as a signed integer."""
+    return _signed(_mix((row_base(seed, choice) + position + _GOLDEN) & _MASK_64))
+
+
+def row_base(seed: int, choice: int) -> int:
+    """What all positions of one choice have in common, as a signed integer."""
     key = seed
-    for value in (0, choice, position):
+    for value in (0, choice):
         key = _mix((key + value + _GOLDEN) & _MASK_64)
     return _signed(key)
+
+
+def row_keys_at(bases: Tensor, positions: Tensor) -> Tensor:
+    """`row_key` on the device: bases of `row_base` and positions int64 (n,) -> (n,)."""
+    return _mixed(bases + positions + _signed(_GOLDEN))
 
 
 def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
@@ -52,12 +62,7 @@ def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
 
 def uniform(row_keys: Tensor, token_ids: Tensor) -> Tensor:
     """row_keys (num_rows, 1) and token_ids (n,), int64 -> (num_rows, n) float32 in (0, 1)."""
-    bits = row_keys + (token_ids + 1) * _signed(_GOLDEN)
-    bits ^= _shift_right(bits, 30)
-    bits *= _signed(_MULTIPLIER_1)
-    bits ^= _shift_right(bits, 27)
-    bits *= _signed(_MULTIPLIER_2)
-    bits ^= _shift_right(bits, 31)
+    bits = _mixed(row_keys + (token_ids + 1) * _signed(_GOLDEN))
     fraction = _shift_right(bits, 11).to(torch.float32).mul_(2.0**-53)
     return fraction.clamp_(2.0**-54, _LARGEST_BELOW_ONE)
 
@@ -65,6 +70,16 @@ def uniform(row_keys: Tensor, token_ids: Tensor) -> Tensor:
 def gumbel(fraction: Tensor) -> Tensor:
     """Uniform float32 in (0, 1) -> standard Gumbel noise, in place."""
     return fraction.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """`mix` of each int64, in place."""
+    bits ^= _shift_right(bits, 30)
+    bits *= _signed(_MULTIPLIER_1)
+    bits ^= _shift_right(bits, 27)
+    bits *= _signed(_MULTIPLIER_2)
+    bits ^= _shift_right(bits, 31)
+    return bits
 
 
 def _shift_right(bits: Tensor, num_bits: int) -> Tensor:

@@ -17,7 +17,7 @@ def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
 
     In this order: bias, repetition, presence and frequency penalty, bans until `min_tokens`.
     """
-    rows = [row for row, sequence in enumerate(sequences) if _asks(sequence)]
+    rows = [row for row, sequence in enumerate(sequences) if asks_for_change(sequence)]
     if not rows:
         return logits
     adjusted = logits.clone()
@@ -26,7 +26,8 @@ def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     return adjusted
 
 
-def _asks(sequence: Sequence) -> bool:
+def asks_for_change(sequence: Sequence) -> bool:
+    """Whether the sequence's logits are changed before a token is chosen."""
     params = sequence.params
     return (
         bool(params.logit_bias)

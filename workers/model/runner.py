@@ -38,7 +38,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._device = device
-        self._kernels = kernels
+        self.kernels = kernels
         # Where the head cannot be asked for some rows only, it computes them all.
         self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
 
@@ -81,8 +81,9 @@ class ModelRunner:
         return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
 
     def _compute(self, batch: Batch) -> Tensor:
-        step = PagedStep(self.cache, self.backend, batch.spans, batch.slot_mapping, self._kernels)
-        return self._forward(batch, step)
+        prepared = self.backend.prepare(batch.spans, self._device)
+        step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
+        return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
 
     def _copy_blocks(self, chunks: Seq[Chunk]) -> None:
         copies = [
@@ -94,19 +95,21 @@ class ModelRunner:
             source_ids, target_ids = zip(*copies, strict=True)
             self.cache.copy_blocks(source_ids, target_ids)
 
-    def _forward(self, batch: Batch, step: AttentionStep) -> Tensor:
-        """The whole ForCausalLM on a flat batch -> (num_rows, vocab_size) logits.
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor, step: AttentionStep
+    ) -> Tensor:
+        """The whole ForCausalLM on a flat batch -> (num_rows, vocab_size) logits; see Batch.
 
         Whole, because scaling and capping of the logits live in its head.
         """
         arguments: dict[str, Any] = {STEP_KEYWORD: step}
         if self._takes_index:
-            arguments["logits_to_keep"] = batch.logits_index
+            arguments["logits_to_keep"] = logits_index
         output = self._decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            input_ids=input_ids,
+            position_ids=position_ids,
             use_cache=False,
             **arguments,
         )
         logits: Tensor = output.logits[0]
-        return logits if self._takes_index else logits[batch.logits_index]
+        return logits if self._takes_index else logits[logits_index]

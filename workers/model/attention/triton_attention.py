@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
 from workers.model.attention.packed import PackedAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.attention.triton_kernels import LOG2_E, attend_tiles, join_splits
 
 # Context that one program reads for a single token. Fixed, so that how a row's sums are cut
@@ -27,7 +28,8 @@ _LEAST_ROWS = 16  # of a matrix product on tensor cores
 @dataclass(frozen=True, slots=True)
 class TilePlan:
     """One step for the kernels. tiles int32 (n, 3): first row, number of queries, row of `tables`;
-    positions int64 (T,); tables int32 (rows, blocks). With `num_splits` each tile is one query.
+    positions int64 (T,); tables (rows, blocks), any integers, last stride 1. With
+    `num_splits` each tile is one query.
     """
 
     tiles: Tensor
@@ -46,6 +48,15 @@ class TritonAttention:
     def prepare(self, spans: Seq[Span], device: torch.device) -> "PreparedTriton":
         return PreparedTriton(self._block_size, spans=spans, device=device)
 
+    def prepare_rows(self, step: RowsStep) -> PreparedAttention:
+        """For single tokens whose tables lie on the device: nothing is asked of it."""
+        ones = torch.ones_like(step.rows)
+        firsts = torch.arange(len(ones), device=ones.device)
+        tiles = torch.stack([firsts, ones, step.rows], dim=1).to(torch.int32)
+        num_splits = num_splits_of(step.longest)
+        plan = TilePlan(tiles, step.positions, step.tables, 1, num_splits)
+        return PreparedTriton(self._block_size, plan=plan, rows=step)
+
 
 class PreparedTriton:
     """PreparedAttention for one step: from spans, or from a plan for single tokens."""
@@ -57,10 +68,12 @@ class PreparedTriton:
         spans: Seq[Span] = (),
         device: torch.device | None = None,
         plan: TilePlan | None = None,
+        rows: RowsStep | None = None,
     ) -> None:
         self._block_size = block_size
         self._spans = spans
         self._device = device
+        self._rows = rows
         self._plans: dict[int, TilePlan] = {} if plan is None else {1: plan}
         self._packed: PreparedAttention | None = None
         self._is_single = plan is not None or all(span.num_tokens == 1 for span in spans)
@@ -141,8 +154,10 @@ class PreparedTriton:
 
     def _packed_attention(self, device: torch.device) -> PreparedAttention:
         if self._packed is None:
-            assert self._spans, "who plans for the kernels asks first whether they take the heads"
-            self._packed = PackedAttention().prepare(self._spans, device)
+            if self._rows is not None:
+                self._packed = PreparedRows(self._rows)
+            else:
+                self._packed = PackedAttention().prepare(self._spans, device)
         return self._packed
 
     def _plan(self, tile_queries: int) -> TilePlan:

@@ -19,7 +19,7 @@ def attend_tiles(
     out,  # (T, num_heads, v_dim), contiguous
     tiles,  # int32 (num_tiles, 3): first row, number of queries (0: no work), row of the tables
     positions,  # int64 (T,)
-    tables,  # int32 (num_tables, table_stride): block ids
+    tables,  # integers (num_tables, table_stride): block ids
     sinks,  # float32 (num_heads,), or anything where HAS_SINKS is not set
     part_out,  # float32 (num_tiles, num_splits, num_heads, v_dim)
     part_max,  # float32 (num_tiles, num_splits, num_heads), in powers of two

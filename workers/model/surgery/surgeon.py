@@ -189,7 +189,8 @@ def _tiny_step(
     cache = KVCache({module: shape}, 1, _TOKENS, dtype, device)
     slots = np.arange(_TOKENS, dtype=np.int64)
     spans = [Span(0, _TOKENS, 0, slots)]
-    return PagedStep(cache, backend, spans, torch.from_numpy(slots).to(device), kernels)
+    prepared = backend.prepare(spans, device)
+    return PagedStep(cache, prepared, torch.from_numpy(slots).to(device), kernels)
 
 
 def _mlp(old: Any, kernels: DecoderKernels | None, patch: "_Patch") -> nn.Module | None:

@@ -1,0 +1,247 @@
+"""Steps that the device starts before the engine asks: the same tokens, whatever is asked then."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.jobs import SamplingParams
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.model.driver import make_prompts, make_sequence, run_step
+from workers.engine.engine import Engine
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Model, ModelRefused
+from workers.engine.request import Request
+from workers.messages import EngineOptions
+from workers.model.attention.rows import PreparedRows
+from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.decode import PrepareRows
+from workers.model.gpu.graphs import Compute, Record, check_steps, padded_size, sizes_up_to
+from workers.model.loader import load_model
+from workers.model.runner import ModelRunner
+from workers.strategies.continuous import ContinuousBatching
+
+MAX_SEQS = 6
+Outputs = dict[tuple[str, int], list[tuple[Any, ...]]]
+# What jobs ask for: what the device draws, and what it must leave to the host.
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.2, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1, "top_k": 12},
+    {"temperature": 1.0, "n": 3},
+]
+ODD_WISHES: list[dict[str, Any]] = [
+    *WISHES,
+    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 1.0, "min_tokens": 4},
+    {"temperature": 0.0, "logit_bias": {7: 3.0}},
+]
+
+
+class _Replayed:
+    """What stands in for a CUDA graph: the recorded computation itself."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.replay = compute
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gpt2"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=16, fused=False)
+    loaded = load_model(options, lambda text: None)
+    assert isinstance(loaded.model, ModelRunner)
+    return loaded.model
+
+
+def ahead(
+    runner: ModelRunner, record: Record | None = None, prepare: PrepareRows = PreparedRows
+) -> AheadRunner:
+    return AheadRunner(runner, prepare, MAX_SEQS, torch.device("cpu"), record)
+
+
+def run_jobs(
+    model: Model,
+    wishes: list[dict[str, Any]],
+    *,
+    seed: int,
+    disturb: float,
+    num_jobs: int = 10,
+    max_num_seqs: int = MAX_SEQS,
+) -> Outputs:
+    """Jobs that come at random steps, under a small budget; with `disturb`, some are preempted and
+    some stopped. Disturbances are drawn by step, so that both runners meet the same.
+    """
+    limits = EngineLimits(24, max_num_seqs, VOCAB_SIZE, grows_ahead=isinstance(model, AheadRunner))
+    engine = Engine(model, limits, ContinuousBatching())
+    generator = random.Random(seed)
+    prompts = make_prompts([generator.randint(3, 40) for _ in range(num_jobs)], VOCAB_SIZE, seed)
+    coming = [(generator.randint(0, 25), number) for number in range(num_jobs)]
+    found: Outputs = {}
+    stopped: set[str] = set()
+    for step in range(400):
+        for _, number in [entry for entry in coming if entry[0] == step]:
+            engine.add(_request(number, prompts[number], wishes[number % len(wishes)]))
+        victim = str(generator.randrange(num_jobs))
+        if generator.random() < disturb:
+            engine.preempt(victim)
+        if generator.random() < disturb / 8:
+            engine.stop_job(victim, 1)
+            stopped.add(victim)
+        report = engine.step()
+        engine.audit()
+        for output in report.outputs:
+            key = output.sequence.job_id, output.sequence.choice
+            numbers = (output.token_id, round(output.logprob, 4))
+            found.setdefault(key, []).append(numbers)
+        if step > 25 and not engine.has_work:
+            break
+    assert not engine.has_work
+    return {key: tokens for key, tokens in found.items() if key[0] not in stopped}
+
+
+def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
+    params = SamplingParams(**{"max_tokens": 5 + 7 * (number % 3), "seed": number} | wishes)
+    outputs, finished = ((),) * params.n, (False,) * params.n
+    return Request(str(number), 1, "t", "lane", tuple(prompt), params, outputs, finished)
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["computed", "recorded"])
+@pytest.mark.parametrize("disturb", [0.0, 0.3], ids=["calm", "disturbed"])
+@pytest.mark.parametrize("wishes", [WISHES, ODD_WISHES], ids=["common", "odd"])
+def test_steps_ahead_give_the_tokens_of_steps_in_turn(
+    runner: ModelRunner, wishes: list[dict[str, Any]], disturb: float, records: bool
+) -> None:
+    """For all that jobs ask for, with preemptions, stops and new arrivals between."""
+    model = ahead(runner, _Replayed if records else None)
+
+    for seed in range(2):
+        expected = run_jobs(runner, wishes, seed=seed, disturb=disturb)
+        assert run_jobs(model, wishes, seed=seed, disturb=disturb) == expected
+
+
+def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> None:
+    """Otherwise the device would wait for the host after all."""
+    model = ahead(runner)
+
+    found = run_jobs(model, [{"temperature": 0.0, "ignore_eos": True}], seed=0, disturb=0.0)
+
+    num_streamed = sum(len(tokens) - 1 for tokens in found.values())  # all but prompts' own
+    assert model.num_rows_used == model.num_rows_started == num_streamed
+
+
+def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner) -> None:
+    """As after a preemption whose whole prompt was found: its last token's KV lies nowhere yet."""
+    found = []
+    for model in (ahead(runner), runner):
+        [prompt] = make_prompts([runner.block_size], VOCAB_SIZE)
+        sequence = make_sequence(prompt, max_tokens=6)
+        sequence.block_ids = [3, 5]
+        run_step(model, [sequence], chunk_tokens=99)
+        sequence.block_ids, sequence.num_preemptions = [3, 8], 1
+        for layer in runner.cache.layers.values():
+            layer.keys[8], layer.values[8] = 7.0, 7.0
+        while sequence.num_output < 6:
+            run_step(model, [sequence], chunk_tokens=99)
+        found.append(sequence.token_ids)
+
+    assert found[0] == found[1]
+
+
+def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) -> None:
+    """One between steps, each once; replays then compute the steps."""
+    recorded: list[Callable[[], None]] = []
+
+    def record(compute: Compute) -> _Replayed:
+        recorded.append(compute)
+        return _Replayed(compute)
+
+    model = ahead(runner, record)
+    run_jobs(model, WISHES, seed=0, disturb=0.0)
+
+    graphs = model.decoder.graphs
+    assert graphs is not None
+    assert [size for size, _ in graphs.recorded] == [8, 4, 2, 1]
+    assert len(recorded) == 4
+
+
+def test_a_model_that_cannot_be_recorded_is_served_all_the_same(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once, and said once."""
+
+    def refuse(compute: Compute) -> _Replayed:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = ahead(runner, refuse)
+
+    assert run_jobs(model, WISHES, seed=0, disturb=0.0) == run_jobs(
+        runner, WISHES, seed=0, disturb=0.0
+    )
+    assert [record.message for record in caplog.records] == ["steps are not recorded: RuntimeError"]
+
+
+def test_what_the_device_leaves_open_is_decided_by_the_host(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so few candidates most draws are left open, and steps begun on them are dropped."""
+    monkeypatch.setattr("workers.model.thresholds._NUM_CANDIDATES", 6)
+    wishes = [{"temperature": 1.5, "top_p": 0.8}, {"temperature": 1.0, "top_k": 4}]
+    model = ahead(runner)
+
+    found = run_jobs(model, wishes, seed=0, disturb=0.1)
+
+    assert found == run_jobs(runner, wishes, seed=0, disturb=0.1)
+    assert 0 < model.num_rows_used < model.num_rows_started
+
+
+def test_more_sequences_than_rows_are_served_as_ever(runner: ModelRunner) -> None:
+    """An operator may raise the number while the worker runs."""
+    arguments: dict[str, Any] = {"seed": 1, "disturb": 0.1, "num_jobs": 16, "max_num_seqs": 9}
+
+    assert run_jobs(ahead(runner), WISHES, **arguments) == run_jobs(runner, WISHES, **arguments)
+
+
+@pytest.mark.parametrize("split_tokens", [16, 512])
+def test_the_triton_kernel_reads_tables_on_the_device(
+    split_tokens: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts in one part, and in more than the longest one has."""
+    triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", split_tokens)
+    backend = triton_attention.TritonAttention(runner.block_size)
+    arguments: dict[str, Any] = {"seed": 2, "disturb": 0.0, "num_jobs": 2}
+
+    found = run_jobs(ahead(runner, prepare=backend.prepare_rows), WISHES, **arguments)
+
+    assert found == run_jobs(runner, WISHES, **arguments)
+
+
+def test_steps_that_there_are_not_are_refused() -> None:
+    """With one sentence for the operator."""
+    with pytest.raises(ModelRefused, match="steps graphs needs a CUDA device"):
+        check_steps("graphs", torch.device("cpu"))
+    with pytest.raises(ModelRefused, match="steps sideways is not one of direct, ahead, graphs"):
+        check_steps("sideways", torch.device("cpu"))
+
+
+def test_padded_sizes_hold_what_they_are_for() -> None:
+    """Few of them, and never twice the rows beyond the smallest."""
+    assert [padded_size(n) for n in (1, 3, 8, 9, 255, 257, 289)] == [1, 4, 8, 16, 256, 288, 320]
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24]
+    assert sizes_up_to(300)[-3:] == [256, 288, 320]
+
+
+def test_the_loader_builds_it(tmp_path: Path) -> None:
+    """Where the operator asks for it."""
+    folder = save_tiny_model("llama", tmp_path)
+    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4, steps="ahead")
+
+    assert isinstance(load_model(options, lambda text: None).model, AheadRunner)

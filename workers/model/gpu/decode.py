@@ -1,0 +1,86 @@
+"""One token for each of some rows: a forward that the host need not spell out.
+
+Who decodes, what and where lies on the device (`RequestState`), so that a step can follow another
+without waiting for its tokens, and be recorded. Leaves the choice of tokens to `drawing`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.model.attention.interface import PreparedAttention
+from workers.model.attention.rows import RowsStep
+from workers.model.gpu.graphs import Record, StepGraphs, padded_size
+from workers.model.gpu.request_state import POSITION, TOKEN, RequestState
+from workers.model.kv_cache import PagedStep
+from workers.model.runner import ModelRunner
+
+# Contexts are bounded by multiples of this; Triton's kernel splits them into such parts.
+BOUND_TOKENS = 512
+
+PrepareRows = Callable[[RowsStep], PreparedAttention]
+
+
+class RowsDecoder:
+    """Computes the logits of the rows that the state's order names."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        state: RequestState,
+        prepare_rows: PrepareRows,
+        record: Record | None,
+    ) -> None:
+        """`record`: makes graphs of steps; None where each is computed as it comes."""
+        self._runner = runner
+        self._state = state
+        self._prepare_rows = prepare_rows
+        self._logits: Tensor | None = None  # (padded rows, vocab_size), where steps are recorded
+        self.graphs: StepGraphs | None = None
+        if record is not None:
+            self.graphs = StepGraphs(
+                record, self._compute_in_place, self._warm_up, len(state.order)
+            )
+
+    def logits(self, num_rows: int, longest: int) -> Tensor:
+        """Of the first `num_rows` rows in order, none with a context over `longest`; (n, vocab).
+
+        Valid until the next step is computed.
+        """
+        num_units = -(-longest // BOUND_TOKENS)
+        if self.graphs is None:
+            order = self._state.order[: padded_size(num_rows)]
+            return self._compute(order, num_units)[:num_rows]
+        self.graphs.run(num_rows, num_units)
+        assert self._logits is not None
+        return self._logits[:num_rows]
+
+    def _compute_in_place(self, size: int, num_units: int) -> None:
+        found = self._compute(self._state.order[:size], num_units)
+        if self._logits is None:
+            self._logits = found.new_empty(len(self._state.order), found.shape[1])
+        self._logits[:size] = found
+
+    def _warm_up(self, size: int, num_units: int) -> None:
+        """The same on padding alone: kernels are compiled, and nothing is written that is read."""
+        self._compute(self._state.padding_order[:size], num_units)
+
+    def _compute(self, rows: Tensor, num_units: int) -> Tensor:
+        """rows int64 (n,) -> logits (n, vocab_size); writes the KV of the rows' last tokens."""
+        state, block_size = self._state, self._runner.block_size
+        positions = state.field(POSITION, rows)
+        most = state.tables.shape[1] * block_size
+        step = RowsStep(
+            rows, positions, state.tables, min(num_units * BOUND_TOKENS, most), block_size
+        )
+        blocks = state.tables[rows, positions // block_size]
+        paged = PagedStep(
+            self._runner.cache,
+            self._prepare_rows(step),
+            blocks * block_size + positions % block_size,
+            self._runner.kernels,
+        )
+        index = torch.arange(len(rows), device=rows.device)
+        token_ids = state.field(TOKEN, rows)
+        return self._runner.forward(token_ids[None], positions[None], index, paged)

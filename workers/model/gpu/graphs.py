@@ -1,0 +1,138 @@
+"""Recorded steps: one graph for each padded number of rows and bound of contexts.
+
+Recorded one at a time between steps, the largest first, so that a cold worker serves before all
+are there and the smaller ones find room in the largest one's memory. Knows sizes; leaves the
+computation to whoever records it.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from workers.engine.model import ModelRefused
+
+log = logging.getLogger("batchway.engine")
+
+STEPS = ("direct", "ahead", "graphs")
+_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
+_BEYOND = 32
+
+
+def padded_size(num_rows: int) -> int:
+    """1, 2, 4, 8, 16, 24 … 256, then by 32."""
+    if num_rows > _SIZES[-1]:
+        return -(-num_rows // _BEYOND) * _BEYOND
+    return next(size for size in _SIZES if size >= num_rows)
+
+
+def sizes_up_to(num_rows: int) -> list[int]:
+    """All padded sizes that so many rows may need, ascending."""
+    largest = padded_size(num_rows)
+    return [s for s in _SIZES if s <= largest] + list(range(_SIZES[-1] + _BEYOND, largest + 1, 32))
+
+
+class Graph(Protocol):
+    """A recorded computation on tensors that stay where they are."""
+
+    def replay(self) -> None: ...
+
+
+Compute = Callable[[], None]
+Record = Callable[[Compute], Graph]
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            compute()
+        return graph
+
+
+def check_steps(steps: str, device: torch.device) -> None:
+    """Raises ModelRefused for a way to run steps that there is not, or not here."""
+    if steps not in STEPS:
+        raise ModelRefused(f"steps {steps} is not one of {', '.join(STEPS)}")
+    if steps == "graphs" and device.type != "cuda":
+        raise ModelRefused("steps graphs needs a CUDA device")
+
+
+def recorder(steps: str) -> Record | None:
+    """Who records steps; None where each is computed as it comes."""
+    return CudaRecorder() if steps == "graphs" else None
+
+
+class StepGraphs:
+    """Finds the graph for a step, and records those that are missing.
+
+    `compute(size, bound)` computes `size` rows with contexts of up to `bound` units, from tensors
+    and into tensors that stay; `warm_up` does the same where it changes nothing.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        compute: Callable[[int, int], None],
+        warm_up: Callable[[int, int], None],
+        max_rows: int,
+    ) -> None:
+        self._record = record
+        self._compute = compute
+        self._warm_up = warm_up
+        self._sizes = sizes_up_to(max_rows)
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._bounds: set[int] = set()
+        self._is_off = False
+
+    @property
+    def recorded(self) -> list[tuple[int, int]]:
+        """(size, bound) of each graph, in the order in which they were recorded."""
+        return list(self._graphs)
+
+    def run(self, num_rows: int, num_units: int) -> int:
+        """Computes a step, by a graph where there is one; returns its padded number of rows."""
+        size, bound = padded_size(num_rows), _power_of_two(num_units)
+        self._bounds.add(bound)
+        key = self._find(size, bound)
+        if key is None:
+            self._compute(size, bound)
+            return size
+        self._graphs[key].replay()
+        return key[0]
+
+    def record_next(self) -> None:
+        """Records the largest size that is missing, for the bounds that were asked for."""
+        if self._is_off:
+            return
+        missing = [
+            (size, bound)
+            for bound in self._bounds
+            for size in self._sizes
+            if (size, bound) not in self._graphs
+        ]
+        if not missing:
+            return
+        size, bound = max(missing)
+        try:
+            self._warm_up(size, bound)
+            self._graphs[size, bound] = self._record(lambda: self._compute(size, bound))
+        except RuntimeError as exc:
+            # Most likely something in the model that waits for the device.
+            self._is_off = True
+            log.warning("steps are not recorded: %s", type(exc).__name__)
+
+    def _find(self, size: int, bound: int) -> tuple[int, int] | None:
+        """The smallest graph that holds the step and computes at most twice its rows."""
+        fitting = [key for key in self._graphs if size <= key[0] <= 2 * size and bound <= key[1]]
+        return min(fitting, default=None)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
