@@ -10,6 +10,7 @@ from typing import get_args
 
 from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
+from infra.computing_options import add_computing_options
 from infra.option_values import (
     integer,
     lanes,
@@ -38,8 +39,6 @@ GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
-_ATTENTIONS = ("auto", "torch", "triton")
-_STEPS = ("direct", "ahead", "graphs")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _GIB = 2**30
 
@@ -150,26 +149,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="lanes, strategies and limits (default: batching.yaml beside the model)",
     )
-    group.add_argument(
-        "--attention",
-        choices=_ATTENTIONS,
-        default="auto",
-        help="auto: the kernel for the processor, or torch; triton: kernels for NVIDIA GPUs, "
-        "unmeasured (default: auto)",
-    )
-    group.add_argument(
-        "--steps",
-        choices=_STEPS,
-        default="direct",
-        help="direct: one after the other; ahead: the device computes the next one while the host "
-        "books the last; graphs: ahead, as CUDA graphs; both unmeasured (default: direct)",
-    )
-    group.add_argument(
-        "--torch-only",
-        action="store_true",
-        help="no merged modules, and on a CPU no kernels of batchway's own; slower "
-        "(default: both, where they prove equal)",
-    )
+    add_computing_options(group)
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 

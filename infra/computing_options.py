@@ -1,0 +1,32 @@
+"""Options of how a worker computes: by which kernels, and how steps reach the device.
+
+What has never run on a GPU is off by default, and its help says that it is unmeasured.
+"""
+
+import argparse
+
+_ATTENTIONS = ("auto", "torch", "triton")
+_STEPS = ("direct", "ahead", "graphs")
+
+
+def add_computing_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--attention",
+        choices=_ATTENTIONS,
+        default="auto",
+        help="auto: the kernel for the processor, or torch; triton: kernels for NVIDIA GPUs, "
+        "unmeasured (default: auto)",
+    )
+    group.add_argument(
+        "--steps",
+        choices=_STEPS,
+        default="direct",
+        help="direct: one after the other; ahead: the device computes the next one while the host "
+        "books the last; graphs: ahead, as CUDA graphs; both unmeasured (default: direct)",
+    )
+    group.add_argument(
+        "--torch-only",
+        action="store_true",
+        help="no merged modules, and on a CPU no kernels of batchway's own; slower "
+        "(default: both, where they prove equal)",
+    )
