@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
@@ -71,6 +72,7 @@ def create_app(
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.state.settings = settings
     app.state.gateway = gateway
     app.state.key_ring = gateway.broker.key_ring
@@ -92,3 +94,12 @@ def create_app(
     app.add_middleware(RequestSpans, tracing=tracing)
     app.add_middleware(RequestIds)
     return app
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, made when it is first asked for."""
+    if app.openapi_schema is None:
+        from gateway.openapi import document  # functions start without it
+
+        app.openapi_schema = document(app)
+    return app.openapi_schema

@@ -6,17 +6,29 @@ Leaves to admission what needs the model: vocabulary, context length, defaults.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
 from contract.jobs import Endpoint
 from gateway.errors import ApiError, bad_request, invalid_value
+from gateway.field_schemas import (
+    CONTENT_SCHEMA,
+    MAX_STOP_BYTES,
+    MAX_STOPS,
+    PROMPT_SCHEMA,
+    STOPS_SCHEMA,
+)
 from gateway.unsupported import refuse_unsupported
 
-MAX_STOPS = 4
-MAX_STOP_BYTES = 64
 MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 4
 MAX_TOP_LOGPROBS = 20
@@ -77,7 +89,7 @@ class _Strict(BaseModel):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str, BeforeValidator(_content), CONTENT_SCHEMA]
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
 
 
@@ -108,7 +120,7 @@ class _SamplingBody(_Strict):
     ) = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), STOPS_SCHEMA] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -145,7 +157,7 @@ class ChatBody(_SamplingBody):
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt), PROMPT_SCHEMA]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
