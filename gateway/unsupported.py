@@ -76,14 +76,19 @@ def _message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
     path = f"messages.{index}."
-    if message.get("role") in _ROLES:
+    if _is_one_of(message.get("role"), _ROLES):
         raise bad_request("unsupported_parameter", "tools are not supported yet", f"{path}role")
     content = message.get("content")
     for i, part in enumerate(content if isinstance(content, list) else []):
-        if isinstance(part, dict) and part.get("type") in _PARTS:
+        if isinstance(part, dict) and _is_one_of(part.get("type"), _PARTS):
             where = f"{path}content.{i}.type"
             raise bad_request("unsupported_parameter", "only text parts are supported", where)
     return _without(message, _OF_MESSAGES, path)
+
+
+def _is_one_of(value: Any, names: frozenset[str]) -> bool:
+    """Whatever JSON the value is: lists and objects cannot be looked for in a set."""
+    return isinstance(value, str) and value in names
 
 
 def _without(

@@ -63,6 +63,9 @@ BODIES: dict[str, bytes] = {
     "many names": json.dumps({f"k{i}": 0 for i in range(5_000)}).encode(),
     "a long name": json.dumps({"k" * 100_000: 0}).encode(),
     "many messages of nothing": b'{"model": "hash", "messages": [' + b"{}," * 50_000 + b"{}]}",
+    "a role that is a list": b'{"model": "hash", "messages": [{"role": ["user"], "content": "a"}]}',
+    "a kind of part that is an object": b'{"model": "hash", "messages": [{"role": "user", '
+    b'"content": [{"type": {"a": []}, "text": "a"}]}]}',
     "many stops": json.dumps(_GOOD | {"stop": ["a"] * 10_000}).encode(),
     "many biases": json.dumps(_GOOD | {"logit_bias": {str(i): 1 for i in range(5_000)}}).encode(),
     "a prompt of prompts": json.dumps(_GOOD | {"prompt": [["a"], ["b"]]}).encode(),
