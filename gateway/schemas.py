@@ -63,7 +63,7 @@ def _content(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         raise _refusal("must be a string or a non-empty list of text parts")
     for part in value:
-        if not isinstance(part, dict) or set(part) != {"type", "text"}:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
             raise _refusal('each part must be {"type": "text", "text": …}')
         if not isinstance(part["text"], str):
             raise _refusal("the text of a part must be a string")
