@@ -7,13 +7,15 @@ simulator). Tests hold it against the functions, answer by answer.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.calls import Submission, WorkerCapacity
 from contract.errors import ErrorCode
+from contract.promises import FIRST_COMERS, Line, Promises
 from contract.refusals import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
+METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs seen before their length says anything
 
 
@@ -194,11 +196,15 @@ def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Reason, the limit that was met, and ms until another try may do."""
+    """Reason, the limit that was met, and ms until another try may do.
+
+    `promised_ms`: from then on the next of its line may come; None where nothing was promised.
+    """
 
     reason: ErrorCode
     limit: str = ""
     retry_ms: int = UNKNOWN_MS
+    promised_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,7 @@ class Candidate:
     """A job before its admission: all that the decision rests on."""
 
     submission: Submission
-    lane: str
+    line: Line
     cost: int
     num_output: int  # of it, to expect
     num_choices: int
@@ -225,9 +231,22 @@ class Candidate:
     def service_ms(self) -> int:
         return self.pool.service_ms(self.num_output, self.num_choices)
 
-    def refusal(self) -> Refusal | None:
-        """Why it may not come in; None where it may."""
-        if not self.pool.knows(self.lane):
+    @property
+    def finds_room(self) -> bool:
+        """Whether it starts at once, behind nobody."""
+        return self.ahead.jobs == 0 and self.wait_ms == 0
+
+    def refusal(self, promises: Promises) -> Refusal | None:
+        """Why it may not come in, and when, after those who were told before; None where it may."""
+        refused = self._refusal()
+        gap_ms = self.pool.drain_ms(FIRST_COMERS * self.cost)
+        if refused is None or UNKNOWN_MS in (refused.retry_ms, gap_ms) or refused.limit in METERS:
+            return refused
+        at_ms, after_ms = promises.next(self.line, gap_ms, refused.retry_ms, self.now_ms)
+        return replace(refused, retry_ms=at_ms - self.now_ms, promised_ms=after_ms)
+
+    def _refusal(self) -> Refusal | None:
+        if not self.pool.knows(self.line[0]):
             return Refusal(ErrorCode.UNKNOWN_LANE, " ".join(self.pool.lanes))
         if self.pool.num_live == 0 and self.submission.needs_worker:
             return Refusal(ErrorCode.NO_WORKERS)

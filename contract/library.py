@@ -15,6 +15,7 @@ _SHARED = (  # in this order
     "outbox",
     "totals",
     "queue",
+    "promises",
     "admission",
     "memory",
 )

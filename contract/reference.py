@@ -19,6 +19,7 @@ from contract.admission import (
     Lengths,
     Load,
     Pool,
+    Refusal,
     Tenant,
     predicted_output,
     wait_ms,
@@ -47,6 +48,7 @@ from contract.events import End, LogEntry, LogEvent
 from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.promises import Promises
 from contract.reference_outbox import OutboxReference
 from contract.refusals import (
     UNKNOWN_MS,
@@ -133,6 +135,7 @@ class Reference:
         self._workers: dict[str, dict[str, tuple[int, WorkerCapacity]]] = {}
         self._known_workers: set[str] = set()  # also those that drain
         self._pools: dict[str, Pool] = {}
+        self._promises_of: dict[str, Promises] = {}  # model →
         self._tenants: dict[str, Tenant] = {}
         self.lengths: dict[tuple[str, str, str], Lengths] = {}
         self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
@@ -157,7 +160,14 @@ class Reference:
         if self.memory_is_full:
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         candidate = self._candidate(job, s)
-        self._check(job, candidate)
+        promises = self._promises_of.setdefault(job.model, Promises())
+        refused = candidate.refusal(promises)
+        if refused is not None:
+            if refused.promised_ms is not None:
+                promises.book(candidate.line, refused.promised_ms)
+            raise self._refused(job, candidate, refused)
+        if candidate.finds_room:
+            promises.forget(candidate.line)
         deadline_ms = self.now_ms + int(s.deadline_s * 1000)
         record = Record(job, s, job.lane, self.now_ms, deadline_ms, candidate.cost)
         record.predicted_ms = candidate.wait_ms
@@ -173,13 +183,9 @@ class Reference:
 
     def quote(self, job: Job, submission: Submission) -> Quote:
         candidate = self._candidate(job, submission)
-        refused = None
-        try:
-            self._check(job, candidate)
-        except JobRefused as exc:
-            refused = exc
+        refused = candidate.refusal(self._promises_of.get(job.model, Promises()))
         return Quote(
-            refused,
+            None if refused is None else self._refused(job, candidate, refused),
             _place(candidate.ahead, candidate.wait_ms),
             candidate.service_ms / 1000 or None,
             candidate.cost,
@@ -680,7 +686,7 @@ class Reference:
         tenants = len(self._turns_in(model, lane).active)
         return Candidate(
             submission=s,
-            lane=lane,
+            line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
             num_choices=job.params.n,
@@ -691,13 +697,10 @@ class Reference:
             now_ms=self.now_ms,
         )
 
-    def _check(self, job: Job, candidate: Candidate) -> None:
-        """Raises JobRefused."""
-        refused = candidate.refusal()
-        if refused is not None:
-            s = candidate.submission
-            rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
-            raise refusal(job, refused.reason, refused.limit, refused.retry_ms, rates)
+    def _refused(self, job: Job, candidate: Candidate, refused: Refusal) -> JobRefused:
+        s = candidate.submission
+        rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
+        return refusal(job, refused.reason, refused.limit, refused.retry_ms, rates)
 
     def _settle(self, record: Record, status: JobStatus) -> None:
         """The bill: free where no worker took it."""

@@ -4,6 +4,7 @@
 local UNKNOWN = -1
 local WORKER_TTL_MS = 15000  -- a worker unheard of for so long does not count as live
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
+local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact, each tenant's own
 local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
 
 local admission = {}
@@ -153,7 +154,8 @@ local function knows_lane(pool, lane)
 end
 
 -- What would become of a job (id, tenant, model, lane, cost): the tenant's meters, its place in
--- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused.
+-- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused;
+-- `promised` is then the time from which the next of its line may come.
 function admission.weigh(tag, job, terms, now)
   local pool = admission.pool(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens)
@@ -166,6 +168,12 @@ function admission.weigh(tag, job, terms, now)
   local service = admission.service_ms(pool, output, terms.choices)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
   local function refused(reason, limit, retry_ms)
+    local gap_ms = drain_ms(pool, FIRST_COMERS * job.cost)
+    if retry_ms ~= UNKNOWN and gap_ms ~= UNKNOWN and not METERS[limit] then
+      local at
+      at, found.promised = promises.next(tag, job, gap_ms, retry_ms, now)
+      retry_ms = at - now
+    end
     found.refusal = {reason, limit, retry_ms}
     return found
   end

@@ -75,8 +75,10 @@ local function submit(keys, argv)
   local found = admission.weigh(tag, job, terms, now)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
+    if found.promised then promises.book(tag, job, found.promised, now) end
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
+  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end
   accept(tag, job, terms, argv, found, now)
   if idem then redis.call('SET', idem, job.id .. ' ' .. terms.body_hash, 'PX', terms.idem_ttl_ms) end
   local ahead = found.ahead

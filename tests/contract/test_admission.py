@@ -128,13 +128,12 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
     assert found is not None
     assert found[0].position == last.position
 
+    late = await functions.quote(make_job(), make_submission(deadline_s=10.0))
+    assert late.refusal is not None
+    assert late.refusal.code is ErrorCode.DEADLINE_INFEASIBLE
+    assert (late.position.eta_s, late.refusal.retry_after_s) == (11.0, 1.0)
     bound = await refusal(functions, lane_bound_s=8.0)
     assert (bound.code, bound.retry_after_s) == (ErrorCode.LANE_FULL, 3.0)
-    late = await refusal(functions, deadline_s=10.0)
-    assert (late.code, late.retry_after_s) == (ErrorCode.DEADLINE_INFEASIBLE, 1.0)
-    quote = await functions.quote(make_job(), make_submission(deadline_s=10.0))
-    assert quote.refusal is not None
-    assert quote.position.eta_s == 11.0
 
 
 async def test_without_a_worker_a_wait_holds_the_cold_start(functions: Functions) -> None:

@@ -222,4 +222,27 @@ MUTANTS = [
         "if #pack == PACK or i == #entries then",
         "if #pack == PACK or i == #entries - 1 then",
     ),
+    Mutant(
+        "everybody is told to come at once",
+        "    if found.promised then promises.book(tag, job, found.promised, now) end\n",
+        "",
+    ),
+    Mutant(
+        "a line is told as if no other had been",
+        "at, lines = at + lines * gap_ms, lines + 1 end",
+        "at, lines = at, 1 end",
+    ),
+    Mutant(
+        "a line is told the same time again",
+        "if own > now then at = math.max(at, own)",
+        "if own > now then at = at",
+    ),
+    Mutant("what was promised is past, and counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'"),
+    Mutant(
+        "promises outlive the overload",
+        "  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end\n",
+        "",
+    ),
+    Mutant("all of the drain rate is promised", "FIRST_COMERS * job.cost", "job.cost"),
+    Mutant("the limits per minute are told as promises", "and not METERS[limit] then", "then"),
 ]

@@ -1,0 +1,106 @@
+"""When those who are refused are told to come again: one after another, as room for them comes.
+
+tests/model holds every time that is told against the reference; here is what users are promised.
+"""
+
+import math
+
+import pytest
+import redis.asyncio
+
+from contract.calls import TenantLimits, WorkerCapacity
+from contract.errors import JobRefused
+from contract.functions import Functions
+from contract.keys import Keys
+from tests.contract.test_functions import make_job, make_submission
+
+pytestmark = pytest.mark.anyio
+
+RATE = 26.0  # tokens a second: half of it is promised, which is a job of 13 tokens a second
+FULL = {"lane_bound_tokens": 13}
+NOW_MS = 1_700_000_000_000
+
+
+@pytest.fixture
+async def full_lane(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> Functions:
+    """One job waits, no other may; the clock stands still."""
+    await redis_client.set(keys.clock_offset, f"={NOW_MS}")
+    capacity = WorkerCapacity(tokens_per_s=RATE, max_tokens=100, max_jobs=1)
+    await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", capacity=capacity)
+    await functions.submit(make_job(), make_submission(**FULL))
+    return functions
+
+
+async def told(functions: Functions, tenant: str = "t", lane: str = "standard") -> float | None:
+    """Seconds after which one who is refused shall come again."""
+    with pytest.raises(JobRefused) as refused:
+        await functions.submit(make_job(tenant=tenant, lane=lane), make_submission(**FULL))
+    return refused.value.retry_after_s
+
+
+async def test_they_come_one_after_another(full_lane: Functions) -> None:
+    """The first when the job that waits is drained, the others a second apart: at half the rate."""
+    assert [await told(full_lane) for _ in range(4)] == [0.5, 1.5, 2.5, 3.5]
+
+
+async def test_a_flood_of_refusals_puts_nobody_else_off(full_lane: Functions) -> None:
+    """Who is told for the first time comes after one of the flood's, not after all of them; from
+    then on the two take turns."""
+    for _ in range(50):
+        await told(full_lane, "flood")
+    assert [await told(full_lane) for _ in range(3)] == [1.5, 3.5, 5.5]
+
+
+async def test_many_who_come_for_the_first_time_are_spread(full_lane: Functions) -> None:
+    """A hundred tenants, refused once each, are told a hundred times, not one."""
+    times = [await told(full_lane, f"tenant-{number}") for number in range(100)]
+    assert times == [0.5 + number for number in range(100)]
+
+
+async def test_what_is_promised_passes_with_time(
+    full_lane: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Who is told later is put behind those only who have not come yet."""
+    for _ in range(4):
+        await told(full_lane)
+    await redis_client.set(keys.clock_offset, f"={NOW_MS + 4000}")
+    assert await told(full_lane) == 0.5
+
+
+async def test_a_quote_promises_nothing(full_lane: Functions) -> None:
+    """It says when another try would do, again and again."""
+    quotes = [await full_lane.quote(make_job(), make_submission(**FULL)) for _ in range(2)]
+    assert [q.refusal and q.refusal.retry_after_s for q in quotes] == [0.5, 0.5]
+
+
+async def test_room_found_at_once_ends_the_waiting(full_lane: Functions) -> None:
+    """Nobody came of those who were told, and there is room: the next is told the plain time."""
+    for _ in range(20):
+        await told(full_lane)
+    [claimed] = await full_lane.claim(
+        "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99
+    )
+    await full_lane.cancel(claimed.job.id, "t")
+    await full_lane.submit(make_job(), make_submission(**FULL))
+    assert await told(full_lane) == 0.5
+
+
+async def test_nobody_is_put_off_for_more_than_an_hour(full_lane: Functions) -> None:
+    """However many were refused before."""
+    latest = 0.0
+    for _ in range(3700):
+        latest = max(latest, await told(full_lane) or math.inf)
+    assert latest == 3600.0
+
+
+async def test_limits_per_minute_stay_exact(full_lane: Functions) -> None:
+    """They are the tenant's own: each try is told when the meter has room, as it stands."""
+    limits = TenantLimits(requests_per_min=1)
+    terms = {"limits": limits, "lane_bound_tokens": 0}
+    await full_lane.submit(make_job(tenant="metered"), make_submission(**terms))
+    for _ in range(2):
+        with pytest.raises(JobRefused) as refused:
+            await full_lane.submit(make_job(tenant="metered"), make_submission(**terms))
+        assert refused.value.retry_after_s == 60.0
