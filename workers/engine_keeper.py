@@ -146,6 +146,7 @@ class EngineKeeper:
             if isinstance(out, TokenOut):
                 self._holding.count_late(out.job_id, out.epoch)
             return []
+        num_going_on = job.num_going_on
         try:
             is_stopped = job.take(out)
         except Exception as exc:  # an error of this job's text is this job's alone
@@ -156,6 +157,8 @@ class EngineKeeper:
             self._meter.note_token(job, out.choice)
             self._holding.spans.note_token(job)
         self._publisher.note(job)
+        if job.num_going_on < num_going_on:
+            self._holding.wake.set()  # so that its place is not empty for a step
         return [StopChoice(out.job_id, out.epoch, out.choice)] if is_stopped else []
 
 

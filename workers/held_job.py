@@ -124,6 +124,17 @@ class HeldJob:
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property
+    def num_going_on(self) -> int:
+        """Choices that need a place in the next step too. The step that is under way is the last
+        of one that lacks a single token; where it has none yet, it may still compute its prompt.
+        """
+        most = self.job.params.max_tokens
+        return sum(
+            choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1
+            for choice in self._choices
+        )
+
+    @property
     def has_news(self) -> bool:
         """Whether there is an event to take. Output waits until all of the prompt is said, so that
         no log has a choice that was faster than the one that says the prompt.

@@ -149,7 +149,7 @@ class Holding:
         if any(job.is_alone for job in self.jobs.values()):
             return None
         max_jobs = self.engine.options.max_num_seqs - sum(
-            job.job.params.n for job in self.jobs.values()
+            job.num_going_on for job in self.jobs.values()
         )
         if not self.jobs:
             # What can never fit is claimed and refused by the engine, not left waiting.
