@@ -17,7 +17,8 @@ EXIT_INTERRUPTED = 130
 class Report(Protocol):
     """What a run found. `violations` are sentences; the other figures go into table and JSON."""
 
-    violations: list[str]
+    @property
+    def violations(self) -> list[str]: ...
 
     def figures(self) -> dict[str, Any]: ...
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -99,22 +100,26 @@ async def pool(
         async with contextlib.aclosing(client):
             await ensure_library(client)
             caller = Caller(Functions(client, keys), client, keys, RETENTION_S)
-            with _gateway(server.url, keys) if has_gateway else contextlib.nullcontext("") as url:
+            process = gateway_process(server.url, keys)
+            with process if has_gateway else contextlib.nullcontext("") as url:
                 async with fleet(server.url, num_workers, model, **settings) as workers:
                     await caller.num_workers(num_workers)
                     if has_gateway:
-                        await _until_it_answers(url)
+                        await until_it_answers(url)
                     yield Pool(server, caller, workers, url)
 
 
 @contextlib.contextmanager
-def _gateway(redis_url: str, keys: Keys) -> Iterator[str]:
-    """The URL of a gateway process on a free loopback port."""
+def gateway_process(
+    redis_url: str, keys: Keys, settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """The URL of a gateway on a free loopback port; `settings` are variables of its environment."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         fd = listener.fileno()
         command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
         environ = os.environ | {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
         environ |= dict.fromkeys(_RETENTION_VARIABLES, f"{RETENTION_S:g}")
+        environ |= settings
         environ.pop("BATCHWAY_API_KEY", None)
         process = subprocess.Popen(
             [*command, "--log-level=warning"],
@@ -135,7 +140,8 @@ def _gateway(redis_url: str, keys: Keys) -> Iterator[str]:
             process.wait()
 
 
-async def _until_it_answers(url: str) -> None:
+async def until_it_answers(url: str) -> None:
+    """Raises TimeoutError where the gateway does not become ready."""
     async with httpx.AsyncClient(base_url=url, timeout=5) as http:
 
         async def is_ready() -> bool:

@@ -1,0 +1,59 @@
+"""Who asks for what, and when: ten tenants on three lanes, one of which floods.
+
+Draws only; leaves sending to callers. Rates are shares of the measured capacity.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+FLOOD = "flood"
+LIGHT = tuple(f"light-{number}" for number in range(1, 10))
+TENANTS = (FLOOD, *LIGHT)
+
+# Of the capacity, all light tenants together: each well below its tenth.
+LIGHT_LOAD = 0.3
+LIGHT_LANES: Mapping[str, float] = MappingProxyType(
+    {"interactive": 0.7, "standard": 0.2, "batch": 0.1}
+)
+FLOOD_LANES: Mapping[str, float] = MappingProxyType(
+    {"interactive": 0.1, "standard": 0.4, "batch": 0.5}
+)
+MIN_OUTPUT, MAX_OUTPUT = 2, 10
+MEAN_OUTPUT = (MIN_OUTPUT + MAX_OUTPUT) / 2
+_PROMPT = (8, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: what of whom. Its output has exactly `num_output` tokens."""
+
+    tenant: str
+    lane: str
+    prompt_ids: tuple[int, ...]
+    num_output: int
+
+
+def draw(rng: random.Random, tenant: str, lanes: Mapping[str, float]) -> Ask:
+    """A request of one tenant, in a lane by its share."""
+    [lane] = rng.choices(list(lanes), list(lanes.values()))
+    prompt_ids = tuple(rng.randrange(32, 127) for _ in range(rng.randint(*_PROMPT)))
+    return Ask(tenant, lane, prompt_ids, rng.randint(MIN_OUTPUT, MAX_OUTPUT))
+
+
+def arrivals(
+    rng: random.Random, capacity_per_s: float, factor: float, duration_s: float
+) -> Iterator[tuple[float, Ask]]:
+    """Poisson arrivals of so many times the capacity: the light tenants' load, the flood's rest.
+
+    With LIGHT_LOAD as the factor, light tenants are alone.
+    """
+    rate = factor * capacity_per_s
+    at_s = 0.0
+    while (at_s := at_s - math.log(1 - rng.random()) / rate) < duration_s:
+        if rng.random() < LIGHT_LOAD / factor:
+            yield at_s, draw(rng, rng.choice(LIGHT), LIGHT_LANES)
+        else:
+            yield at_s, draw(rng, FLOOD, FLOOD_LANES)

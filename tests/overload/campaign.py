@@ -1,0 +1,197 @@
+"""One overload: calibration, light tenants alone, ten times the capacity, and what comes after."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contract.jobs import JobStatus
+from contract.tasks import end
+from tests.endurance.command_line import silent
+from tests.endurance.side_by_side import side_by_side
+from tests.fleet import until
+from tests.overload.arrivals import (
+    LIGHT,
+    LIGHT_LOAD,
+    MEAN_OUTPUT,
+    arrivals,
+    draw,
+)
+from tests.overload.callers import Callers
+from tests.overload.report import Ended, OverloadReport, Phase
+from tests.overload.system import NUM_SLOTS, System, running_system
+
+_CLOSED_CALLERS = 4 * NUM_SLOTS
+_SETTLING_S = 2.0  # of each phase, before anything is counted
+_MEMORY_EVERY_S = 0.25
+_SAY_EVERY_S = 1.0
+_REST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadOptions:
+    """`factor` times the capacity arrives for `seconds`. As long, the light tenants were alone
+    before; `after_s` are watched when it is over. Before all, `num_unloaded` jobs come singly.
+    """
+
+    factor: float = 10.0
+    seconds: float = 60.0
+    after_s: float = 60.0
+    seed: int = 1
+    num_unloaded: int = 100
+
+
+async def run_overload(
+    options: OverloadOptions, say: Callable[[str], None] = silent
+) -> OverloadReport:
+    """Runs to the end, or to its cancellation; leaves no process behind."""
+    async with running_system() as system:
+        callers = Callers(system.urls, system.api_keys, options.seed)
+        async with contextlib.aclosing(callers):
+            return await _Overload(options, system, callers, say).run()
+
+
+@dataclass
+class _Overload:
+    options: OverloadOptions
+    system: System
+    callers: Callers
+    say: Callable[[str], None]
+    phases: dict[str, Phase] = field(default_factory=dict)
+    memory_bytes: list[int] = field(default_factory=list)
+
+    async def run(self) -> OverloadReport:
+        start_bytes = await self._used_memory()
+        async with self._watching():
+            await self._unloaded()
+            peak = await self._calibrate()
+            capacity_per_s = peak / MEAN_OUTPUT
+            seconds = self.options.seconds
+            await self._open_loop("light tenants alone", LIGHT_LOAD, capacity_per_s, seconds)
+            await self._overload(capacity_per_s)
+            self.say("waiting until all that was accepted has ended")
+            await self.callers.until_answered()
+            await self._until_all_ended()
+        return OverloadReport(
+            factor=self.options.factor,
+            seconds=self.options.seconds,
+            seed=self.options.seed,
+            peak_tokens_per_s=peak,
+            phases=self.phases,
+            calls=self.callers.calls,
+            num_told_later=self.callers.num_told_later,
+            ended=await self._ended(),
+            memory_bytes=(start_bytes, max(self.memory_bytes)),
+            audit=await asyncio.to_thread(self.system.pool.audit),
+        )
+
+    async def _unloaded(self) -> None:
+        """One job at a time: what admission takes where nothing else is to be done."""
+        with self._phase("unloaded"):
+            rng = random.Random(f"{self.options.seed} unloaded")
+            for _ in range(self.options.num_unloaded):
+                ask = replace(draw(rng, rng.choice(LIGHT), {"batch": 1.0}), num_output=1)
+                await self.callers.call(ask)
+                await self._until_all_ended()
+
+    async def _calibrate(self) -> float:
+        """Output tokens per second of a closed loop that keeps every slot busy."""
+        duration_s = max(4 * _SETTLING_S, self.options.seconds / 2)
+        rng = random.Random(f"{self.options.seed} calibration")
+        with self._phase("calibration", settles=True) as phase:
+            over_s = time.monotonic() + duration_s
+
+            async def ask_on() -> None:
+                while time.monotonic() < over_s:
+                    await self.callers.call(draw(rng, rng.choice(LIGHT), {"standard": 1.0}))
+
+            await side_by_side(*(ask_on() for _ in range(_CLOSED_CALLERS)))
+            phase.end_s = phase.begin_s + duration_s - _SETTLING_S
+        await self._until_all_ended()
+        return phase.goodput(await self._ended())
+
+    async def _overload(self, capacity_per_s: float) -> None:
+        """The flood comes and goes; light tenants stay, and those come back who were told to."""
+        options = self.options
+        self.callers.comes_until_s = time.time() + options.seconds + options.after_s
+        await self._open_loop("overload", options.factor, capacity_per_s, options.seconds)
+        await self._open_loop("afterwards", LIGHT_LOAD, capacity_per_s, options.after_s)
+
+    async def _open_loop(
+        self, name: str, factor: float, capacity_per_s: float, duration_s: float
+    ) -> None:
+        rng = random.Random(f"{self.options.seed} {name}")
+        with self._phase(name, settles=name != "afterwards"):
+            await self.callers.send_all(arrivals(rng, capacity_per_s, factor, duration_s))
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, *, settles: bool = False) -> Iterator[Phase]:
+        begin_s = time.time() + (_SETTLING_S if settles else 0.0)
+        phase = self.phases[name] = Phase(name, begin_s)
+        yield phase
+        phase.end_s = phase.end_s or time.time()
+
+    # --- Redis --------------------------------------------------------------------------------
+
+    async def _until_all_ended(self) -> None:
+        caller = self.system.pool.caller
+
+        async def none_open() -> bool:
+            return not await caller.client.zcard(caller.keys.deadlines)
+
+        await until(none_open, _REST_TIMEOUT_S)
+
+    async def _ended(self) -> list[Ended]:
+        """What lies in Redis of every job that was accepted."""
+        found = []
+        for call in self.callers.calls:
+            if call.is_admitted:
+                read = await self.system.pool.caller.functions.read(call.job_id, call.ask.tenant)
+                assert read is not None, "an accepted job is kept"
+                view = read[0]
+                assert view.finished_ms is not None
+                assert view.first_token_ms is not None
+                found.append(
+                    Ended(
+                        call.ask,
+                        view.status is JobStatus.SUCCEEDED,
+                        str(view.status),
+                        view.created_ms / 1000,
+                        view.first_token_ms / 1000,
+                        view.finished_ms / 1000,
+                        view.num_prompt_tokens,
+                        view.num_output_tokens,
+                    )
+                )
+        return found
+
+    async def _used_memory(self) -> int:
+        found: Any = await self.system.pool.caller.client.info("memory")
+        return int(found["used_memory"])
+
+    @contextlib.asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            await end(task)
+
+    async def _watch(self) -> None:
+        """Takes down the memory of Redis, and says how far it is."""
+        next_s = 0.0
+        while True:
+            self.memory_bytes.append(await self._used_memory())
+            if time.monotonic() >= next_s and self.phases:
+                next_s = time.monotonic() + _SAY_EVERY_S
+                phase = list(self.phases.values())[-1]
+                calls = [c for c in self.callers.calls if c.sent_s >= phase.begin_s]
+                num_admitted = sum(call.is_admitted for call in calls)
+                self.say(
+                    f"{phase.name}: {time.time() - phase.begin_s:.0f} s, {len(calls)} calls, "
+                    f"{num_admitted} admitted, Redis {self.memory_bytes[-1] / 2**20:.1f} MiB"
+                )
+            await asyncio.sleep(_MEMORY_EVERY_S)

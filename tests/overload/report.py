@@ -1,0 +1,263 @@
+"""What an overload came to, held against what is promised: faults, and goals that were missed."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.summary import percentile
+from gateway.errors import STATUS_BY_CODE
+from tests.overload.arrivals import FLOOD, Ask
+from tests.overload.callers import Call
+from tests.overload.system import BATCH_SHARE, TTFT_TARGET_S
+
+# What may be answered, by docs/api.md: the status of each reason for which load is refused.
+REASONS: Mapping[str, int] = {
+    "lane_full": 429,
+    "tenant_quota": 429,
+    "deadline_infeasible": 429,
+    "no_workers": 503,
+    "broker_unavailable": 503,
+    "draining": 503,
+}
+assert all(REASONS.get(code, status) == status for code, status in STATUS_BY_CODE.items())
+
+GOODPUT_GOAL = 0.95
+LIGHT_TTFT_GOAL = 2.0
+ADMISSION_GOAL_S = 0.05  # p99, unloaded
+RETURN_GOAL = 0.9
+_BYTES_PER_JOB = 8192  # that is kept, log and all
+_BYTES_BEYOND = 8 * 2**20  # two gateways with up to 128 connections each, and the library
+
+
+@dataclass(slots=True)
+class Phase:
+    """Unix seconds; what is counted lies between."""
+
+    name: str
+    begin_s: float
+    end_s: float = 0.0
+
+    def has(self, at_s: float) -> bool:
+        return self.begin_s <= at_s < self.end_s
+
+    def goodput(self, ended: "Sequence[Ended]") -> float:
+        """Output tokens per second, of jobs that succeeded."""
+        done = [one for one in ended if one.is_good and self.has(one.finished_s)]
+        return sum(one.num_output for one in done) / (self.end_s - self.begin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An accepted job as it lies in Redis; times by its clock."""
+
+    ask: Ask
+    is_good: bool
+    status: str
+    created_s: float
+    first_token_s: float
+    finished_s: float
+    num_prompt: int
+    num_output: int
+
+
+@dataclass
+class OverloadReport:
+    """`memory_bytes`: used by Redis at the start and at most."""
+
+    factor: float
+    seconds: float
+    seed: int
+    peak_tokens_per_s: float
+    phases: Mapping[str, Phase]
+    calls: Sequence[Call]
+    num_told_later: int
+    ended: Sequence[Ended]
+    memory_bytes: tuple[int, int]
+    audit: Sequence[str] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[str]:
+        return [*self.faults(), *self.misses()]
+
+    # --- measures -----------------------------------------------------------------------------
+
+    def of(self, phase: str, choose: Callable[[Call], bool] = lambda _: True) -> list[Call]:
+        """The calls sent in a phase."""
+        return [c for c in self.calls if self.phases[phase].has(c.sent_s) and choose(c)]
+
+    @property
+    def goodput_ratio(self) -> float:
+        return self.phases["overload"].goodput(self.ended) / self.peak_tokens_per_s
+
+    def light_ttfts(self, phase: str, lane: str = "") -> list[float]:
+        calls = self.of(phase, lambda c: c.ask.tenant != FLOOD and c.ask.lane.startswith(lane))
+        return _known(call.ttft_s for call in calls)
+
+    def light_waits(self, phase: str) -> list[float]:
+        """From the queue to the first token, of those who wait for an answer: gateways and callers
+        left out, so that a busy machine shows less."""
+        return [
+            one.first_token_s - one.created_s
+            for one in self.ended
+            if one.ask.tenant != FLOOD
+            and one.ask.lane != "batch"
+            and self.phases[phase].has(one.created_s)
+        ]
+
+    @property
+    def light_ttft_ratio(self) -> float:
+        alone = percentile(self.light_ttfts("light tenants alone"), 0.99)
+        loaded = percentile(self.light_ttfts("overload"), 0.99)
+        assert alone is not None
+        assert loaded is not None
+        return loaded / alone
+
+    @property
+    def interactive_ttfts(self) -> list[float]:
+        calls = self.of("overload", lambda c: c.ask.lane == "interactive")
+        return _known(call.ttft_s for call in calls)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of all tokens computed under overload, by lane."""
+        by_lane: Counter[str] = Counter()
+        for one in self.ended:
+            if self.phases["overload"].has(one.finished_s):
+                by_lane[one.ask.lane] += one.num_prompt + one.num_output
+        return {lane: num / by_lane.total() for lane, num in sorted(by_lane.items())}
+
+    def second_tries(self, phase: str) -> list[Call]:
+        return self.of(phase, lambda c: c.is_second)
+
+    @property
+    def return_share(self) -> float:
+        """Of those who came when told, after the overload: how many were admitted."""
+        tries = self.second_tries("afterwards")
+        return sum(call.is_admitted for call in tries) / max(1, len(tries))
+
+    @property
+    def admitted_share_of_lights(self) -> float:
+        calls = self._lights()
+        return sum(call.is_admitted for call in calls) / max(1, len(calls))
+
+    @property
+    def memory_bound_bytes(self) -> int:
+        """What may be in use with all these jobs kept; refused ones leave nothing."""
+        return self.memory_bytes[0] + _BYTES_BEYOND + _BYTES_PER_JOB * len(self.ended)
+
+    # --- judgement ----------------------------------------------------------------------------
+
+    def faults(self) -> list[str]:
+        """What may not be on any machine."""
+        found = list(self.audit)
+        for (status, reason), num in sorted(self._answers(self.calls).items()):
+            if status not in (200, 202) and REASONS.get(reason) != status:
+                found.append(f"{num} calls were answered {status} {reason}")
+        for call in self.calls:
+            if call.is_admitted and not call.is_whole:
+                found.append(f"{call.job_id}: its stream broke off ({call.reason or 'no end'})")
+            elif call.status == 200 and call.num_tokens != call.ask.num_output:
+                found.append(f"{call.job_id}: {call.num_tokens} of {call.ask.num_output} tokens")
+        failed = Counter(one.status for one in self.ended if not one.is_good)
+        found += [f"{num} accepted jobs are {name}" for name, num in failed.items()]
+        if self.memory_bytes[1] > self.memory_bound_bytes:
+            found.append(f"Redis used {self.memory_bytes[1]} bytes")
+        return found
+
+    def misses(self) -> list[str]:
+        """Goals that this run has missed."""
+        admission = percentile(self._admissions("unloaded"), 0.99)
+        interactive = percentile(self.interactive_ttfts, 0.99)
+        goals = (
+            ("goodput", self.goodput_ratio >= GOODPUT_GOAL),
+            ("p99 of light tenants' TTFT", self.light_ttft_ratio <= LIGHT_TTFT_GOAL),
+            ("p99 of interactive TTFT", interactive is not None and interactive <= TTFT_TARGET_S),
+            ("p99 of admission, unloaded", admission is not None and admission <= ADMISSION_GOAL_S),
+            ("share of the batch lane", self.shares.get("batch", 0.0) >= BATCH_SHARE),
+            ("admitted when told", self.return_share >= RETURN_GOAL),
+        )
+        return [f"missed: {name}" for name, is_met in goals if not is_met]
+
+    def figures(self) -> dict[str, Any]:
+        overload, after = self.phases["overload"], self.of("afterwards")
+        sent = self.of("overload")
+        return {
+            "factor": self.factor,
+            "seconds": self.seconds,
+            "seed": self.seed,
+            "goodput (output tokens/s)": {
+                "calibrated peak": round(self.peak_tokens_per_s, 1),
+                "under overload": round(overload.goodput(self.ended), 1),
+                "ratio": round(self.goodput_ratio, 3),
+            },
+            "calls under overload": {
+                "a second": round(len(sent) / (overload.end_s - overload.begin_s), 1),
+                "lag of the callers (ms)": _ms([call.lag_s for call in sent]),
+                **{f"{s} {reason}".strip(): n for (s, reason), n in self._answers(sent).items()},
+            },
+            "calls afterwards": {
+                f"{s} {reason}".strip(): n for (s, reason), n in self._answers(after).items()
+            },
+            "admission (ms)": {
+                "at the gateway, unloaded": _ms(self._admissions("unloaded")),
+                "whole call, unloaded": _ms([c.answer_s for c in self.of("unloaded")]),
+                "at the gateway, overload": _ms(self._admissions("overload")),
+                "whole refusal, overload": _ms([c.answer_s for c in sent if not c.is_admitted]),
+            },
+            "TTFT of light tenants (ms)": {
+                f"{lane or 'all'}, {name}": _ms(self.light_ttfts(phase, lane))
+                for lane in ("", "interactive", "standard")
+                for name, phase in (("alone", "light tenants alone"), ("overload", "overload"))
+            }
+            | {"ratio of p99": round(self.light_ttft_ratio, 2)}
+            | {
+                f"from the queue on, {name}": _ms(self.light_waits(phase))
+                for name, phase in (("alone", "light tenants alone"), ("overload", "overload"))
+            },
+            "TTFT of the interactive lane (ms)": {"overload": _ms(self.interactive_ttfts)},
+            "shares of tokens": {lane: round(share, 3) for lane, share in self.shares.items()},
+            "light tenants' calls admitted": _admitted(self._lights()),
+            "Retry-After (s)": {"overload": _seconds(_known(c.retry_after_s for c in sent))},
+            "came when told": {
+                "under overload": _admitted(self.second_tries("overload")),
+                "afterwards": _admitted(self.second_tries("afterwards")),
+                "were told to come later": self.num_told_later,
+            },
+            "Redis (MiB)": {
+                "at the start": round(self.memory_bytes[0] / 2**20, 2),
+                "at most": round(self.memory_bytes[1] / 2**20, 2),
+                "bound": round(self.memory_bound_bytes / 2**20, 2),
+                "jobs kept": len(self.ended),
+            },
+        }
+
+    def _answers(self, calls: Sequence[Call]) -> Counter[tuple[int, str]]:
+        return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
+
+    def _admissions(self, phase: str) -> list[float]:
+        return _known(call.admission_s for call in self.of(phase))
+
+    def _lights(self) -> list[Call]:
+        return self.of("overload", lambda c: c.ask.tenant != FLOOD and not c.is_second)
+
+
+def _known(values: Any) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _admitted(calls: Sequence[Call]) -> str:
+    return f"{sum(call.is_admitted for call in calls)} of {len(calls)}"
+
+
+def _ms(values: Sequence[float]) -> str:
+    """p50, p99 and the number of them."""
+    p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
+    if p50 is None or p99 is None:
+        return "-"
+    return f"{1000 * p50:.1f}, p99 {1000 * p99:.1f}"
+
+
+def _seconds(values: Sequence[float]) -> str:
+    p50, largest = percentile(values, 0.5), max(values, default=None)
+    return "-" if p50 is None else f"{p50:.0f}, longest {largest:.0f}"

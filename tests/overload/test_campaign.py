@@ -1,0 +1,78 @@
+"""Ten times the capacity for a few seconds; `scripts/overload` is the long run, with the goals.
+
+Asserted is what holds on any machine; of ratios, what an unlucky scheduler cannot spoil.
+"""
+
+import dataclasses
+
+import pytest
+
+from tests.overload.arrivals import FLOOD, Ask
+from tests.overload.callers import Call
+from tests.overload.campaign import OverloadOptions, run_overload
+from tests.overload.report import Ended, OverloadReport, Phase
+
+pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
+
+ASK = Ask(FLOOD, "interactive", (1, 2, 3), 4)
+GOOD = Call(ASK, 1.0, 0.0, status=200, job_id="job-0-1", num_tokens=4, is_whole=True)
+ENDED = Ended(ASK, True, "succeeded", 1.0, 1.5, 2.0, 3, 4)
+
+
+def report_of(*calls: Call, **fields: object) -> OverloadReport:
+    """Of a run whose only phase of interest is the overload."""
+    base = OverloadReport(
+        factor=10.0,
+        seconds=10.0,
+        seed=1,
+        peak_tokens_per_s=1.0,
+        phases={"overload": Phase("overload", 0.0, 10.0)},
+        calls=calls,
+        num_told_later=0,
+        ended=[ENDED],
+        memory_bytes=(2**20, 2**20),
+    )
+    return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(300)
+async def test_ten_times_the_capacity_is_refused_in_order() -> None:
+    """What is accepted ends once and whole, the rest is told why and when to come; every lane gets
+    its part, light tenants come in, memory stays bounded, and who comes when told is let in."""
+    report = await run_overload(OverloadOptions(seconds=6.0, after_s=12.0, num_unloaded=10))
+
+    assert report.faults() == []
+    answers = {(call.status, call.reason) for call in report.of("overload")}
+    assert {(429, "lane_full"), (429, "tenant_quota")} <= answers
+    assert all(call.retry_after_s for call in report.calls if call.status == 429)
+    assert report.goodput_ratio > 0.5
+    assert report.shares["batch"] > 0.02
+    assert report.admitted_share_of_lights > 0.5
+    assert report.light_ttfts("overload")
+    assert len(report.second_tries("afterwards")) >= 5
+    assert report.return_share > 0.25  # of those told the same second, a twentieth
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (dataclasses.replace(GOOD, status=500), "answered 500"),
+        (dataclasses.replace(GOOD, status=503, reason="lane_full"), "answered 503 lane_full"),
+        (dataclasses.replace(GOOD, status=429, reason=""), "answered 429"),
+        (dataclasses.replace(GOOD, status=0, reason="TimeoutError"), "answered 0"),
+        (dataclasses.replace(GOOD, is_whole=False), "broke off"),
+        (dataclasses.replace(GOOD, num_tokens=3), "3 of 4 tokens"),
+    ],
+)
+def test_an_answer_that_may_not_be_is_told(call: Call, word: str) -> None:
+    """This run can fail: each kind of answer that is not in the table, and each broken stream."""
+    assert report_of(GOOD).faults() == []
+    assert any(word in sentence for sentence in report_of(GOOD, call).faults())
+
+
+def test_jobs_memory_and_audit_are_told() -> None:
+    """An accepted job that did not succeed, memory beyond its bound, a broken invariant."""
+    expired = dataclasses.replace(ENDED, is_good=False, status="expired")
+    assert report_of(GOOD, ended=[ENDED, expired]).faults() == ["1 accepted jobs are expired"]
+    assert "Redis used" in report_of(GOOD, memory_bytes=(2**20, 2**25)).faults()[0]
+    assert report_of(GOOD, audit=["I5"]).faults() == ["I5"]
