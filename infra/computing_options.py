@@ -5,7 +5,7 @@ What has never run on a GPU is off by default, and its help says that it is unme
 
 import argparse
 
-_ATTENTIONS = ("auto", "torch", "triton")
+_ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 _STEPS = ("direct", "ahead", "graphs")
 
 
@@ -14,8 +14,8 @@ def add_computing_options(group: argparse._ArgumentGroup) -> None:
         "--attention",
         choices=_ATTENTIONS,
         default="auto",
-        help="auto: the kernel for the processor, or torch; triton: kernels for NVIDIA GPUs, "
-        "unmeasured (default: auto)",
+        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton, "
+        "kernels of our own; fa3 and flashinfer, of libraries (default: auto)",
     )
     group.add_argument(
         "--steps",

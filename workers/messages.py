@@ -37,7 +37,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lanes: tuple[LaneOptions, ...] = ()
     batching_version: str = ""  # of the file that these come from
     num_threads: int | None = None
-    attention: str = "auto"  # auto, torch or triton
+    attention: str = "auto"  # auto, torch, triton, fa3 or flashinfer
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones where they prove equal
 

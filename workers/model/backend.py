@@ -2,14 +2,15 @@
 the device. What has never run on a GPU runs there only where it is asked for.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import AttentionBackend, PreparedAttention
+from workers.model.attention.libraries import load_flash_attention, load_flashinfer
 from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
@@ -17,10 +18,10 @@ from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import CannotBuild, load_library
 
-ATTENTIONS = ("auto", "torch", "triton")
+ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
     """Who attends, who computes beside it, and what becomes of the decoder's modules."""
 
@@ -45,6 +46,8 @@ def choose_backend(
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
     if attention == "triton":
         return _triton(dtype, device, block_size, fused=fused)
+    if attention in ("fa3", "flashinfer"):
+        return _library(attention, dtype, device, block_size, fused=fused)
     is_cpu = device.type == "cpu"
     native = _native(dtype, progress) if is_cpu and fused else None
     if native is not None and attention == "auto":
@@ -64,6 +67,20 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
     kernels = TritonKernels(dtype) if fused else None
     triton = TritonAttention(block_size)
     return Backend(triton, kernels, fused, packs=False, prepare_rows=triton.prepare_rows)
+
+
+def _library(
+    name: str, dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool
+) -> Backend:
+    """Another library's attention, and our own kernels beside it."""
+    if device.type != "cuda":
+        raise ModelRefused(f"attention {name} needs a CUDA device")
+    if name == "fa3":
+        library = load_flash_attention(block_size)
+    else:
+        library = load_flashinfer(block_size, device)
+    beside = _triton(dtype, device, block_size, fused=fused)
+    return dataclasses.replace(beside, attention=library, prepare_rows=PreparedRows)
 
 
 def _native(dtype: torch.dtype, progress: Callable[[str], None]) -> Kernels | None:

@@ -216,5 +216,5 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     cpu, told = torch.device("cpu"), print
     with pytest.raises(ModelRefused, match="needs a CUDA device"):
         choose_backend("triton", torch.float32, cpu, BLOCK_SIZE, told, fused=True)
-    with pytest.raises(ModelRefused, match="not one of auto, torch, triton"):
+    with pytest.raises(ModelRefused, match="not one of auto, torch, triton, fa3"):
         choose_backend("tritium", torch.float32, cpu, BLOCK_SIZE, told, fused=True)
