@@ -11,6 +11,9 @@ from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.outbox import Outbox
+from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.receiver import Answer, Receiver, always
+from tests.callbacks.test_delivery import dead_letter, service, to_url
 from tests.contract.test_functions import make_job, make_submission
 from tests.gateway.conftest import gateway_url, http, idle_worker  # noqa: F401 - fixtures
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -150,6 +153,34 @@ async def test_a_job_shows_how_far_its_callback_is(
     await outbox.start(taken, lease_s=5)
     await outbox.done(taken, "delivered")
     assert await shown() == {"state": "delivered", "attempts": 2, "next_attempt_at": None}
+
+
+async def test_a_job_shows_that_its_callback_was_given_up(
+    http: httpx.AsyncClient,  # noqa: F811
+    functions: Functions,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """By a receiver that is gone, and by one that fails to the end of the ladder; delivered anew,
+    it is pending again.
+    """
+    outbox = Outbox(redis_client, keys)
+    behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
+    attempts = {"/gone": 1, "/bad": 3}
+    async with Receiver(behaviours) as receiver, service(redis_server, rungs_s=(0.05, 0.05)):
+        for path, num_attempts in attempts.items():
+            job = make_job("default")
+            callback = to_url(receiver.url(path))
+            await functions.submit(job, make_submission(callback=callback))
+            await functions.cancel(job.id, "default")
+            await dead_letter(outbox, job)
+            shown = (await http.get(f"/v1/jobs/{job.id}")).json()["callback"]
+            expected = {"state": "given_up", "attempts": num_attempts, "next_attempt_at": None}
+            assert shown == expected
+    await http.post(f"/v1/callbacks/dead/{job.id}/replay")
+    shown = (await http.get(f"/v1/jobs/{job.id}")).json()["callback"]
+    assert shown["state"] == "pending"
 
 
 async def test_a_job_without_a_callback_shows_none(

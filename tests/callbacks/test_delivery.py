@@ -62,7 +62,7 @@ async def ended_job(functions: Functions, callback: Callback, text: str = "said"
 async def dead_letter(outbox: Outbox, job: Job) -> DeadLetter:
     """The job's, once it is one."""
     async with asyncio.timeout(30):
-        while not (found := await outbox.dead("t", job_id=job.id)):  # noqa: ASYNC110
+        while not (found := await outbox.dead(job.tenant, job_id=job.id)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # the process that buries it is no task of ours
     return found[0]
 

@@ -1,6 +1,7 @@
 """Keys, hosts, sizes, ids and logs: what a stranger or a careless caller must not get."""
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.app import create_app
+from gateway.openapi import OPERATIONS
 from gateway.server import UnsafeBinding, bind, serve
+from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -18,21 +22,23 @@ pytestmark = pytest.mark.anyio
 
 KEY = "a-key-of-the-operator"
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
-ROUTES = [
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/jobs"),
-    ("POST", "/v1/quote"),
-    ("GET", "/v1/jobs/job-0-" + "0" * 32),
-    ("GET", "/v1/jobs/job-0-" + "0" * 32 + "/events"),
-    ("POST", "/v1/jobs/job-0-" + "0" * 32 + "/cancel"),
-    ("PATCH", "/v1/jobs/job-0-" + "0" * 32),
-    ("GET", "/v1/callbacks/dead"),
-    ("GET", "/v1/callbacks/dead/job-0-" + "0" * 32),
-    ("POST", "/v1/callbacks/dead/job-0-" + "0" * 32 + "/replay"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/x"),
-]
+
+
+def v1_routes() -> list[tuple[str, str]]:
+    """Method and path of every route that wants a key, as the app has them."""
+    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    ids = {"{job_id}": "job-0-" + "0" * 32, "{model_id}": "x", "{name}": "x"}
+    return sorted(
+        (method.upper(), re.sub(r"\{\w+\}", lambda found: ids[found[0]], path))
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if "security" in operation
+    )
+
+
+ROUTES = v1_routes()
+# All others: probes, which carry no key, and signed URLs.
+OPEN = {"/livez", "/readyz", "/v1/objects/{job_id}/{name}"}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,13 @@ async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, 
         assert answer.headers["www-authenticate"].startswith("Bearer")
     right = await keyed.request(method, path, headers={"authorization": f"Bearer {KEY}"})
     assert right.status_code != 401
+
+
+def test_few_routes_want_no_key() -> None:
+    """A new one must be one of these, or want the key."""
+    operations = {path: operation for (_, path), operation in OPERATIONS.items()}
+    assert {path for path, operation in operations.items() if not operation.wants_key} == OPEN
+    assert len(ROUTES) > 12
 
 
 async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
