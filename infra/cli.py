@@ -23,6 +23,7 @@ from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
 from infra.preconditions import UsageError, check_extra, check_redis, check_store, known_redis
+from infra.profile_command import run_profile
 from infra.redis_roles_command import run_redis_roles
 from infra.top_command import run_top
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
-    commands |= {"redis-roles": run_redis_roles, "top": run_top}
+    commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
@@ -211,6 +212,11 @@ def _keys(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     check_extra("worker")
     return run_bench(options)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    check_extra("worker")
+    return run_profile(options)
 
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:

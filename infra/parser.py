@@ -14,6 +14,7 @@ from infra.callbacks_command import (
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
+from infra.profile_command import add_profile_options
 from infra.redis_roles_command import add_redis_roles_options
 from infra.top_command import add_top_options
 
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "redis-roles", "print users of Redis, one for each part, for ACL SETUSER")
     )
     add_top_options(_add(commands, "top", "watch lanes, workers and engines in a terminal"))
+    add_profile_options(_add(commands, "profile", "tell what bounds the steps of a model here"))
     add_bench_options(_add(commands, "bench", "measure parts of the system"))
     return parser
 

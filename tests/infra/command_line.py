@@ -6,7 +6,7 @@ from infra import callbacks_command, jobs_command, keys_command, tenant_jobs
 from infra.parser import build_parser
 
 COMMANDS = (
-    *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top"),
+    *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
     *(f"jobs {action}" for action in tenant_jobs.ACTIONS),

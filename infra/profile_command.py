@@ -1,0 +1,88 @@
+"""`batchway profile`: options and tables. Leaves looking to workers/profiling."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra import options as opts
+from infra.option_values import integer
+from infra.tables import table, write
+
+_HEADING = (
+    "class", "step ms", "p99", "tokens", "seqs", "least by memory", "by compute", "bound by",
+    "of the roof", "no operator", "not the model",
+)  # fmt: skip
+
+
+def add_profile_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is looked at")
+    whole = (
+        ("--streams", 32, "sequences that decode together"),
+        ("--prompt-tokens", 256, "tokens of each prompt"),
+        ("--timed-steps", 50, "of each class that are timed"),
+        ("--profiled-steps", 8, "of each class that torch's profiler looks into"),
+    )
+    for name, default, text in whole:
+        group.add_argument(
+            name, type=integer(1), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write decode.json, mixed.json and prefill.json there, for chrome://tracing or "
+        "Perfetto (default: no traces)",
+    )
+    opts.add_json_option(parser)
+    opts.add_model_options(parser)
+
+
+def run_profile(options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    # By name: whoever imports the command line loads no model.
+    command: Any = importlib.import_module("workers.profiling.command")
+    try:
+        found = command.profile_for(options, opts.engine_options(options))
+    except (command.ModelRefused, command.CannotProfile) as exc:
+        print(f"batchway profile: {exc}", file=sys.stderr)
+        return 1
+    write(found.as_dict(), _text(found), options.json)
+    return 0
+
+
+def _text(found: Any) -> str:
+    machine = found.machine
+    head = (
+        f"{machine.device}, {machine.dtype}, {machine.num_threads} threads: "
+        f"reads {machine.bytes_per_s / 1e9:.1f} GB/s, computes {machine.flops_per_s / 1e9:,.0f} "
+        f"GFLOP/s; weights {found.shape.weight_bytes / 1e6:,.1f} MB, "
+        f"KV {found.shape.kv_bytes_per_token / 1e3:.1f} kB a token"
+    )
+    parts = [head, table([_HEADING, *(_row(finding) for finding in found.findings)])]
+    for finding in found.findings:
+        rows = [("operator", "own time", "calls")]
+        rows += [(o.name[:60], f"{o.share:.1%}", str(o.num_calls)) for o in finding.operators]
+        parts.append(f"{finding.kind}\n{table(rows)}")
+    return "\n\n".join([*parts, found.advice])
+
+
+def _row(finding: Any) -> tuple[str, ...]:
+    return (
+        finding.kind,
+        _ms(finding.step_s),
+        _ms(finding.p99_s),
+        f"{finding.num_tokens:.0f}",
+        f"{finding.num_seqs:.0f}",
+        _ms(finding.memory_s),
+        _ms(finding.compute_s),
+        finding.bound.value,
+        f"{finding.efficiency:.0%}",
+        f"{finding.gap_share:.0%}",
+        f"{finding.outside_s / finding.step_s:.0%}",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"

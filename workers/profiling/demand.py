@@ -1,0 +1,80 @@
+"""What a step must read and compute at least, from the model's own tensors. Knows no clock."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from workers.engine.model import Chunk
+from workers.model.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder in numbers. Mixtures of experts count whole: their steps need less."""
+
+    weight_bytes: int  # that a step reads: all but the embedding, of which it takes rows
+    num_body_weights: int  # products of each token
+    num_head_weights: int  # products of each row that is sampled
+    kv_bytes_per_token: int
+    attention_width: int  # query heads * their size * layers
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Of one step."""
+
+    num_bytes: int
+    flops: int
+
+
+def shape_of(runner: ModelRunner) -> Shape:
+    """Raises AttributeError for a model that is none of transformers' decoders."""
+    decoder: Any = runner._decoder
+    seen: set[int] = set()
+    head = decoder.get_output_embeddings()
+    num_head = 0 if head is None else _count(head, seen)
+    modules = [m for m in decoder.modules() if not isinstance(m, nn.Embedding)]
+    num_body = sum(_count(module, seen) for module in modules)
+    layers = list(runner.cache.layers.values())
+    itemsize = layers[0].keys.dtype.itemsize
+    elements = sum(layer.keys[0, 0].numel() + layer.values[0, 0].numel() for layer in layers)
+    config = decoder.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return Shape(
+        (num_body + num_head) * itemsize,
+        num_body,
+        num_head,
+        elements * itemsize,
+        config.num_attention_heads * head_dim * len(layers),
+    )
+
+
+def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
+    """Weights once, each sequence's KV once; products of weights and of attention."""
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    num_rows = sum(chunk.samples for chunk in chunks)
+    num_context = sum(chunk.start + chunk.num_tokens for chunk in chunks)
+    # Each token attends to those before it and to itself.
+    num_pairs = sum(c.num_tokens * c.start + c.num_tokens * (c.num_tokens + 1) // 2 for c in chunks)
+    products = shape.num_body_weights * num_tokens + shape.num_head_weights * num_rows
+    return Demand(
+        shape.weight_bytes + shape.kv_bytes_per_token * num_context,
+        2 * products + 4 * shape.attention_width * num_pairs,
+    )
+
+
+def _count(module: nn.Module, seen: set[int]) -> int:
+    """Elements of a module's own matrices; each tensor counts once."""
+    found = [t for t in _tensors(module) if t.dim() > 1 and id(t) not in seen]
+    seen.update(map(id, found))
+    return sum(tensor.numel() for tensor in found)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, and what our own modules keep beside them, packed or not."""
+    yield from module.parameters(recurse=False)
+    yield from (value for value in vars(module).values() if isinstance(value, Tensor))

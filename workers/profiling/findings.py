@@ -1,0 +1,115 @@
+"""What was measured of each class of step, what it means, and what to do. No torch."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+_NEAR = 0.5  # of the best that is possible: then that is what bounds a step
+_LARGE_GAP = 0.25
+
+
+class Bound(StrEnum):
+    """What a class of steps waits for."""
+
+    MEMORY = "memory"
+    COMPUTE = "compute"
+    OVERHEAD = "overhead"  # neither: small operations, launches, Python
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One kind of operation: its own time, as a share of all operators'."""
+
+    name: str
+    self_us: float
+    share: float
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFinding:
+    """Steps of one class, means unless said otherwise. Seconds.
+
+    `memory_s`, `compute_s`: the least that reading and computing could take on this machine.
+    `outside_s`: of a step, before and after the model: scheduling, sampling's bookkeeping.
+    `gap_share`: of the profiled time, when no operator ran on the device.
+    """
+
+    kind: str
+    num_steps: int
+    num_tokens: float
+    num_seqs: float
+    step_s: float
+    p99_s: float
+    model_s: float
+    outside_s: float
+    memory_s: float
+    compute_s: float
+    gap_share: float
+    operators: tuple[Operator, ...]
+
+    @property
+    def bound(self) -> Bound:
+        if max(self.memory_s, self.compute_s) < _NEAR * self.model_s:
+            return Bound.OVERHEAD
+        return Bound.MEMORY if self.memory_s > self.compute_s else Bound.COMPUTE
+
+    @property
+    def efficiency(self) -> float:
+        """How near the model's time is to the least possible: 1 is the roof."""
+        return min(1.0, max(self.memory_s, self.compute_s) / self.model_s)
+
+
+def advice(findings: tuple[ClassFinding, ...], is_gpu: bool) -> str:
+    """One paragraph: what bounds this engine, and which setting moves it."""
+    by_kind = {finding.kind: finding for finding in findings}
+    said = [_of_decode(by_kind["decode"], is_gpu)]
+    said += [_of_prefill(by_kind["prefill"])]
+    mixed, decode = by_kind["mixed"], by_kind["decode"]
+    if mixed.step_s > 2 * decode.step_s:
+        said.append(
+            f"A step that also computes prompts takes {mixed.step_s / decode.step_s:.1f} times as "
+            "long as one of decoding alone, which streams feel: lower --max-num-batched-tokens, "
+            "or set prefill_share, where time between tokens matters more than the first token."
+        )
+    outside = max(findings, key=lambda finding: finding.outside_s / finding.step_s)
+    if outside.outside_s > _LARGE_GAP * outside.step_s:
+        said.append(
+            f"{outside.outside_s / outside.step_s:.0%} of a {outside.kind} step passes outside of "
+            "the model, in scheduling and bookkeeping: larger batches spread it over more tokens."
+        )
+    return " ".join(said)
+
+
+def _of_decode(finding: ClassFinding, is_gpu: bool) -> str:
+    told = f"Decoding is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof. "
+    match finding.bound:
+        case Bound.MEMORY:
+            return told + (
+                "Each step reads all weights for one token of each stream, so more streams are "
+                "nearly free: raise --max-num-seqs as far as KV memory and the time between "
+                "tokens allow; a smaller --dtype makes each step shorter."
+            )
+        case Bound.COMPUTE:
+            return told + (
+                "More streams make each step longer and put out no more: --max-num-seqs is high "
+                "enough. A faster device, or a smaller model, is what helps."
+            )
+    if finding.gap_share > _LARGE_GAP:
+        waits = "the device waits for the host" if is_gpu else "Python runs between operators"
+        return told + (
+            f"In {finding.gap_share:.0%} of the time no operator ran: {waits}. More streams in a "
+            "step are nearly free then: raise --max-num-seqs."
+        )
+    first = finding.operators[0]
+    return told + (
+        "Operators run nearly all the time, but at a fraction of what large ones reach here; "
+        f"{first.name} takes {first.share:.0%} of it. More streams make its products larger, so "
+        "raise --max-num-seqs while a step stays short enough for the time between tokens."
+    )
+
+
+def _of_prefill(finding: ClassFinding) -> str:
+    told = f"Prefill is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof"
+    if finding.bound is Bound.COMPUTE:
+        return told + ": as it should be; only fewer prompt tokens help, by the prefix cache."
+    return told + ": longer chunks would use the device better, by --max-num-batched-tokens."

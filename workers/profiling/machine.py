@@ -1,0 +1,74 @@
+"""What this machine can do at best, measured: bytes read per second, and products per second."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_READ_BYTES = 256 * 2**20  # beyond any cache
+_GPU_READ_BYTES = 2 * 2**30
+_COLUMNS = 8192
+_GEMM_SIZE = 2048
+_GPU_GEMM_SIZE = 8192
+_TIMES = 7  # the best of so many
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Of one device, in one element type."""
+
+    device: str
+    dtype: str
+    num_threads: int
+    bytes_per_s: float  # as a product of a matrix and a vector reads
+    flops_per_s: float  # as a square product computes, 2 for each multiplication
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Takes some seconds."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Machine(
+        name,
+        str(dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        _bytes_per_s(device, dtype),
+        _flops_per_s(device, dtype),
+    )
+
+
+def _bytes_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """By a product with a vector, or by a copy: some processors' products are slow."""
+    num_bytes = _GPU_READ_BYTES if device.type == "cuda" else _READ_BYTES
+    matrix = torch.ones(
+        num_bytes // (_COLUMNS * dtype.itemsize), _COLUMNS, device=device, dtype=dtype
+    )
+    vector = torch.ones(_COLUMNS, device=device, dtype=dtype)
+    read_s = _best_s(lambda: torch.mv(matrix, vector), device)
+    copy_s = _best_s(matrix.clone, device)
+    return max(matrix.nbytes / read_s, 2 * matrix.nbytes / copy_s)
+
+
+def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    size = _GPU_GEMM_SIZE if device.type == "cuda" else _GEMM_SIZE
+    square = torch.ones(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / _best_s(lambda: square @ square, device)
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    with torch.inference_mode():
+        work()
+        for _ in range(_TIMES):
+            synchronize(device)
+            started_s = time.perf_counter()
+            work()
+            synchronize(device)
+            best = min(best, time.perf_counter() - started_s)
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

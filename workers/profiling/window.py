@@ -1,0 +1,261 @@
+"""Runs an engine through steps of each class, timed, and once more under torch's profiler.
+
+Prefill: prompts that want one token each. Decode: so many streams and nothing else. Mixed: those
+streams, while prompts keep coming. Every prompt is another, so that no prefix is found computed.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from contract.jobs import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.model import Chunk, Padding, Row
+from workers.engine.report import StepReport
+from workers.engine.request import Request
+from workers.model.native.kernels import Kernels
+from workers.model.runner import ModelRunner
+from workers.profiling.demand import Demand, Shape, demand_of
+from workers.profiling.findings import ClassFinding, Operator
+from workers.profiling.machine import Machine, synchronize
+
+KINDS = ("decode", "mixed", "prefill")
+_MAX_OPERATORS = 8
+_NATIVE = ("attend", "rms_norm", "rotate_and_keep", "silu_gate")  # of ours: no operators of torch
+
+
+class Watched:
+    """A model that notes, of each step, how long it took and what it had to do."""
+
+    def __init__(self, runner: ModelRunner, shape: Shape, device: torch.device) -> None:
+        self._runner = runner
+        self._shape = shape
+        self._device = device
+        self.model_s = 0.0
+        self.demand = Demand(0, 0)
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+        self.max_model_len, self.eos_token_ids = runner.max_model_len, runner.eos_token_ids
+        self.shares_blocks = runner.shares_blocks
+
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
+        """See Model.run."""
+        self.demand = demand_of(self._shape, chunks)
+        started_s = time.perf_counter()
+        rows = self._runner.run(chunks, padding)
+        synchronize(self._device)
+        self.model_s = time.perf_counter() - started_s
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the steps are made of."""
+
+    num_streams: int
+    num_prompt_tokens: int
+    num_steps: int  # of each class
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Enough for a stream to outlast all windows."""
+        return 6 * self.num_steps + 64
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What was noted of the steps of one class."""
+
+    step_s: list[float] = field(default_factory=list)
+    model_s: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_seqs: list[int] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    flops: list[int] = field(default_factory=list)
+
+
+class Windows:
+    """Makes steps of a class happen, any number of times; one engine for all."""
+
+    def __init__(self, engine: Engine, model: Watched, vocab_size: int, load: Load) -> None:
+        self._engine = engine
+        self._model = model
+        self._vocab_size = vocab_size
+        self._load = load
+        self._budget = engine.limits.max_num_batched_tokens
+        self._num_requests = 0
+
+    def run(
+        self,
+        kind: str,
+        num_steps: int,
+        within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> _Steps:
+        """So many steps of this class, in a context that is entered when they begin."""
+        steps = _Steps()
+        self._prepare(kind)
+        with within():
+            while len(steps.step_s) < num_steps:
+                self._feed(kind)
+                self._step(kind, steps)
+        self._clear()
+        return steps
+
+    def _step(self, kind: str, steps: _Steps) -> None:
+        """One step; the rare one of another class is not noted."""
+        started_s = time.perf_counter()
+        report = self._engine.step()
+        step_s = time.perf_counter() - started_s
+        assert not report.failed, report.failed[0].message
+        if kind_of(report) == kind:
+            steps.step_s.append(step_s)
+            steps.model_s.append(self._model.model_s)
+            steps.num_tokens.append(report.num_step_tokens)
+            steps.num_seqs.append(report.num_step_seqs)
+            steps.num_bytes.append(self._model.demand.num_bytes)
+            steps.flops.append(self._model.demand.flops)
+
+    def _prepare(self, kind: str) -> None:
+        """Brings the streams to where they decode."""
+        if kind == "prefill":
+            return
+        num_first = 0
+        for _ in range(self._load.num_streams):
+            self._add(self._load.num_output_tokens)
+        while num_first < self._load.num_streams:
+            report = self._engine.step()
+            num_first += sum(output.position == 0 for output in report.outputs)
+
+    def _feed(self, kind: str) -> None:
+        """One prompt a step joins streams; alone, as many as the step has room for."""
+        num = {"decode": 0, "mixed": 1}.get(kind, -(-self._budget // self._load.num_prompt_tokens))
+        for _ in range(num):
+            self._add(1)
+
+    def _add(self, max_tokens: int) -> None:
+        number = self._num_requests
+        self._num_requests += 1
+        span = range(self._load.num_prompt_tokens)
+        prompt_ids = tuple(4 + (7919 * number + 31 * i) % (self._vocab_size - 4) for i in span)
+        params = SamplingParams(
+            max_tokens=max_tokens, seed=number, temperature=0.0, ignore_eos=True
+        )
+        self._engine.add(
+            Request(
+                job_id=str(number),
+                epoch=1,
+                tenant=str(number),  # so that no prefix is shared
+                lane="standard",
+                prompt_ids=prompt_ids,
+                params=params,
+                outputs=((),),
+                finished=(False,),
+            )
+        )
+
+    def _clear(self) -> None:
+        for number in range(self._num_requests):
+            self._engine.stop_job(str(number), 1)
+
+
+def kind_of(report: StepReport) -> str:
+    """The class of a step: as metrics have it."""
+    num_prefill = report.num_step_tokens - report.num_decode_tokens
+    if not num_prefill:
+        return "decode" if report.num_decode_tokens else "idle"
+    return "mixed" if report.num_decode_tokens else "prefill"
+
+
+def find(
+    windows: Windows,
+    kind: str,
+    machine: Machine,
+    num_steps: int,
+    num_profiled: int,
+    trace_dir: Path | None,
+) -> ClassFinding:
+    """Times a class without the profiler, then looks into some of its steps with it."""
+    windows.run(kind, 2)  # what is slow once is over then
+    steps = windows.run(kind, num_steps)
+    operators, gap_share = _look_inside(windows, kind, num_profiled, trace_dir)
+    step_s, model_s = statistics.mean(steps.step_s), statistics.mean(steps.model_s)
+    return ClassFinding(
+        kind=kind,
+        num_steps=num_steps,
+        num_tokens=statistics.mean(steps.num_tokens),
+        num_seqs=statistics.mean(steps.num_seqs),
+        step_s=step_s,
+        p99_s=sorted(steps.step_s)[int(0.99 * (num_steps - 1))],
+        model_s=model_s,
+        outside_s=step_s - model_s,
+        memory_s=statistics.mean(steps.num_bytes) / machine.bytes_per_s,
+        compute_s=statistics.mean(steps.flops) / machine.flops_per_s,
+        gap_share=gap_share,
+        operators=operators,
+    )
+
+
+def _look_inside(
+    windows: Windows, kind: str, num_steps: int, trace_dir: Path | None
+) -> tuple[tuple[Operator, ...], float]:
+    """The operators that took most, and the share of the window in which none ran."""
+    is_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    profiler = profile(activities=activities)
+    with named_native_kernels():
+        windows.run(kind, num_steps, lambda: profiler)
+    if trace_dir is not None:
+        trace_dir.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace_dir / f"{kind}.json"))
+    rows = [(_self_us(row, is_gpu), row) for row in profiler.key_averages()]
+    all_us = sum(us for us, _ in rows)
+    rows.sort(key=lambda pair: -pair[0])
+    operators = tuple(
+        Operator(row.key, us, us / all_us, row.count) for us, row in rows[:_MAX_OPERATORS] if us
+    )
+    return operators, max(0.0, 1.0 - all_us / 1e6 / _window_s(profiler))
+
+
+def _self_us(row: Any, is_gpu: bool) -> float:
+    """On a GPU the kernels' own time; operators of the host would count it again."""
+    if is_gpu:
+        return float(row.self_device_time_total) if row.device_type == DeviceType.CUDA else 0.0
+    return float(row.self_cpu_time_total)
+
+
+def _window_s(profiler: Any) -> float:
+    events = profiler.events()
+    start_us = min(event.time_range.start for event in events)
+    return float(max(event.time_range.end for event in events) - start_us) / 1e6
+
+
+@contextlib.contextmanager
+def named_native_kernels() -> Iterator[None]:
+    """Our own kernels show under their names: torch's profiler knows operators of torch alone."""
+    originals = {name: getattr(Kernels, name) for name in _NATIVE}
+    for name, original in originals.items():
+        setattr(Kernels, name, _recorded(f"batchway::{name}", original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Kernels, name, original)
+
+
+def _recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return call(*args, **kwargs)
+
+    return recorded
