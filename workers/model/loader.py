@@ -27,7 +27,7 @@ from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps, recorder
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
-from workers.model.probe import check_parity, probe_layers
+from workers.model.probe import check_parity, probe_layers, streamline
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -156,6 +156,8 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
         progress(f"{'merged or packed' if backend.packs else 'merged'} for this processor: {done}")
         if num_own := len(shapes) - done.counts["attention layers"]:
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
+        if streamline(runner, loaded.decoder, loaded.config):
+            progress("its layers run as one loop")
     return runner, backend
 
 

@@ -25,6 +25,7 @@ from workers.model.checkpoint import first_line
 from workers.model.kv_cache import LayerShape
 from workers.model.runner import ModelRunner
 from workers.model.step_relay import relay_step
+from workers.model.surgery.stack import stack_of
 
 # Keyword arguments of attention that change nothing for us: positions are in the rotary
 # embedding by then, and the rest is bookkeeping.
@@ -43,6 +44,7 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS = (11, 5)
 # Lowest cosine between logits of the paged and of transformers' own attention, around their mean.
 LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
+_MAX_GROWTH = 0.01  # of the logits' length: a factor that a forward applies shows here
 
 
 class ProbeStep:
@@ -167,6 +169,24 @@ def check_parity(
             f"{type(decoder).__name__} gives other logits in a paged batch than by transformers' "
             f"own attention (cosine {lowest:.4f})"
         )
+
+
+@torch.inference_mode()
+def streamline(runner: ModelRunner, decoder: Any, config: PretrainedConfig) -> bool:
+    """Lets a stack compute in the decoder's place where it gives the same; says whether it does."""
+    stack = stack_of(decoder, runner.max_model_len)
+    if stack is None:
+        return False
+    prompts = [probe_ids(config, n, next(decoder.parameters()).device) for n in _PROBE_LENGTHS]
+    chunks = _probe_chunks(prompts, runner.block_size)
+    expected = runner.logits(chunks).float()
+    runner.stack = stack
+    found = runner.logits(chunks).float()
+    cosine = torch.cosine_similarity(centred(found), centred(expected), dim=-1).min()
+    ratio = found.norm() / expected.norm()
+    if cosine < LOWEST_COSINE[decoder.dtype] or abs(ratio - 1) > _MAX_GROWTH:
+        runner.stack = None
+    return runner.stack is not None
 
 
 def centred(logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, At
 from workers.model.batch import Batch, build_batch
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.surgery.stack import Stack
 
 
 class ModelRunner:
@@ -41,6 +42,7 @@ class ModelRunner:
         self.kernels = kernels
         # Where the head cannot be asked for some rows only, it computes them all.
         self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
+        self.stack: Stack | None = None  # computes in the decoder's place
 
     @property
     def num_blocks(self) -> int:
@@ -102,6 +104,8 @@ class ModelRunner:
 
         Whole, because scaling and capping of the logits live in its head.
         """
+        if self.stack is not None:
+            return self.stack.forward(input_ids, position_ids, logits_index, step)
         arguments: dict[str, Any] = {STEP_KEYWORD: step}
         if self._takes_index:
             arguments["logits_to_keep"] = logits_index

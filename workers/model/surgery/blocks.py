@@ -64,9 +64,12 @@ class MergedAttention(nn.Module):
         """hidden_states (1, T, hidden), position_embeddings cos and sin (1, T, rotary)."""
         step = kwargs[STEP_KEYWORD]
         cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
-        qkv = self.qkv(hidden_states[0])
-        out = self._attend(step, qkv, cos, sin)
-        return self.o_proj(out.reshape(1, len(out), -1)), None
+        return self.o_proj(self.mix(hidden_states[0], cos, sin, step)[None]), None
+
+    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, step: Any) -> Tensor:
+        """x (T, hidden), cos and sin (T, rotary) -> the heads' outputs (T, num_heads * dim)."""
+        out = self._attend(step, self.qkv(x), cos, sin)
+        return out.reshape(len(out), -1)
 
     def _attend(self, step: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self._turns_natively:
@@ -121,15 +124,16 @@ class MergedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (1, T, hidden) -> the same shape."""
+        out: Tensor = self.down_proj(self.gated(x[0]))
+        return out[None]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """x (T, hidden) -> act(gate) * up (T, intermediate)."""
         gate_up = self.gate_up(x)
         if self._kernels is not None:
-            gated = self._kernels.silu_gate(gate_up.view(-1, gate_up.shape[-1]))
-            return self._down(gated.view(*x.shape[:-1], -1))
+            return self._kernels.silu_gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._down(self._act(gate) * up)
-
-    def _down(self, gated: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(gated)
+        out: Tensor = self._act(gate) * up
         return out
 
 

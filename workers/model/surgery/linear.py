@@ -31,6 +31,13 @@ class PackedLinear(nn.Module):
         )
         return out
 
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """x (T, in), to (T, out) -> to + forward(x), rounded once."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, to, self._packed, self._bias, "add"
+        )
+        return out
+
 
 class PlainLinear(nn.Module):
     """x (…, in) -> x @ weight.T + bias (…, out), as torch does it."""
@@ -44,8 +51,17 @@ class PlainLinear(nn.Module):
         """Inference alone: there is no gradient."""
         return F.linear(x, self._weight, self._bias)
 
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """x (T, in), to (T, out) -> to + forward(x)."""
+        if self._bias is not None:
+            to = to + self._bias
+        return torch.addmm(to, x, self._weight.T)
 
-def lay_out(weight: Tensor, bias: Tensor | None, *, packs: bool) -> nn.Module:
+
+Linear = PackedLinear | PlainLinear
+
+
+def lay_out(weight: Tensor, bias: Tensor | None, *, packs: bool) -> Linear:
     """A linear layer for the device; `packs` for a CPU."""
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
@@ -57,7 +73,7 @@ def can_pack(weight: Tensor) -> bool:
     return torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def merged(linears: Seq[nn.Linear], *, packs: bool) -> nn.Module:
+def merged(linears: Seq[nn.Linear], *, packs: bool) -> Linear:
     """One layer whose output is theirs, side by side."""
     weights: list[Tensor] = [linear.weight for linear in linears]
     weight = torch.cat(weights)

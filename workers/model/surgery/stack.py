@@ -1,0 +1,132 @@
+"""A decoder of the common shape as one loop over its layers.
+
+Spares the calls of the modules between ours, adds each layer's output to its input within the
+matrix product that yields it, and leaves rows whose logits nobody wants after the last layer has
+written their keys and values. Leaves to `streamline` whether the decoder is what it looks like.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
+from workers.model.surgery.linear import PackedLinear, PlainLinear
+
+_MAX_TABLE_BYTES = 2**25  # for the turns of all positions; beyond, each step computes its own
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    before_attention: NativeRMSNorm
+    attention: MergedAttention
+    before_mlp: NativeRMSNorm
+    mlp: MergedMLP
+
+
+class Stack:
+    """What a ForCausalLM's forward computes, on a flat batch."""
+
+    def __init__(
+        self, decoder: Any, layers: tuple[_Layer, ...], num_positions: int, vocab_size: int
+    ) -> None:
+        self._embedding: nn.Embedding = decoder.model.embed_tokens
+        self._layers = layers
+        self._norm: NativeRMSNorm = decoder.model.norm
+        self._head: nn.Module = decoder.lm_head
+        self._vocab_size = vocab_size
+        self._turns = _Turns(decoder.model.rotary_emb, self._embedding.weight, num_positions)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor, step: Any
+    ) -> Tensor:
+        """input_ids and position_ids (1, T); `step` a TurningStep -> logits (num_rows, vocab_size)
+        of the rows in logits_index (num_rows,).
+        """
+        x = self._embedding(input_ids[0])
+        cos, sin = self._turns.at(position_ids)
+        for layer in self._layers:
+            mixed = layer.attention.mix(layer.before_attention(x), cos, sin, step)
+            if layer is self._layers[-1]:
+                if len(logits_index) == 0:
+                    return x.new_empty(0, self._vocab_size)
+                if len(logits_index) < len(x):
+                    mixed, x = mixed[logits_index], x[logits_index]
+            x = layer.attention.o_proj.add(mixed, x)
+            x = layer.mlp.down_proj.add(layer.mlp.gated(layer.before_mlp(x)), x)
+        logits: Tensor = self._head(self._norm(x))
+        return logits
+
+
+class _Turns:
+    """Cosines and sines of the rotary embedding, (T, rotary) each."""
+
+    def __init__(self, rotary: nn.Module, like: Tensor, num_positions: int) -> None:
+        self._rotary, self._like = rotary, like[:1]
+        width = len(self._compute(torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0][0])
+        self._table: tuple[Tensor, Tensor] | None = None
+        if 2 * num_positions * width * like.element_size() <= _MAX_TABLE_BYTES:
+            self._table = self._compute(torch.arange(num_positions, device=like.device)[None])
+
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids (1, T)."""
+        if self._table is None:
+            return self._compute(position_ids)
+        cos, sin = self._table
+        return cos[position_ids[0]], sin[position_ids[0]]
+
+    def _compute(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(self._like, position_ids)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+
+def stack_of(decoder: Any, num_positions: int) -> Stack | None:
+    """A loop in place of the decoder's forward where all of its modules are ones that it knows;
+    None elsewhere. Whether the forward does more than these modules, a comparison must show.
+    """
+    if not (
+        _has_just(decoder, {"model": nn.Module, "lm_head": (PackedLinear, PlainLinear)})
+        and _has_just(
+            decoder.model,
+            {
+                "embed_tokens": nn.Embedding,
+                "layers": nn.ModuleList,
+                "norm": NativeRMSNorm,
+                "rotary_emb": nn.Module,
+            },
+        )
+        and type(decoder.model.embed_tokens) is nn.Embedding
+        and all(map(_is_known, decoder.model.layers))
+    ):
+        return None
+    layers = tuple(
+        _Layer(
+            layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp
+        )
+        for layer in decoder.model.layers
+    )
+    vocab_size = int(decoder.config.get_text_config().vocab_size)
+    return Stack(decoder, layers, num_positions, vocab_size)
+
+
+def _is_known(layer: nn.Module) -> bool:
+    kinds = {
+        "self_attn": MergedAttention,
+        "mlp": MergedMLP,
+        "input_layernorm": NativeRMSNorm,
+        "post_attention_layernorm": NativeRMSNorm,
+    }
+    return _has_just(layer, kinds)
+
+
+def _has_just(module: nn.Module, kinds: dict[str, Any]) -> bool:
+    """These children and no others, no hooks, no parameters of its own."""
+    children = dict(module.named_children())
+    return (
+        children.keys() == kinds.keys()
+        and all(isinstance(children[name], kind) for name, kind in kinds.items())
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not any(True for _ in module.parameters(recurse=False))
+    )
