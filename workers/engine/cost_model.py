@@ -15,6 +15,9 @@ from workers.engine.model import Chunk, Padding
 
 _FORGETTING = 0.998  # half of what is known is of the last 350 steps
 _NUM_NEEDED = 16
+_SOLVE_EVERY = (
+    8  # steps, once there were many; solving takes as long as some steps of a small model
+)
 _MAX_SURPRISE = 4.0  # a step of more than this many times its prediction counts as that
 # Brings the features to about one, so that the equations are well conditioned.
 _SCALES = np.array([1.0, 1e3, 1e5, 1e7])
@@ -34,7 +37,7 @@ class CostModel:
         self._targets = np.zeros(4)
         self._num_seen = 0
         self._coefficients = (0.0, 0.0, 0.0, 0.0)
-        self._is_stale = False
+        self._num_solved = 0  # steps seen when the coefficients were solved
 
     @property
     def is_ready(self) -> bool:
@@ -44,10 +47,10 @@ class CostModel:
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
         """(a, b, c, d) in seconds."""
-        if self._is_stale:
+        if self._num_seen >= self._num_solved + min(_SOLVE_EVERY, 1 + self._num_solved // 16):
             a, b, c, d = _solve_positive(self._products, self._targets) / _SCALES
             self._coefficients = (float(a), float(b), float(c), float(d))
-            self._is_stale = False
+            self._num_solved = self._num_seen
         return self._coefficients
 
     def observe(self, chunks: Iterable[Chunk | Padding], step_s: float) -> None:
@@ -61,7 +64,6 @@ class CostModel:
         self._products = _FORGETTING * self._products + np.outer(features, features)
         self._targets = _FORGETTING * self._targets + features
         self._num_seen += 1
-        self._is_stale = True
 
     def predict(self, sums: tuple[float, float, float]) -> float:
         """Seconds of a step with these sums of `chunk_features`."""

@@ -42,22 +42,21 @@ def build_batch(
 ) -> Batch:
     """Lays the chunks one behind the other, and padding, whose KV goes to one block, behind all."""
     token_ids: list[int] = []
-    positions: list[npt.NDArray[np.int64]] = []
-    spans: list[Span] = []
+    block_ids: list[int] = []
     for chunk in chunks:
         end = chunk.start + chunk.num_tokens
+        num_blocks = -(-end // block_size)
         assert chunk.num_tokens > 0
         assert end <= chunk.sequence.num_known
-        slots = block_slots(chunk.sequence.block_ids, end, block_size)
-        spans.append(Span(len(token_ids), chunk.num_tokens, chunk.start, slots))
+        assert num_blocks <= len(chunk.sequence.block_ids), "the engine has not grown the table"
         token_ids += chunk.sequence.token_ids[chunk.start : end]
-        positions.append(np.arange(chunk.start, end, dtype=np.int64))
+        block_ids += chunk.sequence.block_ids[:num_blocks]
     for pad in padding:
-        end = pad.start + pad.num_tokens
-        slots = scratch_block_id * block_size + np.arange(end, dtype=np.int64) % block_size
-        spans.append(Span(len(token_ids), pad.num_tokens, pad.start, slots))
         token_ids += [PAD_TOKEN_ID] * pad.num_tokens
-        positions.append(np.arange(pad.start, end, dtype=np.int64))
+        block_ids += [scratch_block_id] * -(-(pad.start + pad.num_tokens) // block_size)
+    layout = _Layout((*chunks, *padding), block_size)
+    slots = block_slots(block_ids, len(block_ids) * block_size, block_size)
+    spans = layout.spans(slots)
     scored = tuple(
         scored_positions(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens)
         for chunk in chunks
@@ -66,21 +65,44 @@ def build_batch(
     for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # not of padding
         rows += [span.first + position - span.start for position in wanted]
         rows += [span.first + span.num_tokens - 1] * chunk.samples
-    slot_mapping = np.concatenate([span.slots[span.start :] for span in spans])
     return Batch(
         input_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.from_numpy(np.concatenate(positions))[None].to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        position_ids=torch.from_numpy(layout.positions)[None].to(device),
+        slot_mapping=torch.from_numpy(slots[layout.positions + layout.begins]).to(device),
         logits_index=torch.tensor(rows, dtype=torch.int64, device=device),
-        spans=tuple(spans),
+        spans=spans,
         scored=scored,
     )
+
+
+class _Layout:
+    """Where the parts of a step lie: their tokens in the flat batch, and the slots of their
+    sequences, whole blocks, in one array.
+    """
+
+    def __init__(self, parts: Seq[Chunk | Padding], block_size: int) -> None:
+        self._starts = np.array([part.start for part in parts], dtype=np.int64)
+        self._counts = np.array([part.num_tokens for part in parts], dtype=np.int64)
+        self._firsts = np.cumsum(self._counts) - self._counts
+        num_slots = -(-(self._starts + self._counts) // block_size) * block_size
+        self._begins = np.cumsum(num_slots) - num_slots
+        rows = np.arange(self._counts.sum())
+        self.positions = rows + np.repeat(self._starts - self._firsts, self._counts)  # (T,)
+        self.begins = np.repeat(self._begins, self._counts)  # (T,): of each token's sequence
+
+    def spans(self, slots: npt.NDArray[np.int64]) -> tuple[Span, ...]:
+        """One for each part."""
+        columns = (self._firsts, self._counts, self._starts, self._begins)
+        return tuple(
+            Span(first, count, start, slots[begin : begin + start + count])
+            for first, count, start, begin in zip(*(c.tolist() for c in columns), strict=True)
+        )
 
 
 def block_slots(block_ids: Seq[int], num_tokens: int, block_size: int) -> npt.NDArray[np.int64]:
     """The cache slots (num_tokens,) of a sequence's first `num_tokens` positions."""
     num_blocks = -(-num_tokens // block_size)
-    assert num_blocks <= len(block_ids), "the engine has not grown the block table"
+    assert num_blocks <= len(block_ids)
     blocks = np.asarray(block_ids[:num_blocks], dtype=np.int64)
     slots = blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)
     flat: npt.NDArray[np.int64] = slots.reshape(-1)[:num_tokens]

@@ -4,6 +4,7 @@ Leaves layers that the kernel does not take (odd head sizes) to packed attention
 """
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -31,6 +32,13 @@ class _PreparedNative:
         self._kernels = kernels
         self._spans = spans
         self._slots = torch.from_numpy(np.concatenate([span.slots for span in spans]))
+        # (4, num_spans): first row, number of rows, position of the first, begin in the slots.
+        lengths = [len(span.slots) for span in spans]
+        begins = accumulate(lengths[:-1], initial=0)
+        parts = [(span.first, span.num_tokens, span.start) for span in spans]
+        self._parts = np.array(
+            [(*part, begin) for part, begin in zip(parts, begins, strict=True)], dtype=np.int64
+        ).T
         self._tiles: dict[int, Tensor] = {}
         self._packed: PreparedAttention | None = None
 
@@ -52,19 +60,13 @@ class _PreparedNative:
         work first, so that no thread is left with it at the end.
         """
         if num_queries not in self._tiles:
-            parts = []
-            begin = 0
-            for span in self._spans:
-                firsts = np.arange(0, span.num_tokens, num_queries)
-                tiles = np.empty((len(firsts), 4), dtype=np.int64)
-                tiles[:, 0] = span.first + firsts
-                tiles[:, 1] = np.minimum(num_queries, span.num_tokens - firsts)
-                tiles[:, 2] = span.start + firsts
-                tiles[:, 3] = begin
-                parts.append(tiles)
-                begin += len(span.slots)
-            all_tiles = np.concatenate(parts)
-            cost = all_tiles[:, 1] * (all_tiles[:, 2] + all_tiles[:, 1])
-            ordered = np.ascontiguousarray(all_tiles[np.argsort(-cost, kind="stable")])
+            counts = -(-self._parts[1] // num_queries)  # of tiles in each span
+            first, rows, start, begin = np.repeat(self._parts, counts, axis=1)
+            number = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
+            skipped = number * num_queries
+            rows = np.minimum(num_queries, rows - skipped)
+            tiles = np.stack([first + skipped, rows, start + skipped, begin], axis=1)
+            cost = rows * (start + skipped + rows)
+            ordered = np.ascontiguousarray(tiles[np.argsort(-cost, kind="stable")])
             self._tiles[num_queries] = torch.from_numpy(ordered)
         return self._tiles[num_queries]

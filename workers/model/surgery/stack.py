@@ -101,9 +101,7 @@ def stack_of(decoder: Any, num_positions: int) -> Stack | None:
     ):
         return None
     layers = tuple(
-        _Layer(
-            layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp
-        )
+        _Layer(layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
         for layer in decoder.model.layers
     )
     vocab_size = int(decoder.config.get_text_config().vocab_size)
