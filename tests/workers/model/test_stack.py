@@ -1,0 +1,114 @@
+"""A decoder's layers run as one loop where that gives the same, and nowhere else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny_models import make_model
+from tests.workers.model.test_surgeon import wide
+from workers.model.attention.interface import ATTENTION_NAME, Span, register_attention
+from workers.model.backend import choose_backend
+from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.probe import probe_layers, streamline
+from workers.model.runner import ModelRunner
+from workers.model.surgery.stack import Stack
+from workers.model.surgery.surgeon import operate
+
+CPU = torch.device("cpu")
+
+
+def merged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
+    """A tiny decoder whose modules have been exchanged, and its runner."""
+    register_attention()
+    decoder = make_model(family, **(wide(family) | changes)).to(dtype)
+    decoder.set_attn_implementation(ATTENTION_NAME)
+    shapes = probe_layers(decoder, decoder.config, CPU)
+    backend = choose_backend("auto", dtype, CPU, 16, lambda text: None, fused=True)
+    cache = KVCache(shapes, 4, 16, dtype, CPU)
+    cache.rename(operate(decoder, shapes, backend).attentions)
+    runner = ModelRunner(
+        decoder,
+        cache,
+        backend.attention,
+        eos_token_ids=frozenset(),
+        max_model_len=64,
+        device=CPU,
+        kernels=backend.kernels,
+    )
+    return decoder, runner
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_families_of_the_common_shape_run_as_one_loop(family: str, dtype: torch.dtype) -> None:
+    """Biases, windows and norms of heads among them; the trial is the comparison of the logits."""
+    decoder, runner = merged(family, dtype)
+
+    assert streamline(runner, decoder, decoder.config)
+    assert isinstance(runner.stack, Stack)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
+def test_other_shapes_keep_their_forward(family: str) -> None:
+    """More norms, or none that are known."""
+    decoder, runner = merged(family)
+
+    assert not streamline(runner, decoder, decoder.config)
+    assert runner.stack is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("granite", {"embedding_multiplier": 12.0}),
+        ("granite", {"residual_multiplier": 0.3}),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, dict) else value,
+)
+def test_a_forward_that_does_more_than_its_modules_is_kept(
+    family: str, changes: dict[str, float]
+) -> None:
+    """Factors are nobody's modules: the comparison finds each, alone."""
+    plain = {"logits_scaling": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+    decoder, runner = merged(family, **(plain | changes))
+
+    assert not streamline(runner, decoder, decoder.config)
+
+
+def test_a_layer_with_a_hook_keeps_the_forward() -> None:
+    """It does more than its forward says."""
+    decoder, runner = merged("llama")
+    decoder.model.layers[1].register_forward_hook(lambda module, args, output: None)
+
+    assert not streamline(runner, decoder, decoder.config)
+
+
+def test_only_wanted_rows_reach_the_head() -> None:
+    """Also where nobody wants any: keys and values are written, and that is all."""
+    decoder, runner = merged("llama")
+    assert streamline(runner, decoder, decoder.config)
+    seen: list[int] = []
+
+    class Head(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return x
+
+    runner.stack._head = Head()
+    ids = torch.arange(6)[None]
+    for wanted in ([], [5], [0, 5]):
+        step = _step(runner, 6)
+        found = runner.forward(ids, ids, torch.tensor(wanted, dtype=torch.int64), step)
+        assert len(found) == len(wanted)
+    assert seen == [1, 2]
+
+
+def _step(runner: Any, num_tokens: int) -> Any:
+    """One sequence's first tokens in the cache's first block."""
+    slots = np.arange(num_tokens, dtype=np.int64)
+    prepared = runner.backend.prepare([Span(0, num_tokens, 0, slots)], CPU)
+    return PagedStep(runner.cache, prepared, torch.from_numpy(slots), runner.kernels)
