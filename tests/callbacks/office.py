@@ -73,6 +73,6 @@ async def offices(redis_url: str, number: int, **settings: Any) -> AsyncIterator
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     fields = json.loads(sys.argv[1])
     sys.exit(asyncio.run(run_callbacks(office_settings(fields.pop("redis_url"), **fields))))
