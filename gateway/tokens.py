@@ -9,7 +9,9 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -18,6 +20,7 @@ from gateway.text_stream import TextStream
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 _REFUSAL_CHARS = 200
+MAX_POWER = 1_000
 
 
 class TemplateRefused(Exception):
@@ -110,11 +113,31 @@ def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's, which bounds ranges, with bounds on the two signs that fill a memory at once."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and max(abs(left), abs(right)) > MAX_POWER:
+            raise SecurityError(f"powers are of numbers up to {MAX_POWER}")
+        if (
+            operator == "*"
+            and max(_repeated(left, right), _repeated(right, left)) > MAX_RENDERED_CHARS
+        ):
+            raise SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(items: Any, times: Any) -> int:
+    """The length of a text or a list that is repeated; 0 where nothing is."""
+    is_repetition = isinstance(items, str | bytes | list | tuple) and isinstance(times, int)
+    return len(items) * times if is_repetition else 0
+
+
 def _environment() -> jinja2.Environment:
     """The environment that chat templates are written for (transformers' conventions)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
