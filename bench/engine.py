@@ -86,7 +86,7 @@ def run_workload(
         now_s = clock_s() - start_s
         while coming and workload.requests[coming[-1]].arrival_s <= now_s:
             number = coming.pop()
-            engine.add(_request(number, workload.requests[number]))
+            engine.add(make_request(number, workload.requests[number]))
         next_s = workload.requests[coming[-1]].arrival_s + start_s if coming else math.inf
         wake_s = engine.next_wake_s()
         rest_s = min(next_s, math.inf if wake_s is None else wake_s) - clock_s()
@@ -124,7 +124,8 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _request(number: int, asked: WorkloadRequest) -> Request:
+def make_request(number: int, asked: WorkloadRequest) -> Request:
+    """A greedy job of the workload; its id is its number."""
     return Request(
         job_id=str(number),
         epoch=1,

@@ -36,7 +36,7 @@ from workers.model.surgery.surgeon import operate
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 
-__all__ = ["LoadedModel", "ModelRefused", "load_model"]
+__all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
 
 DEFAULT_BLOCK_SIZE = 16
 # For models without a limit of their own, where the operator sets none.
@@ -103,6 +103,23 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     runner = _runner(loaded, progress)
     vocab_size = int(config.get_text_config().vocab_size)
     return LoadedModel(runner, runner.max_model_len, vocab_size, eos_ids, tokenizer)
+
+
+def wrap_decoder(
+    decoder: nn.Module,
+    config: PretrainedConfig,
+    device: torch.device,
+    options: EngineOptions,
+    progress: Callable[[str], None],
+    *,
+    max_model_len: int,
+) -> ModelRunner | AheadRunner | SequentialRunner:
+    """What `load_model` makes of a decoder, for one that comes from no folder. Its attention must
+    be ours already. Raises ModelRefused.
+    """
+    dtype = next(decoder.parameters()).dtype
+    loaded = _Loaded(decoder, config, device, dtype, options, max_model_len, frozenset())
+    return _runner(loaded, progress)
 
 
 def _runner(

@@ -92,6 +92,11 @@ class StepGraphs:
         self._is_off = False
 
     @property
+    def num_sizes(self) -> int:
+        """Graphs of one bound, when all are recorded."""
+        return len(self._sizes)
+
+    @property
     def recorded(self) -> list[tuple[int, int]]:
         """(size, bound) of each graph, in the order in which they were recorded."""
         return list(self._graphs)

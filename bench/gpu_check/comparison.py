@@ -1,0 +1,119 @@
+"""The engine beside transformers' own continuous batching, and its three strategies under load."""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from bench.engine import run_workload
+from bench.gpu_check.machine import Machine
+from bench.gpu_check.served import Served, closed_workload, random_prompts
+from bench.gpu_check.shapes import Shape, random_decoder
+from bench.summary import percentile
+from bench.workloads import Workload, WorkloadRequest
+from workers.batching import StrategyName
+
+STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Output tokens a second of one workload, all at once."""
+
+    num_requests: int
+    ours: float
+    transformers: float | None  # None where it did not run here
+    reason: str = ""
+
+
+def time_ours(served: Served, num_requests: int, context: int, num_output: int) -> float:
+    """Output tokens a second of the second of two runs."""
+    workload = closed_workload(served, num_requests, context, num_output)
+    for _ in range(2):
+        run = run_workload(served.engine(), workload)
+    return run.output_tokens_per_s
+
+
+def time_transformers(
+    shape: Shape, machine: Machine, num_requests: int, context: int, num_output: int
+) -> float:
+    """The same workload through `generate_batch`; the second of two runs of one manager."""
+    decoder = random_decoder(shape, machine.dtype, machine.device, "sdpa")
+    prompts = random_prompts(num_requests, context, int(shape.numbers["vocab_size"]))
+    config_class: Any = GenerationConfig
+    config = config_class(
+        max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    arguments: dict[str, Any] = {
+        "inputs": [list(prompt) for prompt in prompts],
+        "generation_config": config,
+        "progress_bar": False,
+        "persistent_manager": True,
+    }
+    if machine.is_tiny:  # on a CPU it would take a cache of gigabytes, and fill it
+        small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+        arguments |= {"warmup": False, "continuous_batching_config": small}
+    for _ in range(2):
+        machine.wait()
+        start_s = time.perf_counter()
+        outputs = decoder.generate_batch(**arguments)
+        wall_s = time.perf_counter() - start_s
+    decoder.destroy_cached_continuous_batching_manager()
+    return sum(len(output.generated_tokens) for output in outputs.values()) / wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One strategy at one arrival rate. Latencies in seconds from arrival to the last token."""
+
+    strategy: str
+    requests_per_s: float
+    num_requests: int
+    output_tokens_per_s: float
+    p50_s: float | None
+    p99_s: float | None
+
+
+def time_strategies(
+    served: Served, rates: tuple[float, ...], duration_s: float, seed: int = 0
+) -> list[Loaded]:
+    """Every strategy gets the same requests at the same times: Poisson arrivals, outputs from 16
+    to 256 tokens, log-uniform.
+    """
+    found = []
+    for rate in rates:
+        workload = _open_workload(served, rate, duration_s, seed)
+        for strategy in STRATEGIES:
+            run = run_workload(served.engine(strategy), workload)
+            latencies_s = [timeline.e2e_s for timeline in run.timelines]
+            found.append(
+                Loaded(
+                    strategy,
+                    rate,
+                    len(workload.requests),
+                    run.output_tokens_per_s,
+                    percentile(latencies_s, 0.5),
+                    percentile(latencies_s, 0.99),
+                )
+            )
+    return found
+
+
+def _open_workload(served: Served, rate: float, duration_s: float, seed: int) -> Workload:
+    generator = random.Random(seed)
+    context, least, most = (10, 2, 6) if served.machine.is_tiny else (256, 16, 256)
+    arrivals_s: list[float] = []
+    now_s = generator.expovariate(rate)
+    while now_s < duration_s or not arrivals_s:
+        arrivals_s.append(now_s)
+        now_s += generator.expovariate(rate)
+    prompts = random_prompts(len(arrivals_s), context, served.vocab_size)
+    lengths = [round(least * (most / least) ** generator.random()) for _ in arrivals_s]
+    return Workload(
+        tuple(
+            WorkloadRequest(prompt, length, arrival_s)
+            for prompt, length, arrival_s in zip(prompts, lengths, arrivals_s, strict=True)
+        )
+    )

@@ -1,0 +1,80 @@
+"""The device, its clock, and what it can do at best: bytes and operations a second, measured."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the check runs. `is_tiny`: every line of it, on sizes that a CPU is quick with."""
+
+    device: torch.device
+    is_tiny: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.is_tiny else torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return platform.processor() or platform.machine()
+
+    def versions(self) -> dict[str, str]:
+        import triton
+
+        return {
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, compute: Callable[[], object], repeats: int = _REPEATS) -> float:
+        """Of one call on the device, of several in a row, after one that is not counted."""
+        compute()
+        self.wait()
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            compute()
+        self.wait()
+        return (time.perf_counter() - start_s) / repeats
+
+    def free_bytes(self) -> int:
+        """Memory that is left for a KV cache."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """Bytes a second, read and written, of a copy; operations a second of a matrix product."""
+
+    bytes_per_s: float
+    flops: float
+
+
+def measure_roofs(machine: Machine) -> Roofs:
+    """With random data: zeros are faster than any model."""
+    num_bytes, side = (2**20, 256) if machine.is_tiny else (4 * 2**30, 8192)
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    copy_s = machine.seconds(lambda: target.copy_(source))
+    a, b = torch.randn(2, side, side, device=machine.device).to(machine.dtype)
+    product_s = machine.seconds(lambda: a @ b)
+    return Roofs(2 * num_bytes / copy_s, 2 * side**3 / product_s)

@@ -1,0 +1,91 @@
+"""The shapes that are measured, and decoders of random weights of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from workers.model.attention.interface import ATTENTION_NAME, register_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A family's class of configuration with the numbers of one model."""
+
+    name: str
+    config_class: type[PretrainedConfig]
+    numbers: dict[str, Any]
+
+    def config(self) -> PretrainedConfig:
+        return self.config_class(**self.numbers)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, inner: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": tied,
+    }
+
+
+QWEN3_8B = Shape("Qwen3-8B", Qwen3Config, _qwen3(36, 4096, 32, 12_288, tied=False))
+QWEN3_06B = Shape("Qwen3-0.6B", Qwen3Config, _qwen3(28, 1024, 16, 3072, tied=True))
+LLAMA2_7B = Shape(
+    "Llama-2-7B",
+    LlamaConfig,
+    {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11_008,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 4096,
+    },
+)
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+TINY_QWEN3 = Shape("tiny Qwen3", Qwen3Config, TINY)
+TINY_LLAMA = Shape("tiny Llama", LlamaConfig, TINY)
+
+
+def random_decoder(
+    shape: Shape, dtype: torch.dtype, device: torch.device, attention: str = ATTENTION_NAME
+) -> Any:
+    """A PreTrainedModel made on the device itself: no weight passes through the host.
+
+    Matrices are drawn so that activations keep their size through the layers.
+    """
+    register_attention()
+    torch.manual_seed(0)
+    auto_class: Any = AutoModelForCausalLM
+    with torch.device(device):
+        decoder = auto_class.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=1.0 if "embed" in name else parameter.shape[1] ** -0.5)
+    return decoder.eval().requires_grad_(False)
+
+
+def weight_bytes(decoder: Any) -> int:
+    """What one decoding step must read: all but the rows of the input's embedding."""
+    embedding = decoder.get_input_embeddings().weight
+    is_tied = decoder.get_output_embeddings().weight is embedding
+    num_bytes: int = sum(p.nbytes for p in decoder.parameters())
+    return num_bytes if is_tied else num_bytes - int(embedding.nbytes)

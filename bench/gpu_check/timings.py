@@ -1,0 +1,101 @@
+"""How fast a served shape decodes and takes prompts in, beside what the device can do at best."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from bench.engine import make_request, run_workload
+from bench.gpu_check.machine import Roofs
+from bench.gpu_check.served import Served, closed_workload
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Streams that all decode. Shares are of the measured roofs; None: their KV does not fit."""
+
+    num_streams: int
+    step_s: float | None
+    tokens_per_s: float | None
+    bandwidth_share: float | None
+    flops_share: float | None
+    host_gap_share: float | None  # of the step's time, in which the device waits for the host
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    num_tokens: int
+    tokens_per_s: float
+    flops_share: float
+
+
+def time_decoding(
+    served: Served, roofs: Roofs, num_streams: int, context: int, num_steps: int
+) -> Decoding:
+    """Through the engine, from prompts of `context` tokens on; the first steps are not counted."""
+    num_warm_up = _num_graphs(served) + 4
+    length = context + num_warm_up + num_steps + 2
+    if num_streams * (length + served.runner.block_size) > _num_slots(served):
+        return Decoding(num_streams, None, None, None, None, None)
+    engine = served.engine(num_streams=num_streams)
+    workload = closed_workload(served, num_streams, context, length - context)
+    for number, request in enumerate(workload.requests):
+        engine.add(make_request(number, request))
+    while engine.step().num_decode_tokens < num_streams:
+        pass
+    for _ in range(num_warm_up):
+        engine.step()
+    served.machine.wait()
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        report = engine.step()
+        assert report.num_decode_tokens == num_streams
+    step_s = (time.perf_counter() - start_s) / num_steps
+    device_s = _device_step_s(served, num_streams, length)
+    for number in range(num_streams):
+        engine.stop_job(str(number), 1)
+    kv_bytes = num_streams * context * served.kv_bytes_per_token
+    return Decoding(
+        num_streams,
+        step_s,
+        num_streams / step_s,
+        (served.num_weight_bytes + kv_bytes) / step_s / roofs.bytes_per_s,
+        2 * served.num_parameters * num_streams / step_s / roofs.flops,
+        max(0.0, 1 - device_s / step_s),
+    )
+
+
+@torch.inference_mode()
+def _device_step_s(served: Served, num_streams: int, longest: int) -> float:
+    """The same step on the device alone, started again and again without the host's bookkeeping.
+
+    It writes the KV of the last step's rows once more, which are not needed any longer.
+    """
+    decoder = served.ahead.decoder
+    return served.machine.seconds(lambda: decoder.logits(num_streams, longest).argmax(-1))
+
+
+def _num_graphs(served: Served) -> int:
+    """Steps until every graph is recorded: one between two steps."""
+    graphs = served.ahead.decoder.graphs
+    return 0 if graphs is None else graphs.num_sizes
+
+
+def _num_slots(served: Served) -> int:
+    return served.runner.num_blocks * served.runner.block_size
+
+
+def time_prefill(served: Served, roofs: Roofs, num_tokens: int) -> Prefill:
+    """Prompts of that many tokens together, in one step each time; the median of three."""
+    context = min(num_tokens, 2048, served.runner.max_model_len - 2)
+    num_prompts = max(1, num_tokens // context)
+    engine = served.engine(num_streams=num_prompts)
+    workload = closed_workload(served, num_prompts, context, 1)
+    walls_s = []
+    for _ in range(4):
+        served.machine.wait()
+        walls_s.append(run_workload(engine, workload).wall_s)
+    wall_s = sorted(walls_s[1:])[1]
+    total = num_prompts * context
+    # The head computes the last row of each prompt alone; its share of a product is left in.
+    return Prefill(total, total / wall_s, 2 * served.num_parameters * total / wall_s / roofs.flops)
