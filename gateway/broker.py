@@ -88,7 +88,7 @@ class Broker:
             max_bytes=settings.max_buffer_bytes,
             idle_channel=self.keys.events_channel("none"),
         )
-        self._models: tuple[float, dict[str, ModelCard]] | None = None
+        self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: dict[str, tuple[float, int]] = {}
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._swept_s = 0.0
@@ -270,12 +270,16 @@ class Broker:
         return _Page(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
 
     async def models(self) -> dict[str, ModelCard]:
-        """The published models by name, at most a second old. Raises WireError."""
+        """The published models by name, at most a second old; that there is none is asked again.
+
+        Raises WireError.
+        """
         now_s = time.monotonic()
-        if self._models is None or now_s - self._models[0] > CATALOGUE_TTL_S:
-            cards = await self._call(self._catalogue.models)
-            self._models = (now_s, {card.name: card for card in cards})
-        return self._models[1]
+        asked_s, models = self._models
+        if not models or now_s - asked_s > CATALOGUE_TTL_S:
+            models = {card.name: card for card in await self._call(self._catalogue.models)}
+            self._models = (now_s, models)
+        return models
 
     async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
         """A model's tokenizer; kept by its hash. Raises WireError, KeyError."""

@@ -109,7 +109,8 @@ async def test_a_full_message_holds_the_output(
 async def test_failures_are_tried_again_under_the_same_id(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """Errors, a redirect that is not followed, a broken connection, and then success."""
+    """Errors, a redirect that is not followed, a broken connection, and then success; metrics
+    count each attempt by what came of it."""
     redirect = Answer(307, headers={"location": "/elsewhere"})
     answers = iter([Answer(500), redirect, Answer(0), Answer(404), Answer()])
     async with (
@@ -120,6 +121,8 @@ async def test_failures_are_tried_again_under_the_same_id(
         await receiver.until(lambda: bool(receiver.accepted()))
     assert len({message.id for message in receiver.messages}) == 1
     assert [message.was_accepted for message in receiver.messages] == [False] * 4 + [True]
+    deliveries = (await functions.glance("m", [])).deliveries
+    assert deliveries == {"retry": 4, "delivered": 1}
     assert len({json.dumps(message.body) for message in receiver.messages}) == 1
 
 

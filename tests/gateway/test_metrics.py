@@ -12,7 +12,7 @@ from gateway.metrics import MAX_TENANTS, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
 from telemetry.text import page
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.telemetry.test_exactness import page_of, summed
 from tests.telemetry.test_metrics import samples
 
@@ -162,3 +162,16 @@ async def test_deliveries_are_shown(
     shown = await page_of(http)
     assert summed(shown, "webhook_deliveries_total", outcome="delivered") == 3
     assert summed(shown, "webhook_deliveries_total") == 4
+
+
+async def test_a_look_before_any_model_hides_none_that_comes(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
+) -> None:
+    """A gateway that was scraped while it knew no model takes jobs for the first at once."""
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            assert "batchway_workers{" not in (await http.get("/metrics")).text
+            await publish_model(redis_client, keys)
+            await FakeWorker(functions).beat()
+            body = {"endpoint": "/v1/completions", "body": BODY}
+            assert (await http.post("/v1/jobs", json=body)).status_code == 202
