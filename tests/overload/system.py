@@ -28,7 +28,7 @@ lanes:
     ttft_target_ms: {1000 * TTFT_TARGET_S:.0f}
   standard:
     priority: 1
-    minimum_share: 0.25
+    minimum_share: 0.2
   batch:
     priority: 2
     minimum_share: {BATCH_SHARE}
@@ -37,6 +37,7 @@ LANE_SHARE = 0.5  # of a lane's bound in tokens, that one tenant may hold waitin
 _GATEWAY = {
     "BATCHWAY_LANE_BOUNDS": "interactive=0.2s,standard=3s,standard=2000,batch=2000",
     "BATCHWAY_SYNC_DEADLINE_S": "60",
+    "BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0",  # all callers have the same
 }
 _HASH_MODEL = HashModelOptions(num_blocks=256, step_s=STEP_S)
 _LEASE_S = 10.0  # a busy machine is not the subject here
