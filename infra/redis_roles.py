@@ -90,10 +90,11 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "pool": RedisRole(
             purpose="the pool on AWS: looks at the queue, tells workers to drain",
-            functions="drain",
-            commands=f"{_CONNECTION} exists get hget hgetall hset publish scard time zrangebyscore",
+            functions="drain glance",
+            commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
+            "xinfo|groups xrange zrange zrangebyscore",
             keeps="worker",
-            reads="clock_offset counters own pool workers",
+            reads="active back clock_offset counters deliveries job own pool q totals workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(

@@ -26,6 +26,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.redis_url import redis_url_of
 from infra.aws.ecs_service import EcsService
+from infra.aws.fleet_lines import FleetLines
 from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
 from infra.pool_watch import PoolSight, PoolWatch
 
@@ -55,7 +56,11 @@ class PoolService:
     tell: Callable[[str], object] = print
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
+    fleet: FleetLines = field(init=False)
     healthy_at_s: dict[str, float] = field(default_factory=dict)  # by task, when last seen so
+
+    def __post_init__(self) -> None:
+        self.fleet = FleetLines(self.watch.model)
 
     async def run(self) -> None:
         """Looks for ever; what cannot be reached now is asked again."""
@@ -92,6 +97,9 @@ class PoolService:
             await asyncio.to_thread(self.ecs.resize, decision.num_workers)
         await self._retire(sight, decision.num_to_retire)
         self.tell(self._metrics(sight, decision))
+        glance = await self.functions.glance(self.watch.model, self.watch.lanes)
+        for line in self.fleet.lines(glance):
+            self.tell(line)
         return decision
 
     def _failed_starts_s(self) -> list[float]:

@@ -13,6 +13,7 @@ import redis.asyncio
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.aws.ecs_service import EcsService
+from infra.aws.fleet_lines import spread
 from infra.aws.pool_service import PoolService, build_parser, policy_of
 from infra.pool import PoolPolicy
 from infra.pool_watch import PoolWatch
@@ -74,7 +75,7 @@ async def test_a_job_that_waits_wakes_the_pool(
     assert (first.num_workers, first.reason) == (1, "from zero")
     assert (second.num_workers, second.eta_s) == (1, 300.0)
     assert ecs.num_desired() == 1
-    metrics = json.loads(told[-1])
+    metrics = next(record for record in map(json.loads, reversed(told)) if "Lane" not in record)
     names = [metric["Name"] for metric in metrics["_aws"]["CloudWatchMetrics"][0]["Metrics"]]
     assert set(names) == set(metrics) - {"_aws", "Model"}
     assert metrics["DesiredWorkers"] == 1
@@ -212,3 +213,44 @@ def test_options_become_a_policy() -> None:
         policy_of(build_parser().parse_args([*needed, "--wait-targets=interactive=5,standard=9"]))
     with pytest.raises((argparse.ArgumentTypeError, SystemExit)):
         build_parser().parse_args([*needed, "--wait-targets=interactive"])
+
+
+async def test_what_happens_in_each_lane_is_told_once(
+    service: PoolService, functions: Functions, invoke: Invoke
+) -> None:
+    """What waits, as it is; tokens and ends since the look before; first tokens by bucket."""
+    told: list[str] = []
+    service.tell = told.append
+
+    async def look() -> dict[str, Any]:
+        told.clear()
+        await service.step()
+        records = [json.loads(line) for line in told]
+        return next(record for record in records if record.get("Lane") == "standard")
+
+    worker = FakeWorker(functions)
+    await worker.beat()
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    waiting = await look()
+    assert (waiting["WaitingJobs"], waiting["RunningJobs"], waiting["OutputTokens"]) == (1, 0, 0)
+    await worker.run(await worker.claim())
+    done, later = await look(), await look()
+    assert (done["WaitingJobs"], done["JobsSucceeded"], done["PromptTokens"]) == (0, 1, 2)
+    assert done["OutputTokens"] > 0
+    assert len(done["FirstTokenS"]) == 1
+    assert (later["JobsSucceeded"], later["OutputTokens"]) == (0, 0)
+    assert "FirstTokenS" not in later
+    [about] = done["_aws"]["CloudWatchMetrics"]
+    names = {metric["Name"] for metric in about["Metrics"]}
+    assert names == set(done) - {"_aws", "Model", "Lane"}
+
+
+def test_many_first_tokens_keep_their_proportions() -> None:
+    """CloudWatch takes a hundred values of a metric in a line, and a rare one is not lost."""
+    few = spread([0, 3, 0, 1] + [0] * 13)
+    assert few == [0.01, 0.01, 0.01, 0.05]
+    many = spread([9_000, 900, 0, 1] + [0] * 12 + [99])
+    assert len(many) <= 100
+    assert many.count(0.005) > 7 * many.count(0.01) > 0
+    assert 0.05 in many
+    assert many[-1] == 7200.0

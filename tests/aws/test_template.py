@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from gateway.aws.environment import SECRETS_VARIABLE
 from gateway.settings import GatewaySettings, variable
-from infra.aws import pool_service
+from infra.aws import fleet_lines, pool_service
 from infra.callbacks_command import AWS_VARIABLE, KEY_VARIABLE
 from infra.parser import build_parser
 from infra.redis_roles import REDIS_ROLES, acl_rules
@@ -425,7 +425,10 @@ def test_every_parameter_says_what_it_is() -> None:
 
 
 def test_the_dashboard_is_json() -> None:
-    """CloudWatch takes it as a text, and no linter reads that."""
+    """CloudWatch takes it as a text, and no linter reads that. What it shows of lanes is told."""
     [board] = of_type("AWS::CloudWatch::Dashboard").values()
     body = re.sub(r"\$\{[^}]+\}", "x", board["DashboardBody"]["Fn::Sub"])
-    assert len(json.loads(body)["widgets"]) == 4
+    assert len(json.loads(body)["widgets"]) == 8
+    shown = set(re.findall(r'MetricName=\\"(\w+)', body))
+    assert len(shown) == 4
+    assert shown <= set(fleet_lines.UNITS)

@@ -1,0 +1,84 @@
+"""A model's lanes as lines for CloudWatch, in its embedded format: one for each lane and look.
+
+Counts are what was added since the look before. First tokens come as the upper bounds of the
+buckets that they fell into, so that percentiles are right to a bucket.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from contract.glance import Glance, LaneSight
+from telemetry.metrics import LATENCY_BOUNDS_S
+
+NAMESPACE = "batchway"
+MAX_VALUES = 100  # of one metric in one line
+UNITS = {
+    "WaitingJobs": "Count",
+    "RunningJobs": "Count",
+    "WaitingTokens": "Count",
+    "OldestWaitS": "Seconds",
+    "PromptTokens": "Count",
+    "OutputTokens": "Count",
+    "JobsSucceeded": "Count",
+    "JobsFailed": "Count",
+    "JobsExpired": "Count",
+    "FirstTokenS": "Seconds",
+}
+
+
+@dataclass(slots=True)
+class FleetLines:
+    """Of one model. The first look tells what is, and nothing of what has been."""
+
+    model: str
+    _told: Mapping[str, int] | None = field(default=None)
+
+    def lines(self, glance: Glance) -> Iterator[str]:
+        before = glance.totals if self._told is None else self._told
+        gained = {f: max(0, value - before.get(f, 0)) for f, value in glance.totals.items()}
+        self._told = glance.totals
+        for lane, sight in glance.lanes.items():
+            yield self._line(lane, _values(lane, sight, gained), int(glance.now_s * 1000))
+
+    def _line(self, lane: str, values: dict[str, float | list[float]], at_ms: int) -> str:
+        about = {
+            "Namespace": NAMESPACE,
+            "Dimensions": [["Model", "Lane"]],
+            "Metrics": [{"Name": name, "Unit": UNITS[name]} for name in values],
+        }
+        stamp = {"Timestamp": at_ms, "CloudWatchMetrics": [about]}
+        return json.dumps({"_aws": stamp, "Model": self.model, "Lane": lane, **values})
+
+
+def _values(
+    lane: str, sight: LaneSight, gained: Mapping[str, int]
+) -> dict[str, float | list[float]]:
+    values: dict[str, float | list[float]] = {
+        "WaitingJobs": sight.num_queued,
+        "RunningJobs": sight.num_running,
+        "WaitingTokens": sight.queued_tokens,
+        "OldestWaitS": round(sight.oldest_wait_s, 3),
+        "PromptTokens": gained.get(f"prompt_tokens_total:{lane}", 0),
+        "OutputTokens": gained.get(f"generation_tokens_total:{lane}", 0),
+    }
+    for status in ("succeeded", "failed", "expired"):
+        name = f"Jobs{status.capitalize()}"
+        values[name] = gained.get(f"requests_total:{lane}:{status}", 0)
+    series = f"time_to_first_token_seconds:{lane}"
+    counts = [gained.get(f"{series}:{i}", 0) for i in range(1, len(LATENCY_BOUNDS_S) + 2)]
+    if first_tokens := spread(counts):
+        values["FirstTokenS"] = first_tokens
+    return values
+
+
+def spread(counts: list[int]) -> list[float]:
+    """The bounds of the buckets, each as often as it was met; where that is too often, in
+    proportion, and every bucket that was met at least once."""
+    total = sum(counts)
+    room = MAX_VALUES - len(counts)
+    values: list[float] = []
+    for bound, count in zip((*LATENCY_BOUNDS_S, LATENCY_BOUNDS_S[-1]), counts, strict=True):
+        times = count if total <= MAX_VALUES else -(-count * room // total)
+        values += [bound] * times
+    return values
