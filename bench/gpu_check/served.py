@@ -56,6 +56,10 @@ class Served:
     max_streams: int
 
     @property
+    def num_batched_tokens(self) -> int:
+        return _num_batched_tokens(self.machine)
+
+    @property
     def vocab_size(self) -> int:
         return int(self.shape.numbers["vocab_size"])
 
@@ -65,7 +69,7 @@ class Served:
         options = EngineOptions(
             model_path="",
             max_num_seqs=num_streams,
-            max_num_batched_tokens=_num_batched_tokens(self.machine),
+            max_num_batched_tokens=self.num_batched_tokens,
             kv_high_water=1.0,
             prefix_caching=False,
             steps="ahead",

@@ -34,7 +34,9 @@ def time_decoding(
 ) -> Decoding:
     """Through the engine, from prompts of `context` tokens on; the first steps are not counted."""
     num_warm_up = _num_graphs(served) + 4
-    length = context + num_warm_up + num_steps + 2
+    # Who is let in first decodes while the others' prompts are computed.
+    num_prompt_steps = 4 + 2 * (num_streams * context // served.num_batched_tokens)
+    length = context + num_prompt_steps + num_warm_up + num_steps
     if num_streams * (length + served.runner.block_size) > _num_slots(served):
         return Decoding(num_streams, None, None, None, None, None)
     engine = served.engine(num_streams=num_streams)
@@ -42,7 +44,7 @@ def time_decoding(
     for number, request in enumerate(workload.requests):
         engine.add(make_request(number, request))
     while engine.step().num_decode_tokens < num_streams:
-        pass
+        assert engine.has_work, "the first streams ended before the last one began"
     for _ in range(num_warm_up):
         engine.step()
     served.machine.wait()

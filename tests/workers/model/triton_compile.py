@@ -17,6 +17,7 @@ from triton.runtime import JITFunction, driver
 
 from tests.workers.model.test_triton_attention import Case, random_tensors
 from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.rows import RowsStep
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.kernels import TritonKernels
 
@@ -61,13 +62,17 @@ def compile_all(capability: int) -> dict[str, list[int]]:
 
 
 def _attend(dtype: torch.dtype, dim: int, flags: AttentionFlags) -> None:
-    """Single tokens with and without splits, and a chunk."""
+    """Single tokens with and without splits, a chunk, and tables that lie on the device."""
     for chunks in ([(9, 1)], [(600, 1)], [(0, 40)]):
         case = Case(chunks, (8, 2), (dim, dim), flags, dtype)
         slots = np.arange(chunks[0][0] + chunks[0][1], dtype=np.int64)
         span = Span(0, chunks[0][1], chunks[0][0], slots)
         prepared = TritonAttention(BLOCK_SIZE).prepare([span], CPU)
         prepared.attend(*random_tensors(case), flags)
+    rows = torch.tensor([0, 1])
+    step = RowsStep(rows, torch.tensor([9, 700]), torch.zeros(2, 64).long()[:, 8:], 800, BLOCK_SIZE)
+    case = Case([(9, 1), (700, 1)], (8, 2), (dim, dim), flags, dtype)
+    TritonAttention(BLOCK_SIZE).prepare_rows(step).attend(*random_tensors(case), flags)
 
 
 def _compute_beside(kernels: TritonKernels, dtype: torch.dtype) -> None:
