@@ -71,7 +71,9 @@ def bind(
             "create`, set BATCHWAY_API_KEY, or bind to 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named, for asyncio sets TCP_NODELAY only where it is: without it the second
+    # write of an answer waits up to 40 ms for the caller's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
