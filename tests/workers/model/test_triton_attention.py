@@ -191,6 +191,7 @@ def test_a_model_gives_the_same_tokens_by_triton(family: str, fused: bool, tmp_p
     folder = save_tiny_model(family, tmp_path)
     outputs: list[list[list[int]]] = []
     said: list[str] = []
+    has_stack: list[bool] = []
     for attention in ("triton", "torch"):
         options = EngineOptions(
             model_path=str(folder),
@@ -201,11 +202,13 @@ def test_a_model_gives_the_same_tokens_by_triton(family: str, fused: bool, tmp_p
             fused=fused and attention == "triton",
         )
         model = paged(load_model(options, said.append))
+        has_stack.append(model.stack is not None)
         sequences = [make_sequence(p, max_tokens=6) for p in make_prompts([20, 5], VOCAB_SIZE)]
         outputs.append(run_to_end(model, sequences, chunk_tokens=9))
 
     assert outputs[0] == outputs[1]
     merges = family in ("llama", "qwen3", "gemma2")
+    assert has_stack == [fused and family in ("llama", "qwen3"), False]
     assert any("attention layers, " in text for text in said) == (fused and merges)
     assert any("unfused" in text for text in said) == (fused and not merges)
 

@@ -86,7 +86,9 @@ def stack_of(decoder: Any, num_positions: int) -> Stack | None:
     None elsewhere. Whether the forward does more than these modules, a comparison must show.
     """
     if not (
-        _has_just(decoder, {"model": nn.Module, "lm_head": (PackedLinear, PlainLinear)})
+        _has_just(decoder, {"model": nn.Module, "lm_head": (PackedLinear, PlainLinear, nn.Linear)})
+        and not decoder.lm_head._forward_hooks
+        and not decoder.lm_head._forward_pre_hooks
         and _has_just(
             decoder.model,
             {
