@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 
 from bench.engine import RequestFailed, run_workload, warm_up
+from bench.progress import progress_line
 from bench.summary import summarise, tables, write_json
 from bench.workloads import BadWorkload, read_workload
 from workers.batching import StrategyOptions
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         engine = build_engine(loaded.model, loaded.vocab_size, engine_options)
         lengths = [len(r.prompt_token_ids) for r in workload.requests[:_NUM_WARM_UP]]
         warm_up(engine, lengths, loaded.vocab_size)
-        summary = summarise(run_workload(engine, workload, progress=_progress_line()))
+        summary = summarise(run_workload(engine, workload, progress=progress_line("tokens")))
     except (BadWorkload, ModelRefused, RequestFailed, RequestRefused) as exc:
         print(f"batchway bench engine: {exc}", file=sys.stderr)
         return 1
@@ -43,15 +43,3 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(summary, options.json)
     return 0
-
-
-def _progress_line() -> Callable[[int, int], None]:
-    """A line that counts tokens, where a person looks on."""
-    if not sys.stderr.isatty():
-        return lambda num_done, num_all: None
-
-    def show(num_done: int, num_all: int) -> None:
-        end = "\n" if num_done == num_all else ""
-        print(f"\r{num_done} of {num_all} tokens", end=end, file=sys.stderr, flush=True)
-
-    return show

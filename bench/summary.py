@@ -17,10 +17,11 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99 and the largest."""
+    """p50, p99, p99.9 and the largest."""
     return {
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),
+        "p99.9": percentile(values, 0.999),
         "max": max(values, default=None),
     }
 

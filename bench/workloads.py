@@ -6,6 +6,7 @@ every request is greedy and ignores the end token, so that its output length is 
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -56,13 +57,25 @@ def read_workload(path: Path) -> Workload:
     return workload
 
 
+def draw_request(
+    generator: random.Random,
+    vocab_size: int,
+    num_prompt: int,
+    max_tokens: int,
+    arrival_s: float = 0.0,
+) -> WorkloadRequest:
+    """A prompt of random tokens; the first four ids of a vocabulary are often special."""
+    ids = tuple(generator.randrange(4, vocab_size) for _ in range(num_prompt))
+    return WorkloadRequest(ids, max_tokens, arrival_s)
+
+
 def log_uniform_workload(
     num_requests: int,
     vocab_size: int,
     *,
     prompt_tokens: tuple[int, int] = (16, 512),
     output_tokens: tuple[int, int] = (8, 256),
-    seed: int = 0,
+    seed: int | str = 0,
 ) -> Workload:
     """Requests that all come at once, with lengths log-uniform within the given bounds."""
     generator = random.Random(seed)
@@ -73,6 +86,15 @@ def log_uniform_workload(
     requests = []
     for _ in range(num_requests):
         num_prompt, num_output = length(*prompt_tokens), length(*output_tokens)
-        ids = tuple(generator.randrange(4, vocab_size) for _ in range(num_prompt))
-        requests.append(WorkloadRequest(ids, num_output))
+        requests.append(draw_request(generator, vocab_size, num_prompt, num_output))
     return Workload(tuple(requests))
+
+
+def arriving(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
+    """The same requests at other times."""
+    return Workload(
+        tuple(
+            WorkloadRequest(request.prompt_token_ids, request.max_tokens, arrival_s)
+            for request, arrival_s in zip(workload.requests, arrivals_s, strict=True)
+        )
+    )

@@ -4,6 +4,7 @@ import argparse
 import importlib
 from pathlib import Path
 
+from infra.bench_serve_options import add_serve_options
 from infra.option_values import integer
 
 
@@ -57,6 +58,16 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--torch-only", action="store_true", help="no merged modules, no kernels of our own"
     )
     engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    add_serve_options(
+        benches.add_parser(
+            "serve",
+            help="put load on a server over HTTP: this one, or any with OpenAI's completions",
+            description="Sends requests by arrival times (--rate, --trace or those of a workload: "
+            "an open loop), or from so many callers one after another (a closed loop), and tells "
+            "throughput and latencies apart. The variable BATCHWAY_API_KEY, else OPENAI_API_KEY, "
+            "is the key. Exit status 1 where no request succeeded.",
+        )
+    )
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -210,7 +210,7 @@ def _keys(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    check_extra("worker")
+    check_extra("bench" if options.bench == "serve" else "worker")
     return run_bench(options)
 
 

@@ -46,6 +46,34 @@ def number(*, may_be_zero: bool) -> Callable[[str], float]:
     return parse
 
 
+def share(raw: str) -> float:
+    """A number from 0 to 1."""
+    value = number(may_be_zero=True)(raw)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1, not {raw!r}")
+    return value
+
+
+def lengths(raw: str) -> tuple[int, int]:
+    """`N`, or `LOW:HIGH`: bounds of a length in tokens."""
+    parts = raw.split(":")
+    try:
+        low, high = int(parts[0]), int(parts[-1])
+    except ValueError:
+        low, high = 0, 0
+    if len(parts) > 2 or not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(
+            f"must be N or LOW:HIGH, integers of at least 1, not {raw!r}"
+        )
+    return low, high
+
+
+def http_url(raw: str) -> str:
+    if urlsplit(raw).scheme not in ("http", "https") or not urlsplit(raw).hostname:
+        raise argparse.ArgumentTypeError(f"must begin with http:// or https://, not {raw!r}")
+    return raw
+
+
 def redis_url(raw: str) -> str:
     """A URL that redis-py understands. It may hold a password: never quoted back."""
     if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):

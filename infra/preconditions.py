@@ -17,6 +17,7 @@ _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
     "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
+    "bench": ("httpx", "matplotlib"),
     "top": ("prometheus_client", "rich"),
 }
 

@@ -1,0 +1,68 @@
+"""When requests come: seconds from the start of a run. Knows nothing of what they ask for."""
+
+import csv
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Process = Literal["poisson", "gamma", "constant"]
+
+
+def draw_arrivals(
+    num_requests: int, rate_per_s: float, process: Process, burstiness: float, seed: str
+) -> list[float]:
+    """Of an open loop; the first request comes after a gap too.
+
+    `burstiness` is the shape of the gamma distribution that gaps are drawn from: 1 is Poisson,
+    less comes in bursts, more comes evenly.
+    """
+    rng = random.Random(seed)
+    shape = 1.0 if process == "poisson" else burstiness
+    arrivals, now_s = [], 0.0
+    for _ in range(num_requests):
+        is_even = process == "constant"
+        now_s += 1 / rate_per_s if is_even else rng.gammavariate(shape, 1 / (rate_per_s * shape))
+        arrivals.append(now_s)
+    return arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One line of a trace: when, how much to read, how much to write."""
+
+    arrival_s: float
+    prompt_tokens: int
+    max_tokens: int
+
+
+class BadTrace(ValueError):
+    """A trace file that says nothing that could be played. The message is one sentence."""
+
+
+def read_trace(path: Path) -> list[TraceEntry]:
+    """CSV with the heading arrival_s,prompt_tokens,max_tokens. Raises BadTrace, naming the line."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+        raise BadTrace(f"{path} cannot be read: {exc}") from exc
+    entries = [_entry(path, number, row) for number, row in enumerate(rows, 2)]
+    if not entries:
+        raise BadTrace(f"{path} has no requests")
+    return sorted(entries, key=lambda entry: entry.arrival_s)
+
+
+def _entry(path: Path, line: int, row: dict[str, str]) -> TraceEntry:
+    try:
+        entry = TraceEntry(
+            float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["max_tokens"])
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise BadTrace(
+            f"{path}, line {line}: wants the columns arrival_s, prompt_tokens and max_tokens, "
+            "all numbers"
+        ) from exc
+    if not 0 <= entry.arrival_s < float("inf") or entry.prompt_tokens < 1 or entry.max_tokens < 1:
+        raise BadTrace(f"{path}, line {line}: at least 0 seconds, 1 token of prompt, 1 of output")
+    return entry
