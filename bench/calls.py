@@ -3,7 +3,7 @@
 import enum
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ class _Stream:
         else:
             call.outcome, call.reason = Outcome.FAILED, "ended early"
 
-    def _note(self, choices: list[dict[str, Any]]) -> None:
+    def _note(self, choices: Sequence[Mapping[str, Any]]) -> None:
         for choice in choices:
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             token_ids = choice.get("token_ids")

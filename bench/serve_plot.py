@@ -24,7 +24,7 @@ def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10.5), layout="constrained")
-    parts = figure.subfigures(3, 1)
+    parts: Any = figure.subfigures(3, 1)
     _draw_curves(parts[0].subplots(1, 3), summaries)
     _draw_distributions(parts[1].subplots(1, 3), runs, summaries)
     shown = _timelines(len(runs))

@@ -12,6 +12,10 @@ from bench.load import LoadRun
 from bench.summary import spread
 from infra.tables import table
 
+_RATES = (
+    *("wall s", "requests/s", "output tokens/s", "prompt tokens/s"),
+    *("within SLO", "goodput requests/s"),
+)
 _COLUMNS = ("p50", "p99", "p99.9", "max")
 _LATENCIES = {
     "ttft_s": "first token, from arrival",
@@ -78,15 +82,16 @@ def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
     """What became of the requests, then throughput, then latencies: never in one table."""
     names = [load_name(found) for found in summaries]
     heads = ("load", "requests", *(str(o) for o in Outcome))
-    counts = [heads] + [
+    counts: list[Sequence[str]] = [heads]
+    counts += [
         (name, str(found["num_requests"]), *(str(found[f"num_{o}"]) for o in Outcome))
         for name, found in zip(names, summaries, strict=True)
     ]
-    rates = [("load", "wall s", "requests/s", "output tokens/s", "prompt tokens/s", *_GOODPUT)]
+    rates: list[Sequence[str]] = [("load", *_RATES)]
     rates += [(name, *_rates(found)) for name, found in zip(names, summaries, strict=True)]
     parts = [table(counts), table(rates)]
     for name, found in zip(names, summaries, strict=True):
-        rows = [(f"{name}: latency, ms", *_COLUMNS)]
+        rows: list[Sequence[str]] = [(f"{name}: latency, ms", *_COLUMNS)]
         rows += [(text, *_cells(found[key])) for key, text in _LATENCIES.items()]
         if found["is_open"]:
             rows.append(("sent later than due", *_cells(found["sent_late_s"])))
@@ -95,9 +100,6 @@ def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
             shown = [(reason, str(num)) for reason, num in found["reasons"].items()]
             parts.append(table([(f"{name}: not answered because", "requests"), *shown]))
     return "\n\n".join(parts)
-
-
-_GOODPUT = ("within SLO", "goodput requests/s")
 
 
 def load_name(found: dict[str, Any]) -> str:

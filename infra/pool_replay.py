@@ -207,8 +207,8 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     fixed = [one for one in outcomes if one.name.startswith("fixed")]
     hours, missed = _points(fixed)
     axes.plot(hours, missed, "o-", color="tab:grey")
-    for one, *point in zip(fixed, hours, missed, strict=True):
-        axes.annotate(one.name, point, textcoords="offset points", xytext=(4, 5), fontsize=8)
+    for one, x, y in zip(fixed, hours, missed, strict=True):
+        axes.annotate(one.name, (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8)
     markers = "os^vD*PX"
     for number, one in enumerate(one for one in outcomes if one not in fixed):
         axes.plot(*_points([one]), markers[number % len(markers)], label=one.name)
