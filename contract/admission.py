@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from contract.calls import Submission, WorkerCapacity
+from contract.calls import Submission
 from contract.errors import ErrorCode
+from contract.pools import LaneRates, Pool, drain_ms
 from contract.promises import FIRST_COMERS, Line, Promises
 from contract.refusals import UNKNOWN_MS
 
-WORKER_TTL_MS = 15_000
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs seen before their length says anything
 
@@ -105,48 +105,18 @@ class Load:
     done_tokens: int = 0
 
 
-@dataclass(slots=True)
-class Pool:
-    """The workers of a model: what one of them does and holds on average, and how many live."""
-
-    means: dict[str, float] = field(default_factory=dict)
-    lanes: tuple[str, ...] = ()
-    num_live: int = 0
-
-    def measure(self, live: Sequence[WorkerCapacity]) -> None:
-        """The mean of what those that live and know say; nothing is forgotten for want of one."""
-        for name in ("tokens_per_s", "stream_tokens_per_s", "max_tokens", "max_jobs"):
-            known = [value for worker in live if (value := getattr(worker, name)) > 0]
-            if known:
-                self.means[name] = sum(known) / len(known)
-
-    def mean(self, name: str) -> float:
-        return self.means.get(name, 0.0)
-
-    def drain_ms(self, num_tokens: float) -> int:
-        """Until so many are drained, by the first worker where it has yet to come."""
-        rate = self.mean("tokens_per_s") * max(1, self.num_live)
-        return math.ceil(num_tokens * 1000 / rate) if rate else UNKNOWN_MS
-
-    def service_ms(self, num_output: int, num_choices: int) -> int:
-        """How long a job runs; 0 where unknown, so that nothing is refused for it."""
-        rate = self.mean("stream_tokens_per_s")
-        return math.ceil(num_output * 1000 / num_choices / rate) if rate else 0
-
-    def knows(self, lane: str) -> bool:
-        return not self.lanes or lane in self.lanes
-
-
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """What goes before a job, and what its lane and the workers hold."""
 
     jobs: int
     tokens: int
+    own_tokens: int  # of them, in its own lane
     lane_tokens: int
     running_jobs: int
     running_tokens: int
     rest_tokens: int
+    rates: LaneRates
 
     @classmethod
     def of(
@@ -162,6 +132,7 @@ class Ahead:
         mine = loads.get(lane, Load())
         before = pool.lanes[: pool.lanes.index(lane)] if lane in pool.lanes else ()
         counted = pool.lanes if lane in pool.lanes else (lane,)
+        after = [name for name in counted if name not in (lane, *before)]
         higher = [loads.get(name, Load()) for name in before]
         running = [loads.get(name, Load()) for name in counted]
         jobs = max(0, min(own[0] * max(1, num_tenants), mine.queued_jobs - itself[0]))
@@ -169,16 +140,21 @@ class Ahead:
         return cls(
             jobs=jobs + sum(load.queued_jobs for load in higher),
             tokens=tokens + sum(load.queued_tokens for load in higher),
+            own_tokens=tokens,
             lane_tokens=mine.queued_tokens,
             running_jobs=sum(load.running_jobs for load in running),
             running_tokens=sum(load.running_tokens for load in running),
             rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
+            rates=pool.count_on(
+                lane, before, [name for name in after if loads.get(name, Load()).queued_jobs]
+            ),
         )
 
 
 def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     """Until a job starts: at once where workers have room; else when what is ahead has been taken
-    and one of the running jobs has ended."""
+    and one of the running jobs has ended: at what is left for its lane, or at its lane's share,
+    which waits for no other."""
     num_before = ahead.jobs + ahead.running_jobs
     max_jobs = pool.mean("max_jobs") * pool.num_live
     max_tokens = pool.mean("max_tokens") * pool.num_live
@@ -188,9 +164,11 @@ def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     if pool.num_live == 0 and num_before == 0:
         return cold_ms
     rest = ahead.rest_tokens / ahead.running_jobs if ahead.running_jobs else 0
-    wait = pool.drain_ms(ahead.tokens + rest)
+    wait = drain_ms(ahead.rates.left, ahead.tokens + rest)
     if wait == UNKNOWN_MS:
         return UNKNOWN_MS
+    if ahead.rates.own > 0:
+        wait = min(wait, drain_ms(ahead.rates.own, ahead.own_tokens + rest))
     return wait + (cold_ms if pool.num_live == 0 else 0)
 
 
@@ -239,7 +217,7 @@ class Candidate:
     def refusal(self, promises: Promises) -> Refusal | None:
         """Why it may not come in, and when, after those who were told before; None where it may."""
         refused = self._refusal()
-        gap_ms = self.pool.drain_ms(FIRST_COMERS * self.cost)
+        gap_ms = drain_ms(self.pool.rate, FIRST_COMERS * self.cost)
         if refused is None or UNKNOWN_MS in (refused.retry_ms, gap_ms) or refused.limit in METERS:
             return refused
         at_ms, after_ms = promises.next(self.line, gap_ms, refused.retry_ms, self.now_ms)
@@ -265,10 +243,12 @@ class Candidate:
                 return self._over(limit, retry_ms if amount <= a_minute else UNKNOWN_MS)
         bound, held = limits.concurrent_tokens, self.tenant.reserved
         if 0 < bound < held + self.cost:
-            return self._over("concurrent_tokens", self._drain_ms(held, bound))
+            return self._over("concurrent_tokens", self._drain_ms(self.pool.rate, held, bound))
         share = limits.lane_share * self.submission.lane_bound_tokens
         if 0 < share < self.line_tokens + self.cost:
-            return self._over("lane_share", self._drain_ms(self.line_tokens, share))
+            return self._over(
+                "lane_share", self._drain_ms(self.ahead.rates.most, self.line_tokens, share)
+            )
         return None
 
     def _over(self, limit: str, retry_ms: int) -> Refusal:
@@ -277,7 +257,8 @@ class Candidate:
     def _lane_refusal(self) -> Refusal | None:
         bound, held = self.submission.lane_bound_tokens, self.ahead.lane_tokens
         if 0 < bound < held + self.cost:
-            return Refusal(ErrorCode.LANE_FULL, "lane_tokens", self._drain_ms(held, bound))
+            retry_ms = self._drain_ms(self.ahead.rates.most, held, bound)
+            return Refusal(ErrorCode.LANE_FULL, "lane_tokens", retry_ms)
         bound_ms = int(self.submission.lane_bound_s * 1000)
         if 0 < bound_ms < self.wait_ms:
             return Refusal(ErrorCode.LANE_FULL, "lane_wait", self.wait_ms - bound_ms)
@@ -291,8 +272,8 @@ class Candidate:
         retry_ms = UNKNOWN_MS if self.service_ms > deadline_ms else late_ms
         return Refusal(ErrorCode.DEADLINE_INFEASIBLE, "", retry_ms)
 
-    def _drain_ms(self, held: int, bound: float) -> int:
+    def _drain_ms(self, rate: float, held: int, bound: float) -> int:
         """Until a bound has room for the job; never where it is too small for it alone."""
         if self.cost > bound:
             return UNKNOWN_MS
-        return self.pool.drain_ms(held + self.cost - bound)
+        return drain_ms(rate, held + self.cost - bound)

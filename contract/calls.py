@@ -124,6 +124,7 @@ class WorkerCapacity:
     max_tokens: int = 0  # of jobs that it holds at once
     max_jobs: int = 0
     lanes: tuple[str, ...] = ()  # most urgent first
+    min_shares: Mapping[str, float] = field(default_factory=dict)  # guaranteed to lanes
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ class Functions:
             int(lease_s * 1000),
             state,
             *says,
-            " ".join(c.lanes),
+            " ".join(_with_share(lane, c.min_shares) for lane in c.lanes),
             msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
@@ -282,3 +282,8 @@ class Functions:
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done; after a restart of Redis it first grants a grace."""
         return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+
+
+def _with_share(lane: str, shares: Mapping[str, float]) -> str:
+    share = shares.get(lane, 0.0)
+    return f"{lane}={share}" if share else lane

@@ -16,6 +16,7 @@ _SHARED = (  # in this order
     "totals",
     "queue",
     "promises",
+    "pools",
     "admission",
     "memory",
 )

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from contract.admission import (
     MIN_LENGTHS,
-    WORKER_TTL_MS,
     Ahead,
     Candidate,
     Lengths,
     Load,
-    Pool,
     Refusal,
     Tenant,
     predicted_output,
@@ -48,6 +46,7 @@ from contract.events import End, LogEntry, LogEvent
 from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.pools import WORKER_TTL_MS, Pool, Use
 from contract.promises import Promises
 from contract.reference_outbox import OutboxReference
 from contract.refusals import (
@@ -331,6 +330,8 @@ class Reference:
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
+            used = self._pools.setdefault(model, Pool()).used.setdefault(found.lane, Use())
+            used.note(found.cost, self.now_ms)
             self._shares_in(model).book(shares, found.lane, found.cost, waiting)
         return claimed
 
@@ -369,7 +370,9 @@ class Reference:
             late_ms = self.now_ms - 6 * lease_ms
             for other in [w for w, (seen_ms, _) in workers.items() if seen_ms <= late_ms]:
                 del workers[other]
-            self._pools.setdefault(model, Pool()).lanes = capacity.lanes
+            pool = self._pools.setdefault(model, Pool())
+            pool.lanes = capacity.lanes
+            pool.shares = {name: capacity.min_shares.get(name, 0.0) for name in pool.lanes}
         self._pools.setdefault(model, Pool()).measure(self._live(model))
         lost = []
         for job_id, epoch in held:
@@ -724,7 +727,7 @@ class Reference:
 
     def _pool(self, model: str) -> Pool:
         pool = self._pools.setdefault(model, Pool())
-        pool.num_live = len(self._live(model))
+        pool.num_live, pool.now_ms = len(self._live(model)), self.now_ms
         return pool
 
     def _loads(self, model: str) -> dict[str, Load]:

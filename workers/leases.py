@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 
 from contract.calls import WorkerCapacity, WorkerState
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
@@ -82,11 +82,13 @@ class LeaseKeeper:
     async def _beat_once(self, ready: Ready) -> None:
         was_published, self._is_published = self._is_published, True
         name = self._settings.served_model_name
-        lanes = tuple(self._settings.lane_shares(self._engine.options))
+        lanes = self._settings.lane_shares(self._engine.options)
         if not was_published:
             try:
                 await self._lane.ensure_library()
-                await self._lane.publish_model(make_card(name, ready, lanes), ready.tokenizer)
+                await self._lane.publish_model(
+                    make_card(name, ready, tuple(lanes)), ready.tokenizer
+                )
             except BrokerFull as exc:  # its functions run all the same, and free memory
                 log.warning("model not published: %s", exc)
                 self._is_published = False
@@ -140,7 +142,7 @@ class LeaseKeeper:
                 case ["drain"]:
                     self._on_order()
 
-    def _capacity(self, lanes: tuple[str, ...]) -> WorkerCapacity:
+    def _capacity(self, lanes: Mapping[str, float]) -> WorkerCapacity:
         holding, speed = self._holding, self._engine.speed
         has_room = holding.room() is not None
         speed.measure(time.monotonic(), holding.num_drained, has_room=has_room)

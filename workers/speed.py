@@ -3,6 +3,8 @@
 Knows counts and seconds; leaves who counts to the supervisor's duties. The clock is passed in.
 """
 
+from collections.abc import Mapping
+
 from contract.calls import WorkerCapacity
 
 _MIN_WINDOW_S = 1.0
@@ -46,8 +48,10 @@ class Speed:
         self._window = now_s, num_drained
         self._had_room = has_room
 
-    def capacity(self, max_tokens: int, max_jobs: int, lanes: tuple[str, ...]) -> WorkerCapacity:
+    def capacity(
+        self, max_tokens: int, max_jobs: int, lane_shares: Mapping[str, float]
+    ) -> WorkerCapacity:
         """What a heartbeat says, with what the worker holds at most."""
         stream_rate = 1 / self._step_s if self._step_s else 0.0
         rates = round(self.tokens_per_s, 3), round(stream_rate, 3)
-        return WorkerCapacity(*rates, max_tokens, max_jobs, lanes)
+        return WorkerCapacity(*rates, max_tokens, max_jobs, tuple(lane_shares), lane_shares)

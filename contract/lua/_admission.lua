@@ -1,30 +1,10 @@
 -- Whether a job may come in, and when it would start. Reads only; contract/admission.py says the
 -- same in Python.
 
-local UNKNOWN = -1
-local WORKER_TTL_MS = 15000  -- a worker unheard of for so long does not count as live
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact, each tenant's own
-local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
 
 local admission = {}
-
--- The fields of a hash as numbers, 0 where there is none.
-local function numbers(key, names)
-  local found = {}
-  for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do
-    found[names[i]] = tonumber(value or 0)
-  end
-  return found
-end
-
--- The workers of a model: how many live, and what one of them does and holds on average.
-function admission.pool(tag, model, now)
-  local pool = numbers(tag .. ':pool:' .. model, POOL)
-  pool.lanes = redis.call('HGET', tag .. ':pool:' .. model, 'lanes') or ''
-  pool.live = redis.call('ZCOUNT', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf')
-  return pool
-end
 
 -- What goes before a job with so many of its own tenant before it: as much of each other tenant
 -- that waits in its lane, and all that waits in the lanes before. Fairness makes it so, nearly.
@@ -32,12 +12,14 @@ end
 function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
   local lane = numbers(tag .. ':counters:' .. job.model .. ':' .. job.lane, LOAD)
   local tenants = math.max(1, redis.call('ZCARD', tag .. ':active:' .. job.model .. ':' .. job.lane))
+  local own = math.max(0, math.min(own_tokens * tenants, lane.queued_tokens - itself * job.cost))
   local ahead = {
     jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
-    tokens = math.max(0, math.min(own_tokens * tenants, lane.queued_tokens - itself * job.cost)),
+    tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
     running_jobs = 0, rest_tokens = 0, running_tokens = 0,
   }
+  local used, kept = 0, 0
   local is_before = string.find(' ' .. pool.lanes .. ' ', ' ' .. job.lane .. ' ', 1, true) ~= nil
   local names = is_before and pool.lanes or job.lane
   for name in string.gmatch(names, '%S+') do
@@ -46,27 +28,21 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     if is_before then
       ahead.jobs = ahead.jobs + load.queued_jobs
       ahead.tokens = ahead.tokens + load.queued_tokens
+      used = used + pool.used[name]
+    elseif name ~= job.lane and load.queued_jobs > 0 then
+      kept = kept + pool.shares[name]
     end
     ahead.running_jobs = ahead.running_jobs + load.running_jobs
     ahead.running_tokens = ahead.running_tokens + load.running_tokens
     ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
   end
+  ahead.rates = pools.count_on(pool, job.lane, used, kept)
   return ahead
 end
 
--- Tokens per second of all workers that live; of the first, where one has yet to come.
-local function drain_rate(pool)
-  return pool.tokens_per_s * math.max(1, pool.live)
-end
-
--- ms until so many tokens are drained.
-local function drain_ms(pool, tokens)
-  if drain_rate(pool) == 0 then return UNKNOWN end
-  return math.ceil(tokens * 1000 / drain_rate(pool))
-end
-
 -- ms until a job starts: at once where the workers have room; else when what is ahead has been
--- taken, and one of the running jobs has ended to make place. UNKNOWN without a measured rate.
+-- taken, and one of the running jobs has ended to make place: at what is left for its lane, or at
+-- its lane's share, which waits for no other. UNKNOWN without a measured rate.
 function admission.wait_ms(pool, ahead, cost, cold_ms)
   local has_room = ahead.jobs + ahead.running_jobs == 0 or (
     ahead.jobs + ahead.running_jobs < pool.max_jobs * pool.live
@@ -74,15 +50,12 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
   if pool.live > 0 and has_room then return 0 end
   if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
   local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
-  local wait = drain_ms(pool, ahead.tokens + rest)
+  local wait = pools.drain_ms(ahead.rates.left, ahead.tokens + rest)
   if wait == UNKNOWN then return UNKNOWN end
+  if ahead.rates.own > 0 then
+    wait = math.min(wait, pools.drain_ms(ahead.rates.own, ahead.own_tokens + rest))
+  end
   return wait + (pool.live == 0 and cold_ms or 0)
-end
-
--- ms that a job runs; 0 where unknown, so that nothing is refused for it.
-function admission.service_ms(pool, output, choices)
-  if pool.stream_tokens_per_s == 0 then return 0 end
-  return math.ceil(output * 1000 / choices / pool.stream_tokens_per_s)
 end
 
 -- What a meter of so many a minute has in it now: it leaks by its limit each minute.
@@ -120,7 +93,7 @@ function admission.rates(tenant, terms)
   return rates
 end
 
-local function tenant_refusal(pool, tenant, line_tokens, cost, terms)
+local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
   if terms.requests_per_min > 0 and tenant.requests + 1 > terms.requests_per_min then
     return 'requests_per_min', meter_ms(tenant.requests, 1, terms.requests_per_min)
   end
@@ -130,19 +103,20 @@ local function tenant_refusal(pool, tenant, line_tokens, cost, terms)
   local concurrent = terms.concurrent_tokens
   if concurrent > 0 and tenant.reserved + cost > concurrent then
     return 'concurrent_tokens',
-      cost > concurrent and UNKNOWN or drain_ms(pool, tenant.reserved + cost - concurrent)
+      cost > concurrent and UNKNOWN or pools.drain_ms(pool.rate, tenant.reserved + cost - concurrent)
   end
   local share = terms.lane_share * terms.lane_tokens
   if share > 0 and line_tokens + cost > share then
-    return 'lane_share', cost > share and UNKNOWN or drain_ms(pool, line_tokens + cost - share)
+    return 'lane_share',
+      cost > share and UNKNOWN or pools.drain_ms(lane_rate, line_tokens + cost - share)
   end
 end
 
-local function lane_refusal(pool, ahead, wait, cost, terms)
+local function lane_refusal(lane_rate, ahead, wait, cost, terms)
   local bound = terms.lane_tokens
   if bound > 0 and ahead.lane_tokens + cost > bound then
     return 'lane_tokens',
-      cost > bound and UNKNOWN or drain_ms(pool, ahead.lane_tokens + cost - bound)
+      cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
   end
   if terms.lane_wait_ms > 0 and wait > terms.lane_wait_ms then
     return 'lane_wait', wait - terms.lane_wait_ms
@@ -157,7 +131,7 @@ end
 -- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused;
 -- `promised` is then the time from which the next of its line may come.
 function admission.weigh(tag, job, terms, now)
-  local pool = admission.pool(tag, job.model, now)
+  local pool = pools.find(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens)
   job.cost = terms.prompt_tokens + output
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
@@ -165,10 +139,11 @@ function admission.weigh(tag, job, terms, now)
   local tenant = admission.tenant(tag, job.tenant, terms, now)
   local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
-  local service = admission.service_ms(pool, output, terms.choices)
+  local service = pools.service_ms(pool, output, terms.choices)
+  local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
   local function refused(reason, limit, retry_ms)
-    local gap_ms = drain_ms(pool, FIRST_COMERS * job.cost)
+    local gap_ms = pools.drain_ms(pool.rate, FIRST_COMERS * job.cost)
     if retry_ms ~= UNKNOWN and gap_ms ~= UNKNOWN and not METERS[limit] then
       local at
       at, found.promised = promises.next(tag, job, gap_ms, retry_ms, now)
@@ -179,9 +154,9 @@ function admission.weigh(tag, job, terms, now)
   end
   if not knows_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
-  local limit, retry_ms = tenant_refusal(pool, tenant, line.tokens, job.cost, terms)
+  local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job.cost, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
-  limit, retry_ms = lane_refusal(pool, ahead, wait, job.cost, terms)
+  limit, retry_ms = lane_refusal(lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end
   local late_ms = wait + service - terms.deadline_ms
   if wait ~= UNKNOWN and late_ms > 0 then

@@ -72,7 +72,8 @@ local function choose(tag, model, lanes, room, skipped)
 end
 
 -- Books tokens handed out in a lane: every lane with work is owed its share of them.
-local function book(tag, model, lanes, name, tokens)
+local function book(tag, model, lanes, name, tokens, now)
+  pools.note_use(tag, model, name, tokens, now)
   for _, lane in ipairs(lanes) do
     if lane.share > 0 then
       local key = tag .. ':owed:' .. model
@@ -102,7 +103,7 @@ local function claim(keys, argv)
     if job then
       room = room - found.cost
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
-      book(tag, model, lanes, lane, found.cost)
+      book(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
     end
   end

@@ -4,7 +4,8 @@
 --       5 what it says of itself (JSON)
 --       6 tokens per second that it drains, 7 that one stream gets (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)
---       10 lanes that it serves, most urgent first, with a space between
+--       10 lanes that it serves, most urgent first, with a space between; `=` and its share behind
+--          one that is guaranteed a share of the tokens
 --       11 what it has counted since it began (msgpack {field of the totals: number}, '': nothing)
 --       then 2 for each job: id, epoch
 -- reply ids of the jobs that are no longer its own
@@ -26,6 +27,17 @@ local function measure_pool(tag, model, now)
   redis.call('PEXPIRE', tag .. ':pool:' .. model, POOL_TTL_MS)
 end
 
+-- Keeps the lanes that a worker says it serves, and their shares.
+local function keep_lanes(tag, model, said)
+  local names, shares = {}, {}
+  for name, share in string.gmatch(said, '([^%s=]+)=?(%S*)') do
+    table.insert(names, name)
+    table.insert(shares, share ~= '' and share or '0')
+  end
+  redis.call('HSET', tag .. ':pool:' .. model, 'lanes', table.concat(names, ' '),
+    'shares', table.concat(shares, ' '))
+end
+
 local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
@@ -44,7 +56,7 @@ local function heartbeat(keys, argv)
       POOL[1], argv[6], POOL[2], argv[7], POOL[3], argv[8], POOL[4], argv[9])
     redis.call('PEXPIRE', worker, 6 * lease_ms)
     redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 6 * lease_ms)
-    redis.call('HSET', tag .. ':pool:' .. model, 'lanes', argv[10])
+    keep_lanes(tag, model, argv[10])
   end
   measure_pool(tag, model, now)
   local lost = {}

@@ -8,7 +8,7 @@
 local function place(tag, id, key)
   local job = load_job(tag, id)
   if job.state ~= 'queued' or not is_in_line(job) then return {} end
-  local pool = admission.pool(tag, job.model, now_ms(tag))
+  local pool = pools.find(tag, job.model, now_ms(tag))
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
   local line = numbers(line_key(tag, job), {'left_jobs', 'left_tokens'})
   local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),

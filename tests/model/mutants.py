@@ -191,6 +191,21 @@ MUTANTS = [
         "is_before = is_before and name ~= job.lane",
         "is_before = false",
     ),
+    Mutant("what others are guaranteed is counted on", "pool.rate * (1 - kept)", "pool.rate"),
+    Mutant(
+        "a lane without work keeps its share from others",
+        "elseif name ~= job.lane and load.queued_jobs > 0 then",
+        "elseif name ~= job.lane then",
+    ),
+    Mutant("urgent lanes are said to need nothing more", "(1 - kept) - used,", "(1 - kept),"),
+    Mutant("use is never over", "if passed > 1 then return 0, 0 end", ""),
+    Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end"),
+    Mutant("a lane's own share is no help", "  if ahead.rates.own > 0 then\n", "  if false then\n"),
+    Mutant(
+        "a lane's bound drains as if it were alone",
+        "pools.drain_ms(lane_rate, ahead.lane_tokens",
+        "pools.drain_ms(ahead.rates.left, ahead.lane_tokens",
+    ),
     Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
     Mutant(
         "the dead count as live",

@@ -238,6 +238,7 @@ class Walk:
             max_tokens=rng.choice([0, 40]),
             max_jobs=rng.choice([0, 3]),
             lanes=LANES[:1] if self._flip(0.1) else LANES,
+            min_shares=rng.choice([{}, {"interactive": 0.3, "standard": 0.45}]),
         )
         state = rng.choices(STATES, (8, 1, 1))[0]
         self._world.heartbeat(rng.choice(WORKERS), state, capacity)

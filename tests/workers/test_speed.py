@@ -7,7 +7,7 @@ from workers.speed import Speed
 
 
 def rate(speed: Speed) -> float:
-    return speed.capacity(0, 0, ()).tokens_per_s
+    return speed.capacity(0, 0, {}).tokens_per_s
 
 
 def test_only_a_full_worker_measures_its_rate() -> None:
@@ -40,9 +40,9 @@ def test_a_stream_gets_a_token_a_step() -> None:
     """Its rate is the inverse of the mean step, in which the newest weighs a twentieth."""
     speed = Speed()
     speed.note_step(0.1)
-    assert speed.capacity(0, 0, ()).stream_tokens_per_s == 10.0
+    assert speed.capacity(0, 0, {}).stream_tokens_per_s == 10.0
     speed.note_step(0.5)
-    assert speed.capacity(0, 0, ()).stream_tokens_per_s == 8.333
+    assert speed.capacity(0, 0, {}).stream_tokens_per_s == 8.333
 
 
 def test_lanes_are_claimed_by_priority_with_the_shares_that_are_given() -> None:

@@ -1,0 +1,110 @@
+"""What each lane can count on where others have work: predicted waits, on a real Redis. The clock
+stands still; tests/model holds every figure against the reference."""
+
+from collections.abc import Mapping
+
+import pytest
+import redis.asyncio
+
+from contract.calls import WorkerCapacity
+from contract.errors import ErrorCode, JobRefused
+from contract.functions import Functions
+from contract.keys import Keys
+from tests.contract.test_functions import make_job, make_submission
+
+pytestmark = pytest.mark.anyio
+
+LANES = ("interactive", "standard", "batch")
+SHARES = {"standard": 0.2, "batch": 0.1}
+RATE = 13.0  # one job's cost a second
+START_MS = 1_700_000_000_000  # where a window begins
+
+
+@pytest.fixture(autouse=True)
+async def still_clock(redis_client: redis.asyncio.Redis, keys: Keys) -> None:
+    """Nothing passes but what a test lets pass."""
+    await redis_client.set(keys.clock_offset, f"={START_MS}")
+
+
+async def beat(functions: Functions, shares: Mapping[str, float]) -> None:
+    """One worker with one place."""
+    capacity = WorkerCapacity(
+        tokens_per_s=RATE, max_tokens=1000, max_jobs=1, lanes=LANES, min_shares=shares
+    )
+    await functions.heartbeat("w", "m", [], lease_s=600, info="{}", capacity=capacity)
+
+
+async def fill(functions: Functions, lane: str, num_jobs: int) -> None:
+    for _ in range(num_jobs):
+        await functions.submit(make_job("t", lane), make_submission())
+
+
+async def hand_out(functions: Functions, lane: str, num_jobs: int) -> None:
+    claimed = await functions.claim(
+        "w", "m", [lane], lease_s=600, max_jobs=num_jobs, max_tokens=10**6
+    )
+    assert len(claimed) == num_jobs
+
+
+async def eta_s(functions: Functions, lane: str, **terms: object) -> float:
+    quote = await functions.quote(make_job("t", lane), make_submission(**terms))
+    assert quote.position.eta_s is not None
+    return quote.position.eta_s
+
+
+async def test_the_most_urgent_lane_counts_on_what_others_are_not_guaranteed(
+    functions: Functions,
+) -> None:
+    """Seven jobs at 13 tokens a second are seven seconds; ten, while the other lanes have work."""
+    await beat(functions, SHARES)
+    await fill(functions, "interactive", 7)
+    assert await eta_s(functions, "interactive") == 7.0
+    await fill(functions, "batch", 1)
+    await fill(functions, "standard", 1)
+    assert await eta_s(functions, "interactive") == pytest.approx(10.0, abs=0.001)
+
+
+async def test_a_bound_in_seconds_holds_for_the_lane_itself(functions: Functions) -> None:
+    """What would start within eight seconds alone does not beside others, and is refused."""
+    await beat(functions, SHARES)
+    await fill(functions, "interactive", 7)
+    await functions.submit(make_job("t", "interactive"), make_submission(lane_bound_s=8.0))
+    await fill(functions, "standard", 1)
+    with pytest.raises(JobRefused) as refused:
+        await functions.submit(make_job("t", "interactive"), make_submission(lane_bound_s=8.0))
+    assert (refused.value.code, refused.value.limit) == (ErrorCode.LANE_FULL, "lane_wait")
+    assert (
+        refused.value.retry_after_s == 2.0
+    )  # eight jobs at four fifths of the rate, less the bound
+
+
+async def test_a_lower_lane_counts_on_what_urgent_ones_leave_it(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Half of the rate was handed out above it: what waits takes twice as long. Twenty seconds
+    later nothing was, and it does not."""
+    await beat(functions, {})
+    await fill(functions, "interactive", 5)
+    await hand_out(
+        functions, "interactive", 5
+    )  # 65 tokens in a window of ten seconds: 6.5 a second
+    await fill(functions, "standard", 4)
+    rest_s = 1.0  # of a running job, on average
+    assert await eta_s(functions, "standard") == 2 * (4 + rest_s)
+    await redis_client.set(keys.clock_offset, f"={START_MS + 15_000}")
+    assert await eta_s(functions, "standard") == pytest.approx((4 + rest_s) / 0.75, abs=0.001)
+    await redis_client.set(keys.clock_offset, f"={START_MS + 20_000}")
+    await beat(functions, {})
+    assert await eta_s(functions, "standard") == 4 + rest_s
+
+
+async def test_a_flooded_lane_above_leaves_a_guaranteed_share(functions: Functions) -> None:
+    """Whatever waits above it, a fifth of the rate is its own; a lane without a share is told a
+    twentieth, for nobody knows more."""
+    await beat(functions, {"standard": 0.2})
+    await fill(functions, "interactive", 60)
+    await hand_out(functions, "interactive", 20)
+    await fill(functions, "standard", 2)
+    rest_s = 1.0
+    assert await eta_s(functions, "standard") == 5 * (2 + rest_s)
+    assert await eta_s(functions, "batch", deadline_s=10_000.0) == 20 * (40 + 2 + rest_s)
