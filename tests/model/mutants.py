@@ -203,8 +203,8 @@ MUTANTS = [
     Mutant("a lane's own share is no help", "  if ahead.rates.own > 0 then\n", "  if false then\n"),
     Mutant(
         "a lane's bound drains as if it were alone",
-        "lane_refusal(lane_rate, ahead, wait",
-        "lane_refusal(pool.rate, ahead, wait",
+        "= lane_refusal(lane_rate, ahead, wait",
+        "= lane_refusal(pool.rate, ahead, wait",
     ),
     Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
     Mutant(
