@@ -18,6 +18,7 @@ from infra.callbacks_command import (
     ALLOW_VARIABLE,
     run_callbacks_command,
 )
+from infra.compare_command import run_compare
 from infra.drain_command import run_drain
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
+    commands["compare"] = _compare
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
@@ -212,6 +214,13 @@ def _keys(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     check_extra("bench" if options.bench == "serve" else "worker")
     return run_bench(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    check_extra("worker")
+    if options.png is not None:
+        check_extra("bench")
+    return run_compare(options)
 
 
 def _profile(options: argparse.Namespace) -> int:

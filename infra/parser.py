@@ -11,6 +11,7 @@ from infra.callbacks_command import (
     add_allow_option,
     add_callbacks_options,
 )
+from infra.compare_command import add_compare_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
@@ -91,6 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_top_options(_add(commands, "top", "watch lanes, workers and engines in a terminal"))
     add_profile_options(_add(commands, "profile", "tell what bounds the steps of a model here"))
+    add_compare_options(
+        _add(commands, "compare", "compare static, dynamic and continuous batching on a model")
+    )
     add_bench_options(_add(commands, "bench", "measure parts of the system"))
     return parser
 

@@ -7,7 +7,7 @@ from infra.parser import build_parser
 
 COMMANDS = (
     *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile"),
-    "bench serve",
+    *("bench serve", "compare"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
     *(f"jobs {action}" for action in tenant_jobs.ACTIONS),

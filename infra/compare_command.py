@@ -1,0 +1,118 @@
+"""`batchway compare`: options of the comparison. Leaves measuring to bench/."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from infra import options as opts
+from infra.option_values import integer, lengths, number
+from models import demo_model_path
+
+_LOADS = [0.5, 0.8]
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser.add_argument_group("the model and the ways of batching"))
+    group = parser.add_argument_group("the workload")
+    group.add_argument(
+        "--workload",
+        type=Path,
+        metavar="FILE",
+        help="requests as of `batchway bench engine`; arrivals are drawn (default: drawn requests)",
+    )
+    group.add_argument(
+        "--requests",
+        type=integer(1),
+        default=96,
+        metavar="N",
+        help="drawn, in each run (default: 96)",
+    )
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="10,000 requests, in one round (default: as --requests and --rounds say)",
+    )
+    for name, text in (("prompt", "16:128"), ("output", "4:128")):
+        group.add_argument(
+            f"--{name}-tokens",
+            type=lengths,
+            default=lengths(text),
+            metavar="LOW:HIGH",
+            help=f"{name} lengths in tokens, log-uniform; N: all alike (default: {text})",
+        )
+    group.add_argument(
+        "--load",
+        type=number(may_be_zero=False),
+        nargs="*",
+        default=_LOADS,
+        metavar="SHARE",
+        help="rates of Poisson arrivals, as shares of the requests per second that the best serves "
+        "with all at once (default: 0.5 0.8)",
+    )
+    group.add_argument(
+        "--rounds",
+        type=integer(1),
+        metavar="N",
+        help="in each, all ways run in turns; medians are told (default: 3, with --full 1)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="OUT", help="draw it; needs the extra bench (default: none)"
+    )
+    opts.add_json_option(parser)
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        default=str(demo_model_path()),
+        metavar="PATH_OR_HUB_ID",
+        help="a folder in Hugging Face layout, or an id on its hub (default: the built-in demo)",
+    )
+    group.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="compare this batching.yaml too; may be repeated (default: the three strategies)",
+    )
+    group.add_argument(
+        "--flat",
+        action="store_true",
+        help="compute static and dynamic batches without padding, as this engine serves "
+        "(default: as rectangles, as padded implementations compute them)",
+    )
+    group.add_argument(
+        "--max-running",
+        type=integer(1),
+        default=16,
+        metavar="N",
+        help="sequences that run at once at most, and of a full batch; wins over files "
+        "(default: 16)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of weights and KV cache (default: auto)",
+    )
+    group.add_argument(
+        "--threads", type=integer(1), metavar="N", help="of torch (default: its own)"
+    )
+    group.add_argument(
+        "--kv-cache-gib",
+        type=number(may_be_zero=False),
+        metavar="GIB",
+        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
+    )
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    # By name: whoever imports the command line loads no model.
+    command = importlib.import_module("bench.compare_command")
+    status: int = command.run(options)
+    return status

@@ -1,0 +1,186 @@
+"""`batchway compare`: each way of batching in turns, on the same requests, with the same tokens."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.compare import Contestant, Heat, compare, num_unlike
+from bench.compare_plot import draw_comparison
+from bench.compare_report import comparison_tables, summarise_heats
+from bench.engine import EngineRun, Timeline
+from bench.workloads import Workload, WorkloadRequest, log_uniform_workload
+from contract.jobs import SamplingParams
+from infra.cli import main
+from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
+from tests.tiny_models import save_tiny_model
+from workers.engine.engine import Engine
+from workers.engine.strategy import Strategy
+from workers.engine_setup import limits_of
+from workers.messages import EngineOptions
+from workers.strategies.continuous import ContinuousBatching
+from workers.strategies.dynamic import DynamicBatching
+from workers.strategies.static import StaticBatching
+
+STRATEGIES: dict[str, Strategy] = {
+    "static": StaticBatching(4, 0.01),
+    "dynamic": DynamicBatching(4, 0.001),
+    "continuous": ContinuousBatching(),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def contestant(name: str, strategy: Strategy) -> Contestant:
+    limits = limits_of(EngineOptions(model_path="hash", max_num_seqs=4), VOCAB_SIZE)
+    return Contestant(name, lambda: Engine(HashModel(HashModelOptions()), limits, strategy))
+
+
+def heats(num_rounds: int = 2) -> tuple[Workload, list[Heat]]:
+    workload = log_uniform_workload(12, 256, prompt_tokens=(3, 12), output_tokens=(2, 20), seed=4)
+    contestants = [contestant(*pair) for pair in STRATEGIES.items()]
+    done = compare(contestants, workload, 256, loads=[4.0], num_rounds=num_rounds, seed=1)
+    return workload, done
+
+
+def test_all_run_in_turns_and_say_what_the_model_says() -> None:
+    """Another begins each round; in a round all have the same rate; every token is the oracle's."""
+    workload, done = heats()
+
+    assert [(h.number, h.load, h.contestant) for h in done] == [
+        (number, load, name)
+        for number, order in enumerate(
+            (("static", "dynamic", "continuous"), ("dynamic", "continuous", "static"))
+        )
+        for load in (None, 4.0)
+        for name in order
+    ]
+    best_per_s = max(len(workload.requests) / h.run.wall_s for h in done[:3])
+    assert {h.rate_per_s for h in done if h.load} == {4 * best_per_s}
+    for heat in done:
+        for timeline, request in zip(heat.run.timelines, workload.requests, strict=True):
+            params = SamplingParams(
+                max_tokens=request.max_tokens, seed=0, temperature=0.0, ignore_eos=True
+            )
+            assert timeline.token_ids == expected_output(request.prompt_token_ids, params)[0]
+    assert summarise_heats(done)["is_alike"]
+
+
+def test_static_batches_take_more_steps_than_continuous_ones() -> None:
+    """With the lengths of the workload known, the number of steps is arithmetic, not timing."""
+    lengths = (2, 20, 2, 2, 20, 2, 2, 2)
+    workload = Workload(tuple(WorkloadRequest((9, 9, i + 5), n) for i, n in enumerate(lengths)))
+    contestants = [contestant(*pair) for pair in STRATEGIES.items()]
+
+    done = compare(contestants, workload, 256, loads=[], num_rounds=1, seed=1)
+
+    steps = {heat.contestant: heat.run.num_steps for heat in done}
+    assert steps["static"] >= 40 > 25 > steps["continuous"]
+    assert steps["static"] > steps["dynamic"] >= steps["continuous"]
+
+
+def made_up(contestant: str, number: int, load: float | None, gap_s: float) -> Heat:
+    """Two answers of two tokens, the first one after a gap, the second after another."""
+    timelines = tuple(
+        Timeline(arrival_s, [7, 8 + i], [arrival_s + gap_s, arrival_s + 2 * gap_s])
+        for i, arrival_s in enumerate((0.0, 1.0))
+    )
+    run = EngineRun(4 * gap_s, timelines, 2, gap_s, 2**20)
+    return Heat(contestant, number, load, None if load is None else 10 * load, run)
+
+
+def made_up_heats() -> list[Heat]:
+    gaps = {"a": (1.0, 3.0, 2.0), "b": (4.0, 4.0, 10.0)}
+    return [
+        made_up(name, number, load, gaps[name][number])
+        for number in range(3)
+        for load in (None, 0.5)
+        for name in gaps
+    ]
+
+
+def test_medians_of_the_rounds_are_told() -> None:
+    """Of rates and of each percentile; throughput and latency in tables apart."""
+    found = summarise_heats(made_up_heats())
+
+    assert found["throughput"]["a"]["output_tokens_per_s"] == 4 / (4 * 2.0)
+    assert found["throughput"]["b"]["wall_s"] == 16.0
+    [at] = found["latency"]
+    assert (at["load"], at["rate_per_s"]) == (0.5, 5.0)
+    assert at["strategies"]["a"]["ttft_s"] == {"p50": 2.0, "p99": 2.0, "p99.9": 2.0}
+    assert at["strategies"]["b"]["e2e_s"]["p99"] == 8.0
+    rates, latency, verdict = comparison_tables(found).split("\n\n")
+    assert "tokens/s" in rates
+    assert "ms" not in rates
+    assert "2,000 / 2,000 / 2,000" in latency
+    assert "tokens/s" not in latency
+    assert verdict == "all said the same tokens in all 3 rounds"
+
+
+def test_answers_that_differ_are_counted() -> None:
+    """One token of one answer of one run is enough."""
+    done = made_up_heats()
+    wrong = Timeline(0.0, [7, 99], [1.0, 2.0])
+    run = done[-1].run
+    done[-1] = replace(done[-1], run=replace(run, timelines=(wrong, run.timelines[1])))
+
+    assert num_unlike(done) == {"a": 0, "b": 1}
+    found = summarise_heats(done)
+    assert not found["is_alike"]
+    assert "not the first run's, token by token: b 1" in comparison_tables(found)
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    """Also without any load."""
+    for done in (made_up_heats(), [h for h in made_up_heats() if h.load is None]):
+        draw_comparison(summarise_heats(done), tmp_path / "out.png")
+        assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_compares_strategies_and_files(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three strategies and a batching.yaml on a real model: same tokens, all figures, exit 0."""
+    config = tmp_path / "eager.yaml"
+    config.write_text("strategy: {name: dynamic, batch_size: 2, window_s: 0.001}\n")
+    small = ("--requests=6", "--prompt-tokens=3:9", "--output-tokens=2:6", "--max-running=3")
+    told = (f"--json={tmp_path / 'out.json'}", f"--png={tmp_path / 'out.png'}")
+    ways = (f"--model={model}", f"--config={config}", "--kv-cache-gib=0.01", "--threads=1")
+
+    status = main(["compare", *small, *told, *ways, "--load", "2", "--rounds=2"])
+
+    assert status == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    names = ["static, padded", "dynamic, padded", "continuous", "eager"]
+    assert list(found["throughput"]) == names
+    assert found["is_alike"]
+    assert found["unlike_answers"] == dict.fromkeys(names, 0)
+    assert len(found["throughput"]["eager"]["rounds_output_tokens_per_s"]) == 2
+    assert found["num_requests"] == 6
+    assert "all said the same tokens in all 2 rounds" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file with a wrong key; a workload that cannot run; no model."""
+    config = tmp_path / "wrong.yaml"
+    config.write_text("strateg: static\n")
+    beyond = tmp_path / "beyond.json"
+    request = WorkloadRequest((10**6,), 2)
+    beyond.write_bytes(msgspec.json.encode(Workload((request,))))
+    small = ["--kv-cache-gib=0.01"]
+
+    assert main(["compare", f"--model={model}", f"--config={config}"]) == 1
+    assert main(["compare", f"--model={model}", f"--workload={beyond}", *small]) == 1
+    assert main(["compare", f"--model={tmp_path / 'nowhere'}", *small]) == 1
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "batchway compare:" in line]
+    assert len(said) == 3
+    assert "strateg" in said[0]
+    assert "vocabulary" in said[1]
