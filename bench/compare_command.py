@@ -93,7 +93,7 @@ def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[st
     for name in ("static", "dynamic", "continuous"):
         is_padded = not options.flat and name != "continuous"
         strategy = StrategyOptions(
-            name=name,  # type: ignore[arg-type]
+            name=name,
             batch_size=options.max_running,
             padded=is_padded,
         )

@@ -6,14 +6,17 @@ from typing import Any
 from bench.compare_report import COLUMNS, LATENCIES
 from bench.serve_plot import logarithmic
 
-_COLOURS = ("#b0b4bc", "#6a9fd0", "#2a9d5c", "#e0a030", "#c06090", "#806040")
+_COLOURS = ("#8a8f9a", "#6a9fd0", "#2a9d5c", "#e0a030", "#c06090", "#806040")
 
 
 def draw_comparison(found: dict[str, Any], path: Path) -> None:
-    """Bars are medians over rounds; of latencies p50, with lines up to p99 and p99.9."""
+    """Medians over rounds; of throughput the rounds themselves too, as dots.
+
+    Raises ImportError where matplotlib is not installed, OSError.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     panels: Any = figure.subplots(1, 4)
     names = list(found["throughput"])
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -21,18 +24,21 @@ def draw_comparison(found: dict[str, Any], path: Path) -> None:
     for axes, (key, text) in zip(panels[1:], LATENCIES.items(), strict=True):
         _draw_latency(axes, found["latency"], key, colours)
         axes.set(title=f"{text}, ms", xlabel="load, of the best throughput")
+    handles, labels = panels[1].get_legend_handles_labels() if found["latency"] else ([], [])
+    title = "latency: disc p50, dash p99, dot p99.9"
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), title=title)
     figure.savefig(path, dpi=110)
 
 
 def _draw_throughput(axes: Any, throughput: dict[str, Any], colours: dict[str, str]) -> None:
     values = [one["output_tokens_per_s"] for one in throughput.values()]
-    bars = axes.bar(list(throughput), values, color=[colours[name] for name in throughput])
-    axes.bar_label(bars, [f"{value:,.0f}" for value in values])
+    names = [name.replace(", ", ",\n") for name in throughput]
+    bars = axes.bar(names, values, color=[colours[name] for name in throughput])
+    axes.bar_label(bars, [f"{value:,.0f}" for value in values], label_type="center")
     for x, one in enumerate(throughput.values()):
         rounds = one["rounds_output_tokens_per_s"]
         axes.plot([x] * len(rounds), rounds, ".", color="black", ms=3)
     axes.set(title="output tokens/s, all at once")
-    axes.tick_params(axis="x", labelrotation=20 if len(throughput) > 3 else 0)
 
 
 def _draw_latency(
@@ -45,10 +51,11 @@ def _draw_latency(
             [1000 * (at["strategies"][name][key][column] or 0.0) for at in latency]
             for column in COLUMNS
         )
-        axes.bar(places, p50, width * 0.9, color=colour, label=name)
-        axes.vlines(places, p50, p999, color="black", lw=0.8)
-        axes.plot(places, p99, "_", color="black", ms=7)
-        axes.plot(places, p999, ".", color="black", ms=4)
+        axes.vlines(places, p50, p999, color=colour, lw=2)
+        axes.plot(places, p50, "o", color=colour, ms=9, label=name)
+        axes.plot(places, p99, "_", color=colour, ms=12, mew=2)
+        axes.plot(places, p999, ".", color=colour, ms=7)
     axes.set_xticks(range(len(latency)), [f"{at['load']:.0%}" for at in latency])
+    axes.set_xlim(-0.5, max(0.5, len(latency) - 0.5))
+    axes.grid(axis="y", lw=0.4)
     logarithmic(axes, "y")
-    axes.legend(title="bar p50, dash p99, dot p99.9", fontsize=8, title_fontsize=8)
