@@ -16,17 +16,19 @@ def draw_comparison(found: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
-    panels: Any = figure.subplots(1, 4)
+    is_alone = not found["latency"]
+    figure = Figure(figsize=(4.5, 4.2) if is_alone else (13, 4.8), layout="constrained")
+    panels: Any = figure.subplots(1, 1 if is_alone else 4, squeeze=False)[0]
     names = list(found["throughput"])
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     _draw_throughput(panels[0], found["throughput"], colours)
-    for axes, (key, text) in zip(panels[1:], LATENCIES.items(), strict=True):
-        _draw_latency(axes, found["latency"], key, colours)
-        axes.set(title=f"{text}, ms", xlabel="load, of the best throughput")
-    handles, labels = panels[1].get_legend_handles_labels() if found["latency"] else ([], [])
-    title = "latency: disc p50, dash p99, dot p99.9"
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), title=title)
+    if not is_alone:
+        for axes, (key, text) in zip(panels[1:], LATENCIES.items(), strict=True):
+            _draw_latency(axes, found["latency"], key, colours)
+            axes.set(title=f"{text}, ms", xlabel="load, of the best throughput")
+        handles, labels = panels[1].get_legend_handles_labels()
+        title = "latency: disc p50, dash p99, dot p99.9"
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(names), title=title)
     figure.savefig(path, dpi=110)
 
 

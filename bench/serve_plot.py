@@ -57,10 +57,12 @@ def _draw_curves(panels: Any, summaries: Sequence[dict[str, Any]]) -> None:
         for column, marker in (("p50", "o"), ("p99", "s")):
             values = [found[key][column] for found in summaries]
             points = [(x, 1000 * y) for x, y in zip(throughput, values, strict=True) if y]
-            axes.plot(*zip(*points, strict=True), marker=marker, label=column) if points else None
+            if points:  # none where nobody was answered
+                axes.plot(*zip(*points, strict=True), marker=marker, label=column)
         axes.set(title=title, xlabel="answers per second", ylabel="ms")
-        logarithmic(axes, "y")
-        axes.legend()
+        if axes.lines:
+            logarithmic(axes, "y")
+            axes.legend()
     bars, bottom = panels[2], [0] * len(summaries)
     names = [load_name(found) for found in summaries]
     for outcome, colour in _COLOURS.items():
@@ -80,10 +82,12 @@ def _draw_distributions(
             good = [call for call in run.calls if call.outcome is Outcome.SUCCEEDED]
             values = sorted(1000 * v for call in good for v in _latencies(call)[index])
             shares = [(i + 1) / len(values) for i in range(len(values))]
-            axes.plot(values, shares, label=load_name(found), drawstyle="steps-post")
+            if values:
+                axes.plot(values, shares, label=load_name(found), drawstyle="steps-post")
         axes.set(title=title, xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
-        logarithmic(axes, "x")
-        axes.legend()
+        if axes.lines:
+            logarithmic(axes, "x")
+            axes.legend()
 
 
 def _latencies(call: Call) -> tuple[list[float], list[float], list[float]]:

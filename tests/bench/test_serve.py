@@ -176,7 +176,7 @@ def test_a_line_is_written_for_each_request(tmp_path: Path) -> None:
     assert {row["rate_per_s"] for row in rows} == {"2.0", "4.0"}
 
 
-@pytest.mark.parametrize("num_runs", [1, 2])
+@pytest.mark.parametrize("num_runs", [0, 1, 2])
 def test_a_picture_is_drawn(num_runs: int, tmp_path: Path) -> None:
     """Also where a load had no answers at all."""
     runs = finished_runs()[:num_runs]
