@@ -70,10 +70,14 @@ def test_other_shapes_keep_their_forward(family: str) -> None:
     ids=lambda value: "".join(value) if isinstance(value, dict) else value,
 )
 def test_a_forward_that_does_more_than_its_modules_is_kept(
-    family: str, changes: dict[str, float]
+    family: str, changes: dict[str, Any]
 ) -> None:
     """Factors are nobody's modules: the comparison finds each, alone."""
-    plain = {"logits_scaling": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+    plain: dict[str, Any] = {
+        "logits_scaling": 1.0,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+    }
     decoder, runner = merged(family, **(plain | changes))
 
     assert not streamline(runner, decoder, decoder.config)

@@ -44,7 +44,7 @@ class Stack:
         """input_ids and position_ids (1, T); `step` a TurningStep -> logits (num_rows, vocab_size)
         of the rows in logits_index (num_rows,).
         """
-        x = self._embedding(input_ids[0])
+        x: Tensor = self._embedding(input_ids[0])
         cos, sin = self._turns.at(position_ids)
         for layer in self._layers:
             mixed = layer.attention.mix(layer.before_attention(x), cos, sin, step)
