@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.calls import Call, Outcome
 from bench.load import LoadRun
-from bench.summary import spread
+from bench.spread import spread
 from infra.tables import table
 
 _RATES = (

@@ -1,29 +1,11 @@
 """What a run comes to: throughput and latencies apart, as JSON and as a table."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.engine import EngineRun
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None of none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
-
-
-def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99, p99.9 and the largest."""
-    return {
-        "p50": percentile(values, 0.5),
-        "p99": percentile(values, 0.99),
-        "p99.9": percentile(values, 0.999),
-        "max": max(values, default=None),
-    }
+from bench.spread import spread
 
 
 def summarise(run: EngineRun) -> dict[str, Any]:

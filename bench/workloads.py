@@ -69,6 +69,11 @@ def draw_request(
     return WorkloadRequest(ids, max_tokens, arrival_s)
 
 
+def write_workload(workload: Workload, path: Path) -> None:
+    """As `read_workload` takes it."""
+    path.write_bytes(msgspec.json.encode(workload))
+
+
 def log_uniform_workload(
     num_requests: int,
     vocab_size: int,

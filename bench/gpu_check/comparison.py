@@ -11,7 +11,7 @@ from bench.engine import run_workload
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload, random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
-from bench.summary import percentile
+from bench.spread import percentile
 from bench.workloads import Workload, WorkloadRequest
 from workers.batching import StrategyName
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.engine import Timeline, run_workload
-from bench.summary import percentile
+from bench.spread import percentile
 from bench.workloads import (
     BadWorkload,
     Workload,

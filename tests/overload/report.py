@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.summary import percentile
+from bench.spread import percentile
 from gateway.errors import STATUS_BY_CODE
 from tests.overload.arrivals import FLOOD, Ask
 from tests.overload.callers import Call

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_FILES = (_SOURCE, _SOURCE.with_name("attention.h"), _SOURCE.with_name("vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16")
@@ -41,7 +42,10 @@ def load_library() -> ctypes.CDLL:
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild("no C++ compiler is installed")
     openmp = _openmp_flags()
-    key = [_SOURCE.read_bytes(), *map(str.encode, (*_FLAGS, *openmp, _identity(compiler)))]
+    key = [
+        *(file.read_bytes() for file in _FILES),
+        *map(str.encode, (*_FLAGS, *openmp, _identity(compiler))),
+    ]
     digest = hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
     folder = _cache_folder()
     target = folder / f"kernels-{digest}.so"

@@ -1,0 +1,162 @@
+"""Our engine beside its peers on one workload: `python -m bench.peers --help`."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.models import SIZES, make_model
+from bench.workloads import log_uniform_workload, write_workload
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+OURS = "batchway"
+ADAPTERS = {
+    "transformers": "transformers_batching",
+    "vllm": "vllm_engine",
+    "openvino": "openvino_genai",
+}
+_NUM_REQUESTS = 64
+_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A model's size in one element type."""
+
+    size: str
+    dtype: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs all engines in turn, several times over, and prints medians; the exit status."""
+    options = _parser().parse_args(arguments)
+    pythons = {OURS: Path(sys.executable)} | dict(options.peer)
+    columns = [Column(size, dtype) for size in options.sizes for dtype in options.dtypes]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for size in options.sizes:
+        _prepare(size, options.folder)
+    results: dict[Column, dict[str, list[dict[str, Any]]]] = {c: {} for c in columns}
+    for run in range(1, options.runs + 1):
+        for column in columns:
+            for name, python in pythons.items():
+                print(f"run {run}, {column.size} {column.dtype}: {name}", file=sys.stderr)
+                found = measure(name, python, column, options)
+                results[column].setdefault(name, []).append(found)
+    summaries = {c: summarise(found) for c, found in results.items()}
+    print(tables(summaries))
+    if options.json is not None:
+        shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
+        options.json.write_text(json.dumps(shown, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for models and workloads")
+    parser.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help=f"{', '.join(ADAPTERS)}, with the Python of the environment that it is installed in",
+    )
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--runs", type=int, default=3, help="of each engine, interleaved")
+    parser.add_argument("--max-running", type=int, default=32, help="sequences at once")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
+def _peer(text: str) -> tuple[str, Path]:
+    name, _, python = text.partition("=")
+    if name not in ADAPTERS or not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=PYTHON of {', '.join(ADAPTERS)}")
+    return name, Path(python)
+
+
+def _prepare(size: str, folder: Path) -> None:
+    """The model and its workload, the same at each call."""
+    if not (folder / size / "config.json").exists():
+        make_model(size, folder / size)
+    workload = log_uniform_workload(_NUM_REQUESTS, SIZES[size]["vocab_size"])
+    write_workload(workload, folder / f"{size}.json")
+
+
+def measure(name: str, python: Path, column: Column, options: argparse.Namespace) -> dict[str, Any]:
+    """One run of one engine, in a process of its own. Raises CalledProcessError."""
+    program = ["infra", "bench", "engine"]
+    if name != OURS:
+        program = [f"bench.peers.adapters.{ADAPTERS[name]}"]
+    with tempfile.TemporaryDirectory() as scratch:
+        found = Path(scratch) / "found.json"
+        subprocess.run(  # noqa: S603 - the operator's own environments
+            [
+                str(python),
+                "-m",
+                *program,
+                f"--model={options.folder / column.size}",
+                f"--workload={options.folder / column.size}.json",
+                f"--dtype={column.dtype}",
+                f"--max-running={options.max_running}",
+                f"--json={found}",
+            ],
+            cwd=_ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(_ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+        read: dict[str, Any] = json.loads(found.read_text())
+    return read
+
+
+def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By engine: medians over its runs, and how many requests got the tokens that ours got."""
+    ours = runs[OURS][0]["outputs"]
+    found = {}
+    for name, its_runs in runs.items():
+        found[name] = {
+            "output_tokens_per_s": median(run["output_tokens_per_s"] for run in its_runs),
+            "runs": [run["output_tokens_per_s"] for run in its_runs],
+            "ttft_p99_s": median(run["ttft_s"]["p99"] for run in its_runs),
+            "itl_p99_s": median(run["itl_s"]["p99"] for run in its_runs),
+            "same_outputs": sum(a == b for a, b in zip(ours, its_runs[0]["outputs"], strict=True)),
+            "num_outputs": len(ours),
+        }
+    return found
+
+
+def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Throughput, then latencies: two tables for each column, never one."""
+    lines = []
+    for column, engines in summaries.items():
+        best = engines[OURS]["output_tokens_per_s"]
+        lines += ["", f"{column.size} {column.dtype}"]
+        lines.append(f"{'':14}{'tokens/s':>10}{'ours to it':>12}{'same outputs':>15}")
+        for name, row in engines.items():
+            speed = row["output_tokens_per_s"]
+            same = f"{row['same_outputs']} of {row['num_outputs']}"
+            lines.append(f"{name:14}{speed:>10.0f}{best / speed:>12.2f}{same:>15}")
+        lines.append(f"{'p99, ms':14}{'first token':>14}{'between tokens':>17}")
+        for name, row in engines.items():
+            lines.append(
+                f"{name:14}{1000 * row['ttft_p99_s']:>14.0f}{1000 * row['itl_p99_s']:>17.1f}"
+            )
+    return "\n".join(lines).strip("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What every adapter takes and writes; plain Python, for it runs beside the peer's packages."""
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.spread import spread
+
+
+def arguments() -> argparse.Namespace:
+    """The options of an adapter."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="folder of the checkpoint")
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--max-running", type=int, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    return parser.parse_args()
+
+
+def read_requests(path: Path) -> list[dict[str, Any]]:
+    """Requests that all come at once, as bench.workloads describes them."""
+    requests: list[dict[str, Any]] = json.loads(path.read_text())["requests"]
+    assert not any(request.get("arrival_s") for request in requests), "arrivals are not for peers"
+    return requests
+
+
+class Record:
+    """Which tokens each request has been given, and when."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._outputs: list[list[int]] = [[] for _ in range(num_requests)]
+        self._times_s: list[list[float]] = [[] for _ in range(num_requests)]
+        self._start_s = time.monotonic()
+        self._end_s = self._start_s
+
+    def note(self, number: int, token_ids: list[int]) -> None:
+        """The next tokens of a request, just now."""
+        self._end_s = time.monotonic()
+        self._outputs[number] += token_ids
+        self._times_s[number] += [self._end_s - self._start_s] * len(token_ids)
+
+    def num_tokens(self, number: int) -> int:
+        return len(self._outputs[number])
+
+    def write(self, path: Path) -> None:
+        """Throughput, latencies, memory and tokens."""
+        wall_s = self._end_s - self._start_s
+        itls = [b - a for times in self._times_s for a, b in zip(times, times[1:], strict=False)]
+        summary = {
+            "output_tokens_per_s": sum(map(len, self._outputs)) / wall_s,
+            "wall_s": wall_s,
+            "ttft_s": spread([times[0] for times in self._times_s]),
+            "itl_s": spread(itls),
+            "e2e_s": spread([times[-1] for times in self._times_s]),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "outputs": self._outputs,
+        }
+        path.write_text(json.dumps(summary) + "\n")

@@ -1,0 +1,23 @@
+"""Percentiles of what was measured. Plain Python: adapters of peers use it in environments of
+their own.
+"""
+
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None of none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p99, p99.9 and the largest."""
+    return {
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+        "p99.9": percentile(values, 0.999),
+        "max": max(values, default=None),
+    }
