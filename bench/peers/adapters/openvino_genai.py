@@ -8,7 +8,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from bench.peers.adapters.record import Record, arguments, read_requests
+from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 # Of 256, 512 and 2,048 the best on the workloads that this was written for.
@@ -47,7 +47,7 @@ def main() -> None:
     run(pipeline, requests).write(options.json)
 
 
-def run(pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list[dict]) -> Record:
+def run(pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list[Request]) -> Record:
     record = Record(len(requests))
     handles = []
     for number, request in enumerate(requests):

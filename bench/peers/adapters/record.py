@@ -4,6 +4,7 @@ import argparse
 import json
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_requests(path: Path) -> list[dict[str, Any]]:
+Request = dict[str, Any]  # prompt_token_ids, max_tokens
+
+
+def read_requests(path: Path) -> list[Request]:
     """Requests that all come at once, as bench.workloads describes them."""
-    requests: list[dict[str, Any]] = json.loads(path.read_text())["requests"]
+    requests: list[Request] = json.loads(path.read_text())["requests"]
     assert not any(request.get("arrival_s") for request in requests), "arrivals are not for peers"
     return requests
 
@@ -49,7 +53,7 @@ class Record:
     def write(self, path: Path) -> None:
         """Throughput, latencies, memory and tokens."""
         wall_s = self._end_s - self._start_s
-        itls = [b - a for times in self._times_s for a, b in zip(times, times[1:], strict=False)]
+        itls = [b - a for times in self._times_s for a, b in pairwise(times)]
         summary = {
             "output_tokens_per_s": sum(map(len, self._outputs)) / wall_s,
             "wall_s": wall_s,

@@ -1,10 +1,11 @@
 """transformers' own continuous batching."""
 
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from typing import Any
 
-from bench.peers.adapters.record import Record, arguments, read_requests
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
 _PAGE_TOKENS = 16
 _NUM_PAGES = 2048
@@ -13,15 +14,16 @@ _NUM_PAGES = 2048
 def main() -> None:
     options = arguments()
     requests = read_requests(options.workload)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=getattr(torch, options.dtype), attn_implementation="paged|sdpa"
-    ).eval()
+    )
+    model.eval()
     with torch.inference_mode():
         run(model, [r | {"max_tokens": 4} for r in requests[:4]], options.max_running)
         run(model, requests, options.max_running).write(options.json)
 
 
-def run(model: torch.nn.Module, requests: list[dict], max_running: int) -> Record:
+def run(model: Any, requests: list[Request], max_running: int) -> Record:
     batching = ContinuousBatchingConfig(
         page_size=_PAGE_TOKENS,
         num_blocks=_NUM_PAGES,
@@ -29,7 +31,8 @@ def run(model: torch.nn.Module, requests: list[dict], max_running: int) -> Recor
         max_requests_per_batch=max_running,
         allow_block_sharing=False,
     )
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config_class: Any = GenerationConfig
+    config = config_class(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(config, batching)
     manager.start()
     record = Record(len(requests))

@@ -13,7 +13,7 @@ os.environ |= {
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.peers.adapters.record import Record, arguments, read_requests
+from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     run(engine, requests, "run").write(options.json)
 
 
-def run(engine: LLMEngine, requests: list[dict], name: str) -> Record:
+def run(engine: LLMEngine, requests: list[Request], name: str) -> Record:
     record = Record(len(requests))
     for number, request in enumerate(requests):
         params = SamplingParams(

@@ -1,0 +1,78 @@
+"""Engines side by side: each adapter's record, medians, and what the tables say."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers.__main__ import OURS, Column, main, measure, summarise, tables
+from bench.workloads import Workload, WorkloadRequest, write_workload
+from tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+
+def options(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(folder=folder, max_running=2, threads=1)
+
+
+def test_an_adapter_and_our_engine_say_the_same(tmp_path: Path) -> None:
+    """The same fields, and in float32 the same tokens, as many as each request asks for."""
+    save_tiny_model("llama", tmp_path / "S")
+    requests = [WorkloadRequest(tuple(range(4, 4 + n)), 3 + n) for n in (2, 5, 9)]
+    write_workload(Workload(tuple(requests)), tmp_path / "S.json")
+    column, python = Column("S", "float32"), Path(sys.executable)
+
+    ours = measure(OURS, python, column, options(tmp_path))
+    theirs = measure("transformers", python, column, options(tmp_path))
+
+    assert theirs["outputs"] == ours["outputs"]
+    assert [len(output) for output in ours["outputs"]] == [5, 8, 12]
+    assert theirs.keys() <= ours.keys()
+    assert all(theirs[name].keys() == ours[name].keys() for name in ("ttft_s", "itl_s", "e2e_s"))
+
+
+def found(speed: float, outputs: list[list[int]]) -> dict[str, Any]:
+    latency = {"p99": 1 / speed}
+    return {
+        "output_tokens_per_s": speed,
+        "outputs": outputs,
+        "ttft_s": latency,
+        "itl_s": latency,
+    }
+
+
+def test_medians_are_compared_and_other_outputs_counted() -> None:
+    """The slowest and the fastest run say nothing; throughput and latency stand apart."""
+    runs = {
+        OURS: [found(speed, [[1], [2]]) for speed in (10.0, 300.0, 200.0)],
+        "vllm": [found(speed, [[1], [3]]) for speed in (100.0, 1.0, 900.0)],
+    }
+
+    summary = summarise(runs)
+    text = tables({Column("S", "float32"): summary})
+
+    assert summary["vllm"]["same_outputs"] == 1
+    assert text.splitlines() == [
+        "S float32",
+        "                tokens/s  ours to it   same outputs",
+        "batchway             200        1.00         2 of 2",
+        "vllm                 100        2.00         1 of 2",
+        "p99, ms          first token   between tokens",
+        "batchway                   5              5.0",
+        "vllm                      10             10.0",
+    ]
+
+
+@pytest.mark.parametrize("peer", ["nobody=/bin/sh", "vllm", "vllm=/no/such/python"])
+def test_a_peer_that_is_not_there_is_refused(
+    peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything runs, by its own words."""
+    with pytest.raises(SystemExit):
+        main(["--folder", str(tmp_path), "--peer", peer])
+
+    assert peer in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
