@@ -62,6 +62,12 @@ def test_all_run_in_turns_and_say_what_the_model_says() -> None:
     ]
     best_per_s = max(len(workload.requests) / h.run.wall_s for h in done[:3])
     assert {h.rate_per_s for h in done if h.load} == {4 * best_per_s}
+    for number in (0, 1):  # the same arrivals for all, and others in the next round
+        same = {_arrivals(heat) for heat in done if heat.load and heat.number == number}
+        assert len(same) == 1
+        assert all(arrival_s > 0 for arrival_s in same.pop())
+    assert len({_arrivals(heat) for heat in done if heat.load}) == 2
+    assert {_arrivals(heat) for heat in done if not heat.load} == {(0.0,) * 12}
     for heat in done:
         for timeline, request in zip(heat.run.timelines, workload.requests, strict=True):
             params = SamplingParams(
@@ -69,6 +75,10 @@ def test_all_run_in_turns_and_say_what_the_model_says() -> None:
             )
             assert timeline.token_ids == expected_output(request.prompt_token_ids, params)[0]
     assert summarise_heats(done)["is_alike"]
+
+
+def _arrivals(heat: Heat) -> tuple[float, ...]:
+    return tuple(timeline.arrival_s for timeline in heat.run.timelines)
 
 
 def test_static_batches_take_more_steps_than_continuous_ones() -> None:
