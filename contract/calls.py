@@ -126,6 +126,12 @@ class WorkerCapacity:
     lanes: tuple[str, ...] = ()  # most urgent first
     min_shares: Mapping[str, float] = field(default_factory=dict)  # guaranteed to lanes
 
+    @property
+    def lanes_with_shares(self) -> str:
+        """As a heartbeat says them: `interactive batch=0.05`."""
+        shares = {lane: self.min_shares.get(lane, 0.0) for lane in self.lanes}
+        return " ".join(f"{lane}={share}" if share else lane for lane, share in shares.items())
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:

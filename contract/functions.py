@@ -100,16 +100,19 @@ class Functions:
         is_idle: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
+        rooms: Mapping[str, tuple[int, int]] | None = None,
     ) -> list[Claimed]:
-        """Takes waiting jobs, at most so many and of at most so many tokens in all.
+        """Takes waiting jobs, at most so many and of at most so many tokens in all; `rooms`, both
+        by lane: its next job comes only while all that was taken leaves room for it.
 
         Lanes come most urgent first; one with a minimum share gets that much of the tokens that
         are handed out while it has work. An idle worker may be handed one job under suspicion,
         which must run alone. The version of the worker's configuration is kept with the job.
         """
-        shares = min_shares or {}
         room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
-        served = [part for lane in lanes for part in (lane, shares.get(lane, 0.0))]
+        served: list[str] = []
+        for lane in lanes:
+            served += (lane, _claim_terms(lane, min_shares or {}, rooms))
         return replies.claimed(await self._call("claim", incarnation, model, *room, *served))
 
     async def mine(
@@ -159,7 +162,7 @@ class Functions:
             int(lease_s * 1000),
             state,
             *says,
-            " ".join(_with_share(lane, c.min_shares) for lane in c.lanes),
+            c.lanes_with_shares,
             msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
@@ -284,6 +287,11 @@ class Functions:
         return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
 
 
-def _with_share(lane: str, shares: Mapping[str, float]) -> str:
-    share = shares.get(lane, 0.0)
-    return f"{lane}={share}" if share else lane
+def _claim_terms(
+    lane: str, shares: Mapping[str, float], rooms: Mapping[str, tuple[int, int]] | None
+) -> str:
+    share = str(shares.get(lane, 0.0))
+    if rooms is None:
+        return share
+    num_jobs, num_tokens = rooms.get(lane, (0, 0))
+    return f"{share} {num_jobs} {num_tokens}"

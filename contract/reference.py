@@ -311,22 +311,31 @@ class Reference:
         is_idle: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
+        rooms: Mapping[str, tuple[int, int]] | None = None,
     ) -> list[Claimed]:
         lease_ms = int(lease_s * 1000)
         if self._has_turn(model, incarnation, lease_ms):
             return self._claim_suspect(model, incarnation, lease_ms) if is_idle else []
         claimed: list[Claimed] = []
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
-        while len(claimed) < max_jobs:
+        if rooms is None:
+            rooms = dict.fromkeys(lanes, (max_jobs, max_tokens))
+        num_tokens = 0
+        while True:
             skipped: list[Record] = []
-            found = self._choose(model, shares, max_tokens, skipped)
+            open_lanes = {
+                lane: room - num_tokens
+                for lane, (num_jobs, room) in rooms.items()
+                if len(claimed) < num_jobs
+            }
+            found = self._choose(model, shares, open_lanes, skipped)
             if found is None:
                 break
             taken = self._take(found, incarnation, lease_ms)
             if taken is None:
                 continue
             claimed.append(taken)
-            max_tokens -= found.cost
+            num_tokens += found.cost
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -618,21 +627,26 @@ class Reference:
         return self._shares.setdefault(model, Shares())
 
     def _choose(
-        self, model: str, shares: list[tuple[str, float]], room: int, skipped: list[Record]
+        self,
+        model: str,
+        shares: list[tuple[str, float]],
+        rooms: Mapping[str, int],
+        skipped: list[Record],
     ) -> Record | None:
         """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
+        shares = [(lane, share) for lane, share in shares if lane in rooms]
         for lane, share in shares:
             owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
             if owed > 0:
                 passed: list[Record] = []
-                found, is_blocked = self._next_in_lane(model, lane, room, passed)
+                found, is_blocked = self._next_in_lane(model, lane, rooms[lane], passed)
                 if is_blocked:
                     return None
                 if found is not None and found.cost <= owed:
                     skipped += passed
                     return found
         for lane, _ in shares:
-            found, is_blocked = self._next_in_lane(model, lane, room, skipped)
+            found, is_blocked = self._next_in_lane(model, lane, rooms[lane], skipped)
             if found is not None or is_blocked:
                 return found
         return None

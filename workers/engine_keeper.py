@@ -131,7 +131,7 @@ class EngineKeeper:
         self._engine.send(stops)
 
     def _take_load(self, load: EngineLoad) -> None:
-        if self._engine.load.num_waiting > 0 and load.num_waiting == 0:
+        if set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):
             self._holding.wake.set()
         self._engine.load = load
         self._meter.note_step(load)

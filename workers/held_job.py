@@ -75,6 +75,7 @@ class HeldJob:
     def __init__(self, claimed: Claimed, tokenizer: Tokenizer) -> None:
         params = claimed.job.params
         self.job = claimed.job
+        self.lane = claimed.job.lane  # until its caller moves it
         self.epoch = claimed.epoch
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone

@@ -4,14 +4,16 @@ Shared by the duties of the supervisor; knows nothing of Redis.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.jobs import JobStatus
 from telemetry.tracing import Tracing
+from workers.displacing import Held, Room, rooms_by_lane
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.job_spans import JobSpans
+from workers.lane_shares import LaneTerms
 from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
 from workers.speed import Speed
 
@@ -22,14 +24,6 @@ _MAX_CLAIM = 64  # jobs in one call
 _MAX_EPOCHS = 10_000  # that are remembered
 _MAX_CANCELLED = 1024  # remembered, until the engine has heard of each
 _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a worker could start now."""
-
-    max_jobs: int
-    max_tokens: int
 
 
 @dataclass(slots=True)
@@ -159,3 +153,25 @@ class Holding:
         if max_jobs <= 0 or max_tokens <= 0:
             return None
         return Room(min(max_jobs, _MAX_CLAIM), max_tokens)
+
+    def rooms(self, terms: Mapping[str, LaneTerms]) -> dict[str, Room]:
+        """What it could start of each lane; nothing of those that are not named."""
+        room, ready = self.room(), self.engine.ready
+        if ready is None or not self.jobs or not self._displaces:
+            return {} if room is None else dict.fromkeys(terms, room)
+        if any(job.is_alone for job in self.jobs.values()):
+            return {}
+        held = [Held(job.lane, job.num_going_on, job.cost_tokens) for job in self.jobs.values()]
+        whole = Room(self.engine.options.max_num_seqs, self.max_tokens)
+        rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
+        return {
+            name: Room(min(lane.max_jobs, _MAX_CLAIM), lane.max_tokens)
+            for name, lane in rooms.items()
+        }
+
+    @property
+    def _displaces(self) -> bool:
+        """Whether the engine takes in at every step who comes: fixed batches do not."""
+        options = self.engine.options
+        strategies = [options.strategy, *(lane.strategy for lane in options.lanes)]
+        return all(s is None or s.name == "continuous" for s in strategies)

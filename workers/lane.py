@@ -63,20 +63,20 @@ class Lane:
         self,
         *,
         lanes: Mapping[str, float],
-        max_jobs: int,
-        max_tokens: int,
+        rooms: Mapping[str, tuple[int, int]],
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
-        """From these lanes, with the minimum share of each."""
+        """From these lanes, with the minimum share of each; `rooms` are jobs and tokens of each."""
         return await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,
             list(lanes),
             min_shares=lanes,
             lease_s=self._settings.lease_s,
-            max_jobs=max_jobs,
-            max_tokens=max_tokens,
+            max_jobs=0,
+            max_tokens=0,
+            rooms=rooms,
             is_idle=is_idle,
             config_version=config_version,
         )

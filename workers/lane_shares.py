@@ -5,6 +5,7 @@ which does not import it, claims by.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from workers.batching import LaneOptions
 
@@ -13,10 +14,21 @@ _MIN_SHARE = {"batch": 0.05}
 _OTHERS_PRIORITY = _PRIORITY["standard"]
 
 
-def lane_shares(
+@dataclass(frozen=True, slots=True)
+class LaneTerms:
+    """What claims go by: the smallest priority first, and the share of the claimed tokens."""
+
+    priority: int
+    min_share: float
+
+
+UNKNOWN_LANE = LaneTerms(_OTHERS_PRIORITY, 0.0)  # as the engine treats it
+
+
+def lane_terms(
     served: Sequence[str], given: Sequence[LaneOptions], *, adds_given: bool
-) -> dict[str, float]:
-    """Minimum share of the claimed tokens by lane, in the order of claims.
+) -> dict[str, LaneTerms]:
+    """Terms by lane, in the order of claims.
 
     `served` keep their order where they have the same priority; `adds_given`: the lanes that an
     operator has made are served too. Shares that are given are all there are, as for the engine.
@@ -37,4 +49,6 @@ def lane_shares(
             return lane.min_share
         return 0.0 if has_shares else _MIN_SHARE.get(name, 0.0)
 
-    return {name: min_share(name) for name in sorted(names, key=priority)}
+    return {
+        name: LaneTerms(priority(name), min_share(name)) for name in sorted(names, key=priority)
+    }

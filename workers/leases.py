@@ -82,7 +82,8 @@ class LeaseKeeper:
     async def _beat_once(self, ready: Ready) -> None:
         was_published, self._is_published = self._is_published, True
         name = self._settings.served_model_name
-        lanes = self._settings.lane_shares(self._engine.options)
+        terms = self._settings.lane_terms(self._engine.options)
+        lanes = {name: lane.min_share for name, lane in terms.items()}
         if not was_published:
             try:
                 await self._lane.ensure_library()
@@ -136,7 +137,8 @@ class LeaseKeeper:
                 case ["ended", job_id, status] if job_id in self._holding.jobs:
                     self._holding.end(self._holding.jobs[job_id], status)
                 case ["moved", job_id, lane, deadline_ms] if job_id in self._holding.jobs:
-                    epoch = self._holding.jobs[job_id].epoch
+                    job = self._holding.jobs[job_id]
+                    job.lane, epoch = lane, job.epoch
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
                 case ["drain"]:

@@ -193,6 +193,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     queue_s: float = 0.0  # … how long they waited to be let in first, all together
     run_s: float = 0.0  # … and from then to their end
     ended_s: float = 0.0  # when the step ended, on the engine's clock: good for differences alone
+    waiting_lanes: tuple[str, ...] = ()  # of the sequences that wait, by name
 
 
 FromEngine = (

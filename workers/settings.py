@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.jobs import DEFAULT_LANES
-from workers.lane_shares import lane_shares
+from workers.lane_shares import LaneTerms, lane_terms
 from workers.messages import EngineOptions
 
 LANES = DEFAULT_LANES
@@ -40,12 +40,12 @@ class WorkerSettings:
         path = self.batching_path or configuration.find(self.engine.model_path)
         return self.engine if path is None else configuration.load(path).apply(self.engine)
 
-    def lane_shares(self, options: EngineOptions) -> dict[str, float]:
-        """Minimum shares of the lanes that it takes jobs from, in the order of its claims.
+    def lane_terms(self, options: EngineOptions) -> dict[str, LaneTerms]:
+        """Priorities and minimum shares of the lanes that it takes jobs from, in claims' order.
 
         With the lanes that batching.yaml adds, unless the command line names some.
         """
-        return lane_shares(self.lanes, options.lanes, adds_given=self.lanes == LANES)
+        return lane_terms(self.lanes, options.lanes, adds_given=self.lanes == LANES)
 
     @property
     def heartbeat_s(self) -> float:

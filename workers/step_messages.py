@@ -42,6 +42,7 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
             report.queue_s,
             report.run_s,
             ended_s,
+            report.waiting_lanes,
         ),
     ]
 

@@ -148,17 +148,22 @@ class Supervisor:
         await asyncio.Event().wait()  # the other duties go on
 
     async def _claim_while_room(self) -> None:
-        while (room := self._holding.room()) is not None and not self._drain.begun.is_set():
+        while not self._drain.begun.is_set():
+            terms = self._settings.lane_terms(self._engine.options)
+            rooms = self._holding.rooms(terms)
+            if not rooms:
+                return
+            has_room = self._holding.room() is not None
             claimed = await self._lane.claim(
-                max_jobs=room.max_jobs,
-                max_tokens=room.max_tokens,
-                lanes=self._settings.lane_shares(self._engine.options),
+                lanes={name: lane.min_share for name, lane in terms.items()},
+                rooms={name: (room.max_jobs, room.max_tokens) for name, room in rooms.items()},
                 is_idle=not self._holding.jobs,
                 config_version=self._engine.options.batching_version,
             )
             await self._start_all(claimed)
             if not claimed:
-                self._engine.speed.note_room()
+                if has_room:
+                    self._engine.speed.note_room()
                 return
 
     async def _woken(self) -> None:

@@ -7,7 +7,9 @@
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
 --       6 '1' where the worker holds nothing  7 version of its configuration
---       8… lanes, most urgent first: name, minimum share of the tokens handed out
+--       8… lanes, most urgent first: name, `<minimum share of the tokens handed out>`, or
+--          `<share> <jobs> <tokens>`: one of its jobs is handed out only while the call has handed
+--          out less than so many jobs, and fits into so many tokens, of all lanes together
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
@@ -44,20 +46,29 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   return {}
 end
 
--- The lanes of the call: {name, share}, …
+-- The lanes of the call: {name, share, jobs, room}, …
 local function lanes_of(argv)
   local lanes = {}
-  for i = 8, #argv, 2 do table.insert(lanes, {name = argv[i], share = tonumber(argv[i + 1])}) end
+  for i = 8, #argv, 2 do
+    local share, jobs, tokens = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*)$')
+    table.insert(lanes, {
+      name = argv[i], share = tonumber(share), jobs = tonumber(jobs) or tonumber(argv[4]),
+      room = tonumber(tokens) or tonumber(argv[5]),
+    })
+  end
   return lanes
 end
 
 -- The job to hand out next, and its lane; those that it passes over, in `skipped`.
-local function choose(tag, model, lanes, room, skipped)
+local function choose(tag, model, lanes, num_claimed, skipped)
   for _, lane in ipairs(lanes) do
-    local owed = lane.share > 0 and tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
-    if owed and owed > 0 then
+    local owed = 0
+    if num_claimed < lane.jobs and lane.share > 0 then
+      owed = tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
+    end
+    if owed > 0 then
       local passed = {}
-      local found, is_blocked = next_in_lane(tag, model, lane.name, room, passed)
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed)
       if is_blocked then return nil end
       if found and found.cost <= owed then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
@@ -66,8 +77,10 @@ local function choose(tag, model, lanes, room, skipped)
     end
   end
   for _, lane in ipairs(lanes) do
-    local found, is_blocked = next_in_lane(tag, model, lane.name, room, skipped)
-    if found or is_blocked then return found, lane.name end
+    if lane.jobs > num_claimed then
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped)
+      if found or is_blocked then return found, lane.name end
+    end
   end
 end
 
@@ -88,26 +101,24 @@ end
 
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
-  local max_jobs, room = tonumber(argv[4]), tonumber(argv[5])
   local now, lanes = now_ms(tag), lanes_of(argv)
   if has_turn(tag, model, incarnation, lease_ms, now) then
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
       or {}
   end
   local claimed = {}
-  while #claimed < max_jobs do
+  while true do
     local skipped = {}
-    local found, lane = choose(tag, model, lanes, room, skipped)
+    local found, lane = choose(tag, model, lanes, #claimed, skipped)
     if not found then return claimed end
     local job = take(tag, found, incarnation, lease_ms, now, argv[7])
     if job then
-      room = room - found.cost
+      for _, served in ipairs(lanes) do served.room = served.room - found.cost end
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       book(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
     end
   end
-  return claimed
 end
 redis.register_function{
   function_name = 'batchway_v1_claim', callback = claim, flags = {'allow-oom'},

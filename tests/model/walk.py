@@ -213,7 +213,14 @@ class Walk:
         if self._stage is _QUEUES:
             rooms = [(1, 30), (1, 14), (2, 14), (2, 9), (3, 1000)]
         room = rng.choice(rooms)
-        self._world.claim(worker, *room, is_idle=is_idle, loses_reply=self._flip(0.25))
+        by_lane = {"interactive": room, "standard": rng.choice([(0, 0), (1, 9), (2, 30)])}
+        self._world.claim(
+            worker,
+            *room,
+            is_idle=is_idle,
+            loses_reply=self._flip(0.25),
+            rooms=by_lane if self._flip(0.3) else None,
+        )
 
     def _mine(self) -> None:
         self._world.mine(self._rng.choice(WORKERS))

@@ -204,10 +204,17 @@ class World:
     # --- workers ------------------------------------------------------------------------------
 
     def claim(
-        self, worker: str, max_jobs: int, max_tokens: int, *, is_idle: bool, loses_reply: bool
+        self,
+        worker: str,
+        max_jobs: int,
+        max_tokens: int,
+        *,
+        is_idle: bool,
+        loses_reply: bool,
+        rooms: dict[str, tuple[int, int]] | None = None,
     ) -> None:
         room: dict[str, Any] = {"max_jobs": max_jobs, "max_tokens": max_tokens, "is_idle": is_idle}
-        room |= {"lease_s": LEASE_S, "min_shares": MIN_SHARES}
+        room |= {"lease_s": LEASE_S, "min_shares": MIN_SHARES, "rooms": rooms}
         claimed = self._both("claim", worker, "m", LANES, **room)
         if not loses_reply:
             self._believe(worker, claimed)

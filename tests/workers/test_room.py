@@ -1,13 +1,16 @@
 """How many jobs a worker asks for: as many as the next step has places for, and no more."""
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
 from contract.calls import Claimed
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
+from workers.batching import LaneOptions, StrategyOptions
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
+from workers.lane_shares import LaneTerms
 from workers.messages import ChoiceEnded, EngineLoad, EngineOptions, Ready, TokenOut
 
 NUM_PLACES = 4
@@ -21,18 +24,25 @@ def holding() -> Holding:
     return Holding(EngineLink(options, ready=READY))
 
 
-def start(holding: Holding, job_id: str, max_tokens: int = 3, n: int = 1) -> HeldJob:
+def start(
+    holding: Holding,
+    job_id: str,
+    max_tokens: int = 3,
+    n: int = 1,
+    lane: str = "standard",
+    cost_tokens: int = 6,
+) -> HeldJob:
     job = Job(
         id=job_id,
         tenant="t",
         model="m",
-        lane="standard",
+        lane=lane,
         endpoint=Endpoint.COMPLETIONS,
         prompt_ids=(1, 2, 3),
         params=SamplingParams(max_tokens=max_tokens, seed=1, n=n),
         created_s=0,
     )
-    claimed = Claimed(job, 1, 1, 1, "", 0, 100.0, is_alone=False, cost_tokens=6)
+    claimed = Claimed(job, 1, 1, 1, "", 0, 100.0, is_alone=False, cost_tokens=cost_tokens)
     held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
     holding.start(held)
     return held
@@ -79,3 +89,101 @@ def test_nothing_is_claimed_while_a_sequence_waits_in_the_engine(holding: Holdin
     start(holding, "one")
     holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0)
     assert places(holding) == 0
+
+
+TERMS = {
+    "interactive": LaneTerms(0, 0.0),
+    "standard": LaneTerms(1, 0.0),
+    "scoring": LaneTerms(1, 0.0),
+    "batch": LaneTerms(2, 0.25),
+}
+
+
+def places_of(holding: Holding) -> dict[str, int]:
+    return {name: room.max_jobs for name, room in holding.rooms(TERMS).items()}
+
+
+def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
+    """Of four, batch keeps the one that its share guarantees; its equals take none from a lane."""
+    for number in range(NUM_PLACES):
+        start(holding, str(number), lane="batch")
+    assert places(holding) == 0
+    assert places_of(holding) == {"interactive": 3, "standard": 3, "scoring": 3}
+    start(holding, "standard")
+    assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
+
+
+def test_a_lane_at_its_share_is_a_shield(holding: Holding) -> None:
+    """The engine would take batch's last place before those of standard, which has no share: so
+    none is asked for, until batch holds none."""
+    batch = start(holding, "batch", lane="batch")
+    for number in range(NUM_PLACES - 1):
+        start(holding, str(number))
+    assert places_of(holding) == {}
+    holding.drop(batch)
+    start(holding, "another")
+    assert places_of(holding) == {"interactive": NUM_PLACES}
+
+
+def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
+    """The engine might take all places from the one whose share it is."""
+    terms = {"interactive": LaneTerms(0, 0.0), "a": LaneTerms(1, 0.25), "b": LaneTerms(1, 0.0)}
+    for lane in "aabb":
+        start(holding, str(len(holding.jobs)), lane=lane)
+    assert holding.rooms(terms) == {}
+    for job in list(holding.jobs.values())[:2]:
+        job.lane = "b"
+    assert list(holding.rooms(terms)) == ["interactive"]
+
+
+def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) -> None:
+    """Three come in the places of batch; for a fourth there is none."""
+    for number in range(NUM_PLACES):
+        start(holding, str(number), lane="batch")
+    for number in range(3):
+        assert "interactive" in holding.rooms(TERMS)
+        start(holding, f"urgent {number}", lane="interactive")
+    assert places_of(holding) == {}
+
+
+def test_who_was_displaced_is_no_obstacle_and_gets_no_company(holding: Holding) -> None:
+    """While batch waits in the engine, more urgent lanes have room and batch has none; while
+    standard waits, its equals have none either."""
+    start(holding, "one", lane="batch")
+    assert places_of(holding)["batch"] == 3
+    holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("batch",))
+    assert places_of(holding) == {"interactive": 3, "standard": 3, "scoring": 3}
+    holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("batch", "standard"))
+    assert places_of(holding) == {"interactive": 3}
+
+
+def test_a_job_that_was_moved_holds_the_place_of_its_new_lane(holding: Holding) -> None:
+    """Moved to interactive, nobody displaces it."""
+    jobs = [start(holding, str(number), lane="batch") for number in range(NUM_PLACES)]
+    jobs[0].lane = "interactive"
+    assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
+
+
+def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:
+    """One long job of batch holds all tokens: an urgent one has those beyond batch's share."""
+    whole = holding.max_tokens
+    start(holding, "long", lane="batch", cost_tokens=whole)
+    assert holding.room() is None
+    assert holding.rooms(TERMS)["interactive"].max_tokens == whole - whole // 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": StrategyOptions(name="static")},
+        {"lanes": (LaneOptions(name="batch", strategy=StrategyOptions(name="dynamic")),)},
+    ],
+)
+def test_batches_of_a_fixed_make_up_are_not_displaced(
+    holding: Holding, changes: dict[str, object]
+) -> None:
+    """The engine takes nobody in while they run: a claim would only hoard."""
+    holding.engine.options = msgspec.structs.replace(holding.engine.options, **changes)
+    for number in range(NUM_PLACES):
+        start(holding, str(number), lane="batch")
+    assert places_of(holding) == {}

@@ -1,7 +1,7 @@
 """What a worker says of its speed, and the lanes it claims from. The clock is the tests' own."""
 
 from workers.batching import LaneOptions
-from workers.lane_shares import lane_shares
+from workers.lane_shares import lane_terms
 from workers.settings import LANES
 from workers.speed import Speed
 
@@ -48,14 +48,15 @@ def test_a_stream_gets_a_token_a_step() -> None:
 def test_lanes_are_claimed_by_priority_with_the_shares_that_are_given() -> None:
     """The operator's own lane is served too, in its place; batch keeps its default share."""
     urgent = LaneOptions(name="urgent", priority=0)
-    given = lane_shares(LANES, [urgent], adds_given=True)
+    given = lane_terms(LANES, [urgent], adds_given=True)
     assert list(given) == ["interactive", "urgent", "standard", "scoring", "batch"]
-    assert given["batch"] == 0.05
+    assert given["batch"].min_share == 0.05
 
 
 def test_given_shares_are_all_there_are() -> None:
     """As in the engine; and lanes named on the command line stay the only ones."""
     given = [LaneOptions(name="standard", min_share=0.2), LaneOptions(name="urgent", priority=0)]
-    shares = lane_shares(("batch", "standard"), given, adds_given=False)
+    terms = lane_terms(("batch", "standard"), given, adds_given=False)
+    shares = {name: lane.min_share for name, lane in terms.items()}
     assert shares == {"standard": 0.2, "batch": 0.0}
     assert list(shares) == ["standard", "batch"]

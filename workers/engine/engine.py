@@ -211,9 +211,9 @@ class Engine:
                 self._drop(job_id)
 
     def _count(self, plan: StepPlan, report: StepReport) -> None:
-        chunks = plan.chunks.values()
-        report.num_running = self._scheduler.num_running
-        report.num_waiting = self._scheduler.num_waiting
+        chunks, scheduler = plan.chunks.values(), self._scheduler
+        report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
+        report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
         report.num_step_seqs = len(chunks)
         report.num_step_tokens = plan.num_tokens

@@ -43,6 +43,7 @@ class StepReport:
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
+    waiting_lanes: tuple[str, ...] = ()  # by name
     num_free_blocks: int = 0
     num_step_tokens: int = 0  # of sequences
     num_preemptions: int = 0

@@ -63,6 +63,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting_lanes(self) -> tuple[str, ...]:
+        """Of those that wait, by name."""
+        return tuple(sorted({sequence.lane for sequence in self._waiting}))
+
     def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
         """From the next step on; what runs goes on."""
         self._limits = self._gate.limits = limits
