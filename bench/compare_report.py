@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.compare import Heat, num_unlike
 from bench.engine import EngineRun
-from bench.summary import spread
+from bench.spread import spread
 from infra.tables import table
 
 COLUMNS = ("p50", "p99", "p99.9")
