@@ -21,6 +21,7 @@ from bench.gpu_check.plan import SMALL, GpuCheck
 TINY = Machine(torch.device("cpu"), is_tiny=True)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
     """On tiny shapes, with what stands in for graphs: every figure is there, every check passes."""

@@ -18,6 +18,7 @@ def options(folder: Path) -> argparse.Namespace:
     return argparse.Namespace(folder=folder, max_running=2, threads=1)
 
 
+@pytest.mark.campaign
 def test_an_adapter_and_our_engine_say_the_same(tmp_path: Path) -> None:
     """The same fields, and in float32 the same tokens, as many as each request asks for."""
     save_tiny_model("llama", tmp_path / "S")

@@ -45,16 +45,18 @@ class BreakingProxy:
 
     def _answer(self, there: socket.socket, caller: socket.socket) -> None:
         num_bytes = 0
-        with there, caller, contextlib.suppress(OSError):
-            while data := there.recv(256):
-                caller.sendall(data)
-                num_bytes += len(data)
-                if num_bytes > self._max_bytes and self._num_left:
-                    self._num_left -= 1
-                    self.num_broken += 1
-                    break
+        with there, caller:
+            with contextlib.suppress(OSError):
+                while data := there.recv(256):
+                    caller.sendall(data)
+                    num_bytes += len(data)
+                    if num_bytes > self._max_bytes and self._num_left:
+                        self._num_left -= 1
+                        self.num_broken += 1
+                        break
             for end in (there, caller):
-                end.shutdown(socket.SHUT_RDWR)  # wakes the other direction too
+                with contextlib.suppress(OSError):  # it may have hung up, and the other one not
+                    end.shutdown(socket.SHUT_RDWR)  # wakes the other direction too
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -141,6 +141,7 @@ def questions() -> Iterator[tuple[str, str, GenerationMode]]:
             yield method, path, GenerationMode.NEGATIVE
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("method", "path", "mode"), list(questions()))
 def test_every_answer_is_announced(url: str, method: str, path: str, mode: GenerationMode) -> None:
     """Status, media type, headers and shape, whatever is asked."""

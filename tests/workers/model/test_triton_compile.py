@@ -15,6 +15,7 @@ GPUS = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = {"attend_tiles", "join_splits", "normalise", "gate_silu", "turn_and_keep"}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("capability", GPUS)
 def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     """As the engine launches it, in bfloat16, for head sizes 64 to 256."""
