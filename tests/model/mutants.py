@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
     Mutant(
         "the dead count as live",
-        "model, now - WORKER_TTL_MS, '+inf')\n  return",
-        "model, '-inf', '+inf')\n  return",
+        "model, now - WORKER_TTL_MS, '+inf')\n  pool.rate",
+        "model, '-inf', '+inf')\n  pool.rate",
     ),
     Mutant("no deadline is beyond reach", "wait ~= UNKNOWN and late_ms > 0", "false"),
     Mutant("progress is not counted", "  ledger.progress(tag, job, ledger.done(job) - done)\n", ""),
