@@ -15,9 +15,8 @@ from workers.engine.model import Chunk, Padding
 
 _FORGETTING = 0.998  # half of what is known is of the last 350 steps
 _NUM_NEEDED = 16
-_SOLVE_EVERY = (
-    8  # steps, once there were many; solving takes as long as some steps of a small model
-)
+# Steps, once there were many: solving takes as long as some steps of a small model.
+_SOLVE_EVERY = 8
 _MAX_SURPRISE = 4.0  # a step of more than this many times its prediction counts as that
 # Brings the features to about one, so that the equations are well conditioned.
 _SCALES = np.array([1.0, 1e3, 1e5, 1e7])
