@@ -17,7 +17,7 @@ from gateway import sse
 from gateway.admission import Terms, prepare
 from gateway.auth import Caller
 from gateway.bodies import read_object
-from gateway.errors import ApiError, UnknownJob, draining, invalid_value, to_api_error
+from gateway.errors import ApiError, UnknownJob, draining, invalid_value, to_call_error
 from gateway.event_ids import START, Position, asked_position
 from gateway.job_objects import submitted_object
 from gateway.load_headers import ServerTiming, rate_headers
@@ -141,7 +141,7 @@ async def _whole(
     except sse.AnsweredOtherwise as exc:
         return exc.response
     except BatchwayError as exc:
-        error = to_api_error(exc)
+        error = to_call_error(exc)
         error.headers["x-job-id"] = call.job.id
         raise error from exc
     call.timing.mark("total")

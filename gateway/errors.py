@@ -142,6 +142,12 @@ def broker_full(full: BrokerFull) -> ApiError:
     return _dropped(503, "broker_unavailable", message, _FULL_S, code=full.code)
 
 
+def job_lost() -> ApiError:
+    """The job of a synchronous call is gone, with what Redis lost in a failure of its own."""
+    message = "the queue has lost this request in a failure of its own: send it again"
+    return _dropped(503, "broker_unavailable", message, _SOON_S, code="job_lost")
+
+
 def draining() -> ApiError:
     return _dropped(503, "draining", "this gateway is shutting down", 1)
 
@@ -187,6 +193,11 @@ def to_api_error(exc: BatchwayError) -> ApiError:
         case UnknownJob():
             return not_found("this job", "job_not_found")
     return internal_error()
+
+
+def to_call_error(exc: BatchwayError) -> ApiError:
+    """The same for a synchronous call, whose caller has not asked for any job."""
+    return job_lost() if isinstance(exc, UnknownJob) else to_api_error(exc)
 
 
 def internal_error() -> ApiError:

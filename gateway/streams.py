@@ -14,7 +14,7 @@ from gateway import sse
 from gateway.answers import Answer, Chunks, needs_tokenizer
 from gateway.broker import Broker, Idle, Reset
 from gateway.drain import Drain
-from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error
+from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error, to_call_error
 from gateway.event_ids import START, Position
 from gateway.job_objects import events_url, job_object, place
 from gateway.metrics import GatewayMetrics
@@ -151,9 +151,10 @@ async def call_stream(
             if gateway.drain.is_over:
                 raise draining()
     except BatchwayError as exc:
+        error = to_call_error(exc)
         if not has_sent:
-            raise
-        yield sse.message(to_api_error(exc).body())
+            raise error from exc
+        yield sse.message(error.body())
     yield sse.DONE
 
 

@@ -17,6 +17,7 @@ TIMEOUT = httpx.Timeout(connect=1.0, read=4.0, write=2.0, pool=None)
 PATIENCE_S = 240.0  # for one story, faults included; then it counts as lost
 TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 _PASSING = {"draining", "broker_unavailable", "no_workers", "lane_full"}  # codes: try again
+_LOST = {"job_not_found", "job_lost"}
 
 
 class Broken(Exception):
@@ -137,6 +138,8 @@ class Client:
         self._ledger.counts[f"answered {answer.status_code} {code}"] += 1
         if code == "job_not_found":
             raise Gone
+        if code == "job_lost":
+            self._ledger.lost_unheard(self._name)
         raise Broken(code)
 
     async def _again(self) -> None:
@@ -208,7 +211,7 @@ class Client:
         self._ledger.counts[f"stream ended in {code}"] += 1
         if code in _PASSING:
             raise Broken(code)
-        if code == "job_not_found":
+        if code in _LOST:
             raise Gone
         if code == "stream_reset":
             story.reset()

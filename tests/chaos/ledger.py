@@ -16,7 +16,9 @@ from enum import StrEnum
 from contract.events import End, LogEntry, Tokens
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 
-LOSS_S = 2.0  # what `appendfsync everysec` may lose: a second, and another if the disk is busy
+# What `appendfsync everysec` may lose: a second, and while the disk is busy the two by which Redis
+# puts off a write.
+LOSS_S = 3.0
 
 Output = Mapping[int, Sequence[int]]  # token ids by choice
 
@@ -78,15 +80,17 @@ class Story:
     @property
     def may_have_lost(self) -> bool:
         """Whether a power cut may have taken back something of what was acknowledged here."""
-        last_s = self.last_news_s + LOSS_S
-        return any(self.opened_s <= cut_s <= last_s for cut_s in self.ledger.cuts_s)
+        return self._was_cut_by(self.last_news_s + LOSS_S)
 
     @property
     def is_excused(self) -> bool:
         """Whether the job itself may have been lost: its caller heard of it no earlier than just
         before a power cut."""
-        last_s = self.accepted_s + LOSS_S
-        return any(self.opened_s <= cut_s <= last_s for cut_s in self.ledger.cuts_s)
+        return self._was_cut_by(self.accepted_s + LOSS_S)
+
+    def _was_cut_by(self, last_s: float) -> bool:
+        cuts = self.ledger.cuts_s
+        return any(self.opened_s <= ended_s and begun_s <= last_s for begun_s, ended_s in cuts)
 
     def accepted(self, job_id: str) -> None:
         """The client was told which job is its own. One key has one job."""
@@ -100,6 +104,7 @@ class Story:
 
     def vanished(self, kind: Kind = Kind.LOST, detail: str = "the accepted job is unknown") -> None:
         """The accepted job is there no more; the client asks for it anew."""
+        assert self.job_id is not None, "nobody can miss what nobody was promised"
         if self.is_excused:
             self.ledger.num_rolled_back += 1
         else:
@@ -212,7 +217,8 @@ class Story:
 class Ledger:
     """All stories of a run."""
 
-    cuts_s: Sequence[float] = ()  # when a power cut lost what was acknowledged
+    # Power cuts that lost what was acknowledged, each from its begin to its end.
+    cuts_s: Sequence[tuple[float, float]] = ()
     clock_s: Callable[[], float] = time.monotonic
     stories: list[Story] = field(default_factory=list)
     stories_by_job: dict[str, Story] = field(default_factory=dict)
@@ -240,6 +246,13 @@ class Ledger:
         story.touch()
         self.stories.append(story)
         return story
+
+    def lost_unheard(self, name: str) -> None:
+        """A job that Redis had taken is gone before its caller heard of it."""
+        if self.cuts_s:
+            self.num_rolled_back += 1
+        else:
+            self.violations.append(Violation(Kind.LOST, name, "a job that nobody had heard of"))
 
     def by_kind(self) -> dict[str, int]:
         """Violations of each kind, the kinds without any too."""

@@ -24,12 +24,13 @@ _SAMPLE_S = 0.05
 
 
 class ChaosRedis:
-    """One server on one data directory. `cuts_s` are the times (monotonic) of power cuts."""
+    """One server on one data directory. `cuts_s` are the times (monotonic) of power
+    cuts, of each its begin and end."""
 
     def __init__(self, data_dir: Path, fsync: Fsync, rng: random.Random) -> None:
         self.fsync = fsync
         self.is_busy = False
-        self.cuts_s: list[float] = []
+        self.cuts_s: list[tuple[float, float]] = []
         self._data_dir = data_dir
         self._lock = threading.Lock()
         self._is_over = False
@@ -94,11 +95,12 @@ class ChaosRedis:
 
     async def cut_power(self, links: Sequence[Link], away_s: float) -> int:
         """Returns how many bytes of the file were lost."""
+        begun_s = time.monotonic()
         keep = self._keep_acknowledged if self.fsync == "always" else self._keep_synced
         path, num_bytes = await keep(links)
         lost = path.stat().st_size - num_bytes
         os.truncate(path, num_bytes)
-        self.cuts_s.append(time.monotonic())
+        self.cuts_s.append((begun_s, time.monotonic()))
         self._sizes.clear()
         for link in links:
             link.drop_all()  # with the replies that they hold

@@ -237,17 +237,23 @@ def test_a_sound_story_is_left_alone() -> None:
 
 
 def test_what_a_power_cut_takes_back_is_excused_and_no_more() -> None:
-    """A job accepted in the last moment may vanish; one that was known for long may not."""
+    """A job accepted in the last moment, or by nobody yet, may vanish; one that was known for
+    long may not, and none where no power was cut."""
     now_s = 100.0
-    ledger = Ledger(cuts_s=[110.0], clock_s=lambda: now_s)
+    ledger = Ledger(cuts_s=[(110.0, 110.2)], clock_s=lambda: now_s)
     old = make_story(ledger)
     now_s = 109.5
     young = make_story(ledger)
     now_s = 112.0
     young.vanished()
     assert (ledger.num_rolled_back, ledger.violations) == (1, [])
+    ledger.lost_unheard("caller")
+    assert (ledger.num_rolled_back, ledger.violations) == (2, [])
     old.vanished()
     assert ledger.by_kind()[Kind.LOST] == 1
+    never_cut = Ledger()
+    never_cut.lost_unheard("caller")
+    assert never_cut.by_kind()[Kind.LOST] == 1
 
 
 def test_a_model_with_arithmetic_is_judged_by_itself() -> None:

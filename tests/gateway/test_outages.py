@@ -1,7 +1,6 @@
 """Redis goes away, hints get lost, readers are slow: callers hear of it quickly or not at all."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.calls import Verdict
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
@@ -191,50 +189,6 @@ def job_of_one() -> Job:
         params=params,
         created_s=0,
     )
-
-
-async def lose_event(client: redis.asyncio.Redis, keys: Keys, job_id: str, number: int) -> None:
-    """What a power cut does: the log's end and the record of it are as they were before."""
-    log = keys.log(job_id)
-    kept: Any = await client.xrange(log, "-", f"{number - 1}-0")
-    async with client.pipeline(transaction=True) as transaction:
-        transaction.delete(log)
-        for entry_id, fields in kept:
-            transaction.xadd(log, fields, id=entry_id)
-        transaction.hset(keys.job(job_id), mapping={"next": number, "hash": kept[-1][1][b"h"]})
-        await transaction.execute()
-
-
-@pytest.mark.parametrize("again", ["b", "B"])
-async def test_a_log_that_lost_its_end_is_waited_for_and_never_spliced(
-    idle_worker: FakeWorker,
-    http: httpx.AsyncClient,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    again: str,
-) -> None:
-    """The same event again: nothing is noticed. Another one: a reset, then the log from its start;
-    a synchronous stream ends in an error."""
-    call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
-    claimed = await idle_worker.claim()
-    job_id = claimed.job.id
-    first, second, third = says("a", "b", "c")(claimed.job)
-    rewritten = says("a", again, "c")(claimed.job)[1]
-    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
-        lines = answer.aiter_lines()
-        await idle_worker.say(claimed, 1, first)
-        await idle_worker.say(claimed, 2, second)
-        while '"text":"b"' not in await anext(lines):
-            pass
-        await lose_event(redis_client, keys, job_id, 2)
-        assert await idle_worker.say(claimed, 2, rewritten) == (Verdict.OK, 3)
-        assert await idle_worker.say(claimed, 3, third) == (Verdict.OK, 4)
-        await idle_worker.finish(claimed, 4)
-        rest = [line async for line in lines if line.startswith(("data: {", "event: st"))]
-    texts = [match for line in rest for match in re.findall(r'"text":"(\w)"', line)]
-    assert texts == (["c"] if again == "b" else ["a", "B", "c"])
-    assert ("event: stream_reset" in rest) == (again == "B")
-    assert ('"code":"stream_reset"' in (await call).text) == (again == "B")
 
 
 async def test_lost_hints_cost_a_poll_and_no_token(
