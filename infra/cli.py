@@ -181,6 +181,7 @@ def _worker(options: argparse.Namespace) -> int:
         namespace=options.namespace,
         lanes=options.lanes,
         lease_s=options.lease_s,
+        step_timeout_s=options.step_timeout_s,
         drain_s=options.drain_s,
         drain_release_s=options.drain_release_s,
         spot_notice=options.spot_notice,

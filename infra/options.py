@@ -216,6 +216,14 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         f"(default: {WORKER_DEFAULTS.lease_s:g} s)",
     )
     parser.add_argument(
+        "--step-timeout-s",
+        type=number(may_be_zero=False),
+        default=WORKER_DEFAULTS.step_timeout_s,
+        metavar="SECONDS",
+        help="an engine that has work and ends no step for so long is killed and started again "
+        f"(default: {WORKER_DEFAULTS.step_timeout_s:g} s)",
+    )
+    parser.add_argument(
         "--drain-release-s",
         type=number(may_be_zero=True),
         default=os.environ.get(DRAIN_RELEASE_VARIABLE) or str(WORKER_DEFAULTS.drain_release_s),

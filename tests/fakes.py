@@ -44,6 +44,7 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0  # least duration of a step; the engine process of the tests waits it
     refuses: str | None = None  # the loader refuses with this sentence
     crash_id: int | None = None  # a sequence that holds this token crashes the step
+    hang_id: int | None = None  # a step with a sequence that holds this token never ends
     bad_row_id: int | None = None  # a sequence that holds this token fails alone
 
 

@@ -6,6 +6,7 @@ HASH_MODEL, which children inherit through a supervisor that knows nothing of it
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -27,6 +28,8 @@ class SlowHashModel(HashModel):
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
         time.sleep(self.options.step_s)
+        if any(self.options.hang_id in chunk.sequence.token_ids for chunk in chunks):
+            threading.Event().wait()
         return super().run(chunks, padding)
 
 

@@ -77,6 +77,10 @@ class EngineClient:
             return await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
             log.warning("the engine process did not end in %.1f s: killed", grace_s)
-            with contextlib.suppress(ProcessLookupError):  # it ended this very moment
-                self._process.kill()
+            self.kill()
             return await self._process.wait()
+
+    def kill(self) -> None:
+        """At once, whatever it does; `messages` ends then."""
+        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+            self._process.kill()

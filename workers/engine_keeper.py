@@ -1,7 +1,8 @@
 """Keeps an engine process running, and takes in what it says.
 
-When the process dies, the jobs of the step it died in are blamed: each runs alone from now on, so
-that one that kills engines is found without failing another. All others are given back.
+When the process dies, or hangs and is killed, the jobs of the step it died in are blamed: each runs
+alone from now on, so that one that kills engines is found without failing another. All others are
+given back.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from array import array
 
 from tokenizers import Tokenizer
 
+from contract import tasks
 from contract.calls import Blame, Release
 from contract.errors import BrokerUnavailable, ErrorCode
 from workers.engine_client import EngineClient
@@ -36,6 +38,7 @@ from workers.messages import (
 from workers.meter import Meter
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
+from workers.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +76,7 @@ class EngineKeeper:
         while True:
             client = await EngineClient.start(self._settings.engine_module, self._engine.options)
             self._engine.client = client
-            async for messages in client.messages():
-                self._take_in(messages)
+            await self._listen(client)
             status = await client.stop()
             num_failed_starts = 0 if self._engine.ready else num_failed_starts + 1
             running = self._engine.running
@@ -88,6 +90,28 @@ class EngineKeeper:
             with contextlib.suppress(BrokerUnavailable):  # their leases will lapse
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
+
+    async def _listen(self, client: EngineClient) -> None:
+        """Takes in what an engine says, to its end; makes an end of one that hangs."""
+        limit_s = self._settings.step_timeout_s
+        watchdog = Watchdog(limit_s, self._engine_has_work)
+        watching = asyncio.create_task(self._end_hanging(client, watchdog))
+        try:
+            async for messages in client.messages():
+                watchdog.hear()
+                self._take_in(messages)
+        finally:
+            await tasks.end(watching)
+
+    async def _end_hanging(self, client: EngineClient, watchdog: Watchdog) -> None:
+        await watchdog.engine_hangs()
+        limit_s, num_held = self._settings.step_timeout_s, len(self._holding.jobs)
+        log.error("no step ended in %.1f s: engine killed jobs_held=%d", limit_s, num_held)
+        client.kill()
+
+    def _engine_has_work(self) -> bool:
+        """A job whose choices have all ended waits for Redis alone."""
+        return any(not job.is_complete for job in self._holding.jobs.values())
 
     async def _give_up(self, jobs: list[HeldJob], running: frozenset[str]) -> None:
         """Blames the jobs of the fatal step, and gives the others back."""

@@ -24,6 +24,7 @@ class WorkerSettings:
     lanes: tuple[str, ...] = LANES
     lease_s: float = 10.0  # a worker unheard of for so long loses its jobs
     max_crashes: int = 3  # engines that a job may take down before it is poison
+    step_timeout_s: float = 300.0  # an engine with work that says nothing for so long is killed
     drain_s: float = 30.0  # on SIGTERM, how long until this process has ended
     drain_release_s: float = 10.0  # before that, what still runs is given back
     spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none

@@ -292,6 +292,22 @@ async def test_a_job_that_kills_engines_fails_alone(
         assert await caller.client.zrange(caller.keys.quarantine, 0, -1) == [poison.id.encode()]
 
 
+@pytest.mark.timeout(180)
+async def test_a_job_that_hangs_engines_fails_alone(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """Nothing dies by itself here: the supervisor ends an engine whose step does not end."""
+    model = HashModelOptions(hang_id=0, step_s=0.005)  # a byte that it never says
+    async with fleet(redis_server.url, 1, model, step_timeout_s=1.5, max_crashes=2):
+        before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(3)]
+        hanging = await caller.submit("\0", max_tokens=20)
+        after = [await caller.submit(f"after {i}", max_tokens=20) for i in range(3)]
+        [end] = (await caller.answer(hanging, timeout_s=120)).ends
+        assert (end.status, end.code) == (JobStatus.FAILED, "poison")
+        for job in (*before, *after):
+            assert_exact(job, await caller.answer(job))
+
+
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children."""
     rows = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout

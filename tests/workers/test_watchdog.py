@@ -1,0 +1,48 @@
+"""When silence means that an engine hangs, and when it does not."""
+
+import asyncio
+
+import pytest
+
+from workers.watchdog import Watchdog
+
+pytestmark = pytest.mark.anyio
+
+LIMIT_S = 0.01
+
+
+async def test_silence_with_work_is_a_hang() -> None:
+    """The watch ends."""
+    async with asyncio.timeout(20):
+        await Watchdog(LIMIT_S, lambda: True).engine_hangs()
+
+
+async def test_an_idle_engine_may_be_silent() -> None:
+    """Looks without work in between start the count again."""
+    looks = 0
+
+    def has_work() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % 10 != 0 or looks > 30
+
+    async with asyncio.timeout(20):
+        await Watchdog(LIMIT_S, has_work).engine_hangs()
+    assert looks == 40
+
+
+async def test_whoever_speaks_does_not_hang() -> None:
+    """Each word starts the count again."""
+    looks = 0
+
+    def has_work() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks <= 30:
+            watchdog.hear()
+        return True
+
+    watchdog = Watchdog(LIMIT_S, has_work)
+    async with asyncio.timeout(20):
+        await watchdog.engine_hangs()
+    assert looks == 39
