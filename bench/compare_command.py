@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -53,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
     ) as exc:  # fmt: skip
         print(f"batchway compare: {exc}", file=sys.stderr)
         return 1
-    found = {"model": options.model, "seed": options.seed, **summarise_heats(heats)}
+    return tell({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
+
+
+def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
+    """Prints and writes what was found; returns the exit status."""
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
         from bench.compare_plot import draw_comparison

@@ -1,5 +1,6 @@
 """`batchway compare`: each way of batching in turns, on the same requests, with the same tokens."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 
 from bench.compare import Contestant, Heat, compare, num_unlike
+from bench.compare_command import tell
 from bench.compare_plot import draw_comparison
 from bench.compare_report import comparison_tables, summarise_heats
 from bench.engine import EngineRun, Timeline
@@ -132,8 +134,8 @@ def test_medians_of_the_rounds_are_told() -> None:
     assert verdict == "all said the same tokens in all 3 rounds"
 
 
-def test_answers_that_differ_are_counted() -> None:
-    """One token of one answer of one run is enough."""
+def test_answers_that_differ_are_counted(tmp_path: Path) -> None:
+    """One token of one answer of one run is enough, and the command ends with status 1."""
     done = made_up_heats()
     wrong = Timeline(0.0, [7, 99], [1.0, 2.0])
     run = done[-1].run
@@ -143,6 +145,9 @@ def test_answers_that_differ_are_counted() -> None:
     found = summarise_heats(done)
     assert not found["is_alike"]
     assert "not the first run's, token by token: b 1" in comparison_tables(found)
+    options = argparse.Namespace(json=tmp_path / "out.json", png=None)
+    assert tell(found, options) == 1
+    assert json.loads(options.json.read_text())["unlike_answers"] == {"a": 0, "b": 1}
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
