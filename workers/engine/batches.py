@@ -14,7 +14,7 @@ from workers.engine.strategy import Batch, Lobby, Strategies, Strategy
 
 
 class Batches:
-    """The lobby and the open batches of every strategy. The scheduler's Door."""
+    """The lobby and the open batches of every strategy."""
 
     def __init__(self, strategies: Strategies, max_num_rows: int) -> None:
         """`max_num_rows` bounds the rows of all padded batches, those that have ended included."""
@@ -45,21 +45,23 @@ class Batches:
         if not batch.sequences:
             self._close(batch)
 
-    def is_open(self, sequence: Sequence) -> bool:
-        """Whether it was let in."""
-        return sequence in self._batch_of
+    def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> list[Sequence]:
+        """Opens the batches that the strategies form now; `key` is the order of the waiting.
 
-    def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> None:
-        """Opens the batches that the strategies form now; `key` is the order of the waiting."""
+        Returns who has been let in.
+        """
         self._since_s |= dict.fromkeys(self._new, now_s)
         self._new.clear()
+        entered: list[Sequence] = []
         for strategy, waiting in self._waiting().items():
             waiting.sort(key=key)
             while chosen := strategy.next_batch(self._lobby(strategy, waiting, now_s)):
                 if strategy.is_padded and not self._has_rows(len(chosen)):
                     break
                 self._open_batch(strategy, chosen)
+                entered += chosen
                 waiting = [s for s in waiting if s in self._since_s]
+        return entered
 
     def wake_s(self, now_s: float) -> float | None:
         """When a strategy will let in more, if no one comes and no one ends; None for never."""

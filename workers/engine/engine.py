@@ -56,7 +56,6 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks,
             limits,
-            self._batches,
             policy or FirstComeFirstServed(),
             lanes,
             self._lengths,
@@ -137,15 +136,15 @@ class Engine:
         if held is None or held.epoch != epoch:
             return
         for sequence in held.sequences.values():
-            self._scheduler.move(sequence, lane)
             sequence.deadline_s = deadline_s
+            self._scheduler.move(sequence, lane, self._clock_s())
         self._note_deadline(job_id, epoch, deadline_s)
 
     def preempt(self, job_id: str) -> None:
         """Takes a job's blocks, as memory pressure does; it goes on when there is room."""
         for sequence in self._scheduler.running:
             if sequence.job_id == job_id:
-                self._scheduler.preempt(sequence)
+                self._scheduler.preempt(sequence, self._clock_s())
 
     def evict_cache(self) -> None:
         """Forgets all KV that no running sequence holds."""
@@ -170,7 +169,8 @@ class Engine:
         self._ended_early = []
         start_s = self._clock_s()
         self._expire(start_s, report)
-        self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
+        entered = self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
+        self._scheduler.let_in(entered, start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
         plan = self._scheduler.plan(start_s, num_reserved=num_tokens_of(padding))
         chunks = list(plan.chunks.values())

@@ -55,6 +55,17 @@ class Gate:
         self._forecast: KVForecast | None = None
         self._plan: StepPlan | None = None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a place, and a block under the high-water mark: else no one may enter
+        for whom no other goes.
+        """
+        num_running = len(self._running)
+        num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
+        return num_running == 0 or (
+            num_running < self.limits.max_num_seqs and self._blocks.num_used < num_allowed
+        )
+
     def _yields(self, sequence: Sequence) -> bool:
         """Whether it makes room for a higher lane: not in the step in which it was its turn."""
         return not self.is_pinned(sequence) and not self._lanes.is_overdue(sequence)

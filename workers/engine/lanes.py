@@ -4,10 +4,11 @@ Leaves the order within a lane to the policy, and tokens and blocks to the sched
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from workers.engine.model import Chunk
 from workers.engine.sequence import Sequence
 
 Account = tuple[str, str]  # lane and tenant
@@ -67,7 +68,7 @@ class Lanes:
         if sum(lane.min_share for lane in table) > 1.0:
             raise ValueError("the minimum shares of all lanes exceed the whole")
         self._table = {lane.name: lane for lane in table}
-        self._first_priority = min(lane.priority for lane in (*table, STANDARD))
+        self.first_priority = min(lane.priority for lane in (*table, STANDARD))
         self._max_credit = max_credit
         shared = [lane.name for lane in table if lane.min_share > 0]
         self._credits = {name: self._credits.get(name, 0.0) for name in shared}
@@ -75,15 +76,21 @@ class Lanes:
     def of(self, sequence: Sequence) -> Lane:
         return self._table.get(sequence.lane, STANDARD)
 
+    def priority_of(self, name: str) -> int:
+        return self._table.get(name, STANDARD).priority
+
+    def itl_target_s_of(self, name: str) -> float | None:
+        return self._table.get(name, STANDARD).itl_target_s
+
     def level(self, sequence: Sequence) -> int:
         """Its priority, lifted by age; the smallest goes first, and of the overdue the oldest."""
         lane = self.of(sequence)
         num_passed = self._num_computed - self._served_at[sequence.lane, sequence.tenant]
         level = lane.priority - num_passed // lane.ageing_tokens
-        return level if level >= self._first_priority else self._first_priority - num_passed
+        return level if level >= self.first_priority else self.first_priority - num_passed
 
     def is_overdue(self, sequence: Sequence) -> bool:
-        return self.level(sequence) < self._first_priority
+        return self.level(sequence) < self.first_priority
 
     def arrive(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant
@@ -100,15 +107,18 @@ class Lanes:
         if self._num_live[sequence.lane] == 0:
             del self._num_live[sequence.lane]
 
-    def settle(self, num_tokens: Mapping[Sequence, int]) -> None:
+    def settle(self, chunks: Iterable[Chunk]) -> None:
         """Books a step: the tokens that each sequence has had."""
+        by_account: dict[Account, int] = {}
+        for chunk in chunks:
+            account = chunk.sequence.lane, chunk.sequence.tenant
+            by_account[account] = by_account.get(account, 0) + chunk.num_tokens
         by_lane: Counter[str] = Counter()
-        for sequence, num in num_tokens.items():
-            by_lane[sequence.lane] += num
+        for account, num in by_account.items():
+            by_lane[account[0]] += num
         num_total = by_lane.total()
         self._num_computed += num_total
-        for sequence in num_tokens:
-            self._served_at[sequence.lane, sequence.tenant] = self._num_computed
+        self._served_at |= dict.fromkeys(by_account, self._num_computed)
         for name, credit in self._credits.items():
             due = self._table[name].min_share * num_total
             earned = credit + due - by_lane[name] if self._num_live[name] else 0.0

@@ -24,6 +24,12 @@ class Policy(Protocol):
         """`now_s` is the engine's monotonic clock. Equal keys: first come, first served."""
         ...
 
+    def standing(self, sequence: Sequence, now_s: float) -> Key:
+        """What of its key, by default all, orders it among those of its lane and tenant for as
+        long as it waits. Asked when it begins to.
+        """
+        return self.key(sequence, now_s)
+
     def arrive(self, sequence: Sequence) -> None:
         """The sequence is there to be served."""
         return
@@ -44,7 +50,13 @@ class Composed(Policy):
         self._policies = policies
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
-        return tuple(part for policy in self._policies for part in policy.key(sequence, now_s))
+        key: Key = ()
+        for policy in self._policies:
+            key += policy.key(sequence, now_s)
+        return key
+
+    def standing(self, sequence: Sequence, now_s: float) -> Key:
+        return tuple(p for policy in self._policies for p in policy.standing(sequence, now_s))
 
     def arrive(self, sequence: Sequence) -> None:
         for policy in self._policies:
@@ -84,6 +96,9 @@ class VirtualTokenCounters(Policy):
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
         return (self._counters[sequence.lane, sequence.tenant],)
+
+    def standing(self, sequence: Sequence, now_s: float) -> Key:
+        return ()
 
     def arrive(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant
@@ -150,8 +165,15 @@ class LeastLaxity(Policy):
         self._patience_s = patience_s
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
+        return (self._latest_s(sequence) - now_s,)
+
+    def standing(self, sequence: Sequence, now_s: float) -> Key:
+        return (self._latest_s(sequence),)
+
+    def _latest_s(self, sequence: Sequence) -> float:
+        """When it must run at the latest."""
         due_s = sequence.added_s + self._patience_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
         num_left = self._lengths.predict(sequence) - sequence.num_output
-        return (due_s - now_s - num_left * self._token_s,)
+        return due_s - num_left * self._token_s

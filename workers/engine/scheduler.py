@@ -2,11 +2,12 @@
 
 Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. Leaves
 running to the model, endings to the engine, order to lanes and policy, room to `Gate`, and to
-the door who may ask for it.
+the engine who may ask for it.
 """
 
+from collections import Counter
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from itertools import takewhile
 
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
@@ -14,11 +15,12 @@ from workers.engine.gate import Gate, Verdict
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
 from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
+from workers.engine.line import WaitingLine
 from workers.engine.model import Chunk, Padding
+from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
-from workers.engine.strategy import Door
 
 
 class Scheduler:
@@ -34,7 +36,6 @@ class Scheduler:
         self,
         blocks: BlockManager,
         limits: EngineLimits,
-        door: Door,
         policy: Policy,
         lanes: Seq[Lane] = DEFAULT_LANES,
         lengths: LengthPredictor | None = None,
@@ -48,7 +49,8 @@ class Scheduler:
         # Sets in order of insertion: removal is constant-time, iteration deterministic.
         self._running: dict[Sequence, None] = {}
         self._waiting: dict[Sequence, None] = {}
-        self._door = door
+        self._num_waiting_in: Counter[str] = Counter()  # by lane
+        self._line = WaitingLine(self._lanes, policy)
         self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
 
     @property
@@ -66,7 +68,7 @@ class Scheduler:
     @property
     def waiting_lanes(self) -> tuple[str, ...]:
         """Of those that wait, by name."""
-        return tuple(sorted({sequence.lane for sequence in self._waiting}))
+        return tuple(sorted(name for name, num in self._num_waiting_in.items() if num))
 
     def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
         """From the next step on; what runs goes on."""
@@ -74,32 +76,45 @@ class Scheduler:
         self._lanes.replace(lanes, limits.max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting[sequence] = None
+        """It waits, until it is let in and there is room."""
+        self._wait(sequence)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
+
+    def let_in(self, sequences: Collection[Sequence], now_s: float) -> None:
+        """From now on they may run."""
+        for sequence in sequences:
+            self._line.add(sequence, now_s)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended or was stopped, and takes its blocks."""
         self.blocks.release(sequence)
         self._running.pop(sequence, None)
-        self._waiting.pop(sequence, None)
+        self._stop_waiting(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
 
-    def move(self, sequence: Sequence, lane: str) -> None:
+    def move(self, sequence: Sequence, lane: str, now_s: float) -> None:
         """Puts a sequence into another lane, with all that it has."""
+        is_waiting, is_in_line = sequence in self._waiting, sequence in self._line
+        self._stop_waiting(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
         sequence.lane = lane
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
+        if is_waiting:
+            self._wait(sequence)
+        if is_in_line:
+            self._line.add(sequence, now_s)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, now_s: float) -> None:
         """Blocks and computed tokens go; known tokens and the place in the order stay."""
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
         del self._running[sequence]
-        self._waiting[sequence] = None
+        self._wait(sequence)
+        self._line.add(sequence, now_s)
 
     def place(self, sequence: Sequence, now_s: float) -> Key:
         """A waiting sequence's place in the order; the smallest comes first."""
@@ -109,19 +124,12 @@ class Scheduler:
     def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
         """The next step: level by level, in each the running, then the waiting, with what fits.
 
-        Lanes behind their minimum share come first, with what they are owed; and before them who
-        is overdue. `num_reserved` tokens of the budget are spoken for.
+        `num_reserved` tokens of the budget are spoken for.
         """
         plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
-        ordered = self._ordered(now_s)
-        overdue = list(takewhile(self._lanes.is_overdue, ordered))
-        plan.is_full = not self._serve(plan, overdue, UNLIMITED, now_s)
-        for lane, num_owed in self._lanes.owed().items():
-            self._serve(plan, [s for s in ordered if s.lane == lane], num_owed, now_s)
-        self._serve(plan, ordered, UNLIMITED, now_s)
-        if not plan.chunks:
-            plan.lift_limits()
-            self._serve(plan, ordered, UNLIMITED, now_s)
+        plan.is_full = not self._may_enter()
+        if not (plan.is_full and self._put_streams(plan)):
+            self._put_in_order(plan, now_s)
         if self._limits.grows_ahead:
             self._grow_ahead(plan)
         return plan
@@ -142,7 +150,7 @@ class Scheduler:
     def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> None:
         """Learns from a step that is over."""
         self.cost.observe([*plan.chunks.values(), *padding], step_s)
-        self._lanes.settle({s: chunk.num_tokens for s, chunk in plan.chunks.items()})
+        self._lanes.settle(plan.chunks.values())
 
     def _grow_ahead(self, plan: StepPlan) -> None:
         """For a model that starts the next step before the engine asks for it."""
@@ -157,63 +165,91 @@ class Scheduler:
         by themselves is not met by stopping all else: then prompts get as long as streams.
         """
         plan = StepPlan(self.cost, num_tokens)
-        streams = [s for s in self._running if s.num_pending == 1]
+        plan.streams = streams = [
+            s for s in self._running if len(s.token_ids) == s.num_computed + 1
+        ]
         if streams and self._limits.prefill_share is not None:
             num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
             plan.num_prefill_left = max(1, num_prefill)
-        targets = {self._lanes.of(s).itl_target_s for s in streams} - {None}
+        targets = {self._lanes.itl_target_s_of(name) for name in {s.lane for s in streams}} - {None}
         if targets and self.cost.is_ready:
-            num_kv = sum(s.num_known for s in streams)
+            num_kv = sum(len(s.token_ids) for s in streams)
             streams_s = self.cost.predict((len(streams), num_kv, 0.0))
             allowed_s = max(min(t for t in targets if t is not None), 2 * streams_s)
             plan.seconds_left = allowed_s - self.cost.coefficients[0]
         return plan
 
-    def _ordered(self, now_s: float) -> list[Sequence]:
-        """All sequences: by level, running before waiting, streams before prompts, by policy.
+    def _may_enter(self) -> bool:
+        """Whether anyone who waits could be let in: there is room, or someone who must make it."""
+        first_priority = self._line.first_priority
+        if first_priority is None:
+            return False
+        if self._gate.has_room:
+            return True
+        return any(self._lanes.priority_of(s.lane) > first_priority for s in self._running)
 
-        A long prompt must not delay a stream of its own level.
+    def _put_streams(self, plan: StepPlan) -> bool:
+        """Gives all that run a token, where all are streams and there is enough for all: whose
+        turn it is matters to no one then. Returns whether it is so.
+
+        They have the time in any case: see `_new_plan`.
         """
-        level, key = self._lanes.level, self._policy.key
-        ordered = [
-            (level(s), 0, s.num_pending > 1, key(s, now_s), s.arrival, s) for s in self._running
-        ]
-        ordered += [
-            (level(s), 1, True, key(s, now_s), s.arrival, s)
-            for s in self._waiting
-            if self._door.is_open(s)
-        ]
-        ordered.sort(key=lambda entry: entry[:5])
-        return [entry[5] for entry in ordered]
+        streams, blocks = plan.streams, self.blocks
+        if len(streams) < len(self._running) or len(streams) > plan.num_on_offer:
+            return False
+        growing = [s for s in streams if not blocks.has_next_slot(s)]
+        if len(growing) > blocks.num_free:
+            return False
+        for sequence in growing:
+            blocks.grow(sequence, 1)
+        for sequence in streams:
+            plan.put_stream(sequence)
+        return True
 
-    def _serve(self, plan: StepPlan, ordered: list[Sequence], most: int, now_s: float) -> bool:
+    def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
+        """Lanes behind their minimum share come first, with what they are owed; and before them
+        who is overdue.
+        """
+        order = Order(self._running, self._line, self._lanes, self._policy, now_s)
+        overdue = order.walk(until=self._lanes.first_priority)
+        plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
+        for lane, num_owed in self._lanes.owed().items():
+            self._serve(plan, order, order.walk(lane), num_owed, now_s)
+        self._serve(plan, order, order.walk(), UNLIMITED, now_s)
+        if not plan.chunks:
+            plan.lift_limits()
+            self._serve(plan, order, order.walk(), UNLIMITED, now_s)
+
+    def _serve(
+        self, plan: StepPlan, order: Order, walk: Iterator[Sequence], most: int, now_s: float
+    ) -> bool:
         """Hands out up to `most` tokens, and admits up to the first that must wait.
 
         No one passes a sequence that does not fit: otherwise a large one could wait for ever.
         Returns whether all were admitted that asked.
         """
         plan.num_kept_back = max(0, plan.num_tokens_left - most)
-        is_full = plan.is_full
-        for sequence in ordered:
+        order.names_waiting = not plan.is_full
+        for sequence in walk:
             if sequence in self._running:
                 if plan.num_on_offer > 0:
                     self._hand_out(plan, sequence, now_s)
-            elif not is_full:
+            elif order.names_waiting:
                 is_full = sequence in plan.preempted or plan.num_for_prompts == 0
-                is_full = is_full or not self._admit(plan, sequence, now_s)
-        return not is_full
+                order.names_waiting = not is_full and self._admit(plan, sequence, now_s)
+        return order.names_waiting
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Lets the candidate in, or not; returns whether others may be asked after it."""
         verdict, entry = self._gate.ask(plan, candidate)
         while entry is not None and entry.victims:
             for victim in entry.victims:
-                self._take_blocks(plan, victim)
+                self._take_blocks(plan, victim, now_s)
             # What victims shared, with each other or with the candidate, is known only now.
             verdict, entry = self._gate.ask(plan, candidate)
         if entry is None:
             return verdict is Verdict.BEING_COMPUTED and not self._lanes.is_overdue(candidate)
-        del self._waiting[candidate]
+        self._stop_waiting(candidate)
         self._running[candidate] = None
         if candidate.started_s is None:
             candidate.started_s = now_s
@@ -229,11 +265,11 @@ class Scheduler:
         Without room for one token, worse ones lose their blocks to it; where there is none
         worse, it waits with its blocks and with what it has computed.
         """
-        is_common = plan.has_time or self._is_due(sequence)
-        is_common = is_common and copy_from is None and sequence not in plan.chunks
-        if is_common and self.blocks.has_next_slot(sequence):
-            plan.put_stream(sequence)
-            return
+        is_common = copy_from is None and self.blocks.has_next_slot(sequence)
+        if is_common and sequence not in plan.chunks:
+            if plan.has_time_for(sequence) or self._is_due(sequence):
+                plan.put_stream(sequence)
+                return
         num_planned = plan.num_planned(sequence)
         if self._num_wanted(plan, sequence) == 0 and copy_from is None:
             return
@@ -241,7 +277,7 @@ class Scheduler:
             victim = self._worst_below(sequence, now_s)
             if victim is None:
                 return
-            self._take_blocks(plan, victim)
+            self._take_blocks(plan, victim, now_s)
         num_room = self.blocks.num_growable(sequence) - num_planned
         num_tokens = min(self._num_wanted(plan, sequence), num_room)
         if copy_from is not None:
@@ -283,7 +319,18 @@ class Scheduler:
             return (0.0, sequence.arrival)
         return (1.0, *self.place(sequence, now_s))
 
-    def _take_blocks(self, plan: StepPlan, victim: Sequence) -> None:
+    def _take_blocks(self, plan: StepPlan, victim: Sequence, now_s: float) -> None:
         plan.take_back(victim)
         self._gate.forget(victim)
-        self.preempt(victim)
+        self.preempt(victim, now_s)
+
+    def _wait(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = None
+        self._num_waiting_in[sequence.lane] += 1
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        """It runs, has ended, or is about to change its lane."""
+        if sequence in self._waiting:
+            del self._waiting[sequence]
+            self._num_waiting_in[sequence.lane] -= 1
+            self._line.discard(sequence)

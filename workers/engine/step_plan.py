@@ -25,6 +25,7 @@ class StepPlan:
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
     is_full: bool = False  # an overdue sequence waits for room: no one else is let in
+    streams: list[Sequence] = field(default_factory=list)  # that ran when the step began
     num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
     num_prefix_hits: int = 0
 
@@ -73,10 +74,11 @@ class StepPlan:
         self.chunks[sequence] = Chunk(sequence, sequence.num_computed, num_all, samples, copy_from)
         self._book(sequence, num_all, 1)
 
-    @property
-    def has_time(self) -> bool:
-        """Whether no target limits the step."""
-        return self.seconds_left == math.inf
+    def has_time_for(self, stream: Sequence) -> bool:
+        """Whether the one token of a stream fits into the time, where a target limits the step."""
+        if self.seconds_left == math.inf:
+            return True
+        return self.cost.predict_stream(stream.num_computed) <= self.seconds_left
 
     def put_stream(self, sequence: Sequence) -> None:
         """`put` of the one token of a stream, which most chunks are."""

@@ -12,14 +12,6 @@ from typing import Protocol
 from workers.engine.sequence import Sequence
 
 
-class Door(Protocol):
-    """What the scheduler asks before it gives a waiting sequence a place."""
-
-    def is_open(self, sequence: Sequence) -> bool:
-        """Whether a strategy has let it in; who has not been let in keeps no one waiting."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Batch:
     """Sequences that were let in together; `sequences` are those that have not ended."""

@@ -16,13 +16,6 @@ class SmallestFirst(Policy):
         return (sequence.num_prompt, sequence.arrival)
 
 
-class OpenDoor:
-    """Lets everyone in."""
-
-    def is_open(self, sequence: Sequence) -> bool:
-        return True
-
-
 def scheduler_of(
     num_blocks: int = 100,
     block_size: int = 1,
@@ -33,7 +26,7 @@ def scheduler_of(
 ) -> Scheduler:
     limits = EngineLimits(budget, max_num_seqs, vocab_size=1000, kv_high_water=high_water)
     blocks = BlockManager(num_blocks, block_size)
-    return Scheduler(blocks, limits, OpenDoor(), policy or FirstComeFirstServed())
+    return Scheduler(blocks, limits, policy or FirstComeFirstServed())
 
 
 def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
@@ -43,6 +36,7 @@ def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
     sequence = Sequence(f"job-{arrival}", 1, 0, "t", "lane", prompt_ids, num_prompt, params)
     sequence.arrival = arrival
     scheduler.add(sequence)
+    scheduler.let_in([sequence], 0.0)
     return sequence
 
 

@@ -104,8 +104,8 @@ class Witness:
     def _waiting(self) -> list[Sequence]:
         """Those let in by their strategy that hold no blocks."""
         engine = self._harness.engine
-        is_open = engine._batches.is_open
-        return [s for s in engine.sequences if not s.block_ids and is_open(s)]
+        let_in = engine._batches._batch_of
+        return [s for s in engine.sequences if not s.block_ids and s in let_in]
 
     def _num_until_overdue(self, account: Account) -> int:
         lanes: dict[str, Lane] = {lane.name: lane for lane in self._harness.lanes}

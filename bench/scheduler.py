@@ -1,0 +1,161 @@
+"""What the engine's bookkeeping costs a step: python -m bench.scheduler
+
+The engine as workers build it, around a model that computes nothing, so that all of a step's time
+is the host's: order, admission, blocks, tokens, reports. Timed with so many sequences running and
+so many waiting. Every step all that run get a token.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from bench.spread import percentile
+from contract.jobs import SamplingParams
+from workers.engine.engine import Engine
+from workers.engine.model import Chunk, Padding, Row, Sample
+from workers.engine.request import Request
+from workers.engine_setup import build_engine
+from workers.messages import EngineOptions
+
+RUNNING = (16, 64, 256)
+WAITING = (0, 1_000, 10_000)
+NUM_TENANTS = 20
+# Of those who run and of those who wait: nobody who waits may take the place of one who runs.
+RUNNING_LANES, WAITING_LANES = ("interactive", "standard"), ("standard", "batch")
+_VOCAB_SIZE = 32_000
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 64
+_MAX_MODEL_LEN = 2**20
+_MOST_STEPS_TO_START = 1_000
+
+
+class Load(StrEnum):
+    """Why those who wait do so, and for how long."""
+
+    STEADY = "steady"  # all places are taken, and nobody ends
+    TURNOVER = "turnover"  # each step one ends, and one of those who wait begins
+    MEMORY = "memory"  # places are free, blocks are not
+
+
+class NoArithmetic:
+    """A Model that yields a token for each chunk that asks, and does nothing else."""
+
+    block_size = _BLOCK_SIZE
+    shares_blocks = True
+    max_model_len = _MAX_MODEL_LEN
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._sample = Sample(4)
+
+    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+        """See Model.run."""
+        return [self._sample if chunk.samples else None for chunk in chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Milliseconds of host time of a step."""
+
+    load: Load
+    num_running: int
+    num_waiting: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> Figures:
+    """Brings the engine to where so many run and wait, then times steps."""
+    engine = make_engine(load, num_running, num_steps)
+    fill(engine, load, num_running, num_waiting, num_steps)
+    gc.collect()
+    host_s = []
+    next_number = num_running + num_waiting
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        report = engine.step()
+        host_s.append(time.perf_counter() - start_s - report.step_s)
+        assert report.num_step_seqs == num_running, "as many run as are to be measured"
+        for _ in range(report.num_finished):  # one comes for each that ends
+            _add(engine, next_number, WAITING_LANES, num_running)
+            next_number += 1
+    shares = (0.5, 0.99, 1.0)
+    p50_ms, p99_ms, max_ms = (1000 * (percentile(host_s, share) or 0.0) for share in shares)
+    return Figures(load, num_running, num_waiting, p50_ms, p99_ms, max_ms)
+
+
+def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
+    """With room for so many streams to go on for so many steps, and under MEMORY for no more."""
+    num_tokens = _PROMPT_TOKENS + num_running + num_steps + 64
+    num_blocks = num_running * -(-num_tokens // _BLOCK_SIZE)
+    options = EngineOptions(
+        model_path="",
+        max_num_seqs=num_running if load is not Load.MEMORY else 4 * num_running,
+        max_num_batched_tokens=2048,
+        kv_high_water=1.0,
+    )
+    return build_engine(NoArithmetic(num_blocks), _VOCAB_SIZE, options)
+
+
+def fill(
+    engine: Engine, load: Load, num_running: int, num_waiting: int, num_steps: int
+) -> None:
+    """Starts those who run, then adds those who wait."""
+    for number in range(num_running):
+        # Under TURNOVER they end one after the other.
+        num_output = number + 64 if load is Load.TURNOVER else num_running + num_steps + 64
+        _add(engine, number, RUNNING_LANES, num_output)
+    for _ in range(_MOST_STEPS_TO_START):
+        if engine.step().num_decode_tokens == num_running:
+            break
+    for number in range(num_running, num_running + num_waiting):
+        _add(engine, number, WAITING_LANES, num_running)
+
+
+def _add(engine: Engine, number: int, lanes: Seq[str], num_output: int) -> None:
+    prompt_ids = tuple(4 + (7919 * number + 31 * i) % (_VOCAB_SIZE - 4) for i in range(_PROMPT_TOKENS))
+    engine.add(
+        Request(
+            job_id=str(number),
+            epoch=1,
+            tenant=f"tenant-{number % NUM_TENANTS}",
+            lane=lanes[number % len(lanes)],
+            prompt_ids=prompt_ids,
+            params=SamplingParams(max_tokens=num_output, seed=number, ignore_eos=True),
+            outputs=((),),
+            finished=(False,),
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="timed for each row")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    print("| load | running | waiting | p50 (ms) | p99 (ms) | max (ms) |")
+    print("|---|---|---|---|---|---|")
+    found = []
+    for load in Load:
+        for num_running in RUNNING:
+            for num_waiting in WAITING:
+                f = measure(load, num_running, num_waiting, options.steps)
+                found.append(f)
+                print(
+                    f"| {load} | {num_running:,} | {num_waiting:,} | {f.p50_ms:.3f} "
+                    f"| {f.p99_ms:.3f} | {f.max_ms:.3f} |",
+                    flush=True,
+                )
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(f) for f in found]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Those who may be let in and wait for it, in order; their number costs a step nothing.
+
+All of one lane and tenant have the same level, and by what stays as it is while they wait they
+are kept in order. A step merges these queues from their heads, as far as it lets sequences in.
+Leaves to the gate whether there is room.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+
+from workers.engine.lanes import Account, Lanes
+from workers.engine.policies import Key, Policy
+from workers.engine.sequence import Sequence
+
+# What a sequence keeps while it waits: its standing, its arrival, and a number of its own.
+_Place = tuple[Key, int, int]
+# Level, running before waiting, streams before prompts, the policy's key, arrival, a number.
+Rank = tuple[int, bool, bool, Key, int, int]
+
+
+class WaitingLine:
+    """Queues by lane and tenant, each in the policy's order."""
+
+    def __init__(self, lanes: Lanes, policy: Policy) -> None:
+        self._lanes = lanes
+        self._policy = policy
+        self._queues: dict[Account, list[tuple[_Place, Sequence]]] = {}
+        self._places: dict[Sequence, _Place] = {}
+        self._num_in: Counter[str] = Counter()  # by lane
+        self._next_number = 0
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._places
+
+    @property
+    def first_priority(self) -> int | None:
+        """Of the lanes in which anybody waits; None where nobody does."""
+        return min(map(self._lanes.priority_of, self._num_in), default=None)
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
+        self._next_number += 1
+        self._places[sequence] = place
+        self._num_in[sequence.lane] += 1
+        queue = self._queues.setdefault((sequence.lane, sequence.tenant), [])
+        queue.insert(_index(queue, place), (place, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets who is there; its lane must be the one it came with."""
+        place = self._places.pop(sequence, None)
+        if place is None:
+            return
+        account = sequence.lane, sequence.tenant
+        queue = self._queues[account]
+        del queue[_index(queue, place)]
+        if not queue:
+            del self._queues[account]
+        self._num_in[sequence.lane] -= 1
+        if self._num_in[sequence.lane] == 0:
+            del self._num_in[sequence.lane]
+
+    def ordered(self, now_s: float, lane: str | None = None) -> Iterator[tuple[Rank, Sequence]]:
+        """Those who wait, of one lane or of all; each is looked at when it is asked for, and may
+        leave then.
+        """
+        accounts = [a for a in self._queues if lane is None or a[0] == lane]
+        heads = [self._ranked(*self._queues[account][0], now_s) for account in accounts]
+        heapify(heads)
+        while heads:
+            rank, place, sequence = heads[0]
+            yield rank, sequence
+            queue = self._queues.get((sequence.lane, sequence.tenant), [])
+            index = bisect_right(queue, place, key=_place_of)
+            if index < len(queue):
+                heapreplace(heads, self._ranked(*queue[index], now_s))
+            else:
+                heappop(heads)
+
+    def _ranked(
+        self, place: _Place, sequence: Sequence, now_s: float
+    ) -> tuple[Rank, _Place, Sequence]:
+        level, key = self._lanes.level(sequence), self._policy.key(sequence, now_s)
+        return (level, True, True, key, sequence.arrival, place[2]), place, sequence
+
+
+def _index(queue: list[tuple[_Place, Sequence]], place: _Place) -> int:
+    return bisect_left(queue, place, key=_place_of)
+
+
+def _place_of(entry: tuple[_Place, Sequence]) -> _Place:
+    return entry[0]
