@@ -1,4 +1,4 @@
-"""What the engine's bookkeeping costs a step: python -m bench.scheduler
+"""What the engine's bookkeeping costs a step: python -m bench.scheduler [--json OUT]
 
 The engine as workers build it, around a model that computes nothing, so that all of a step's time
 is the host's: order, admission, blocks, tokens, reports. Timed with so many sequences running and
@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+import msgspec
 
 from bench.spread import percentile
 from contract.jobs import SamplingParams
@@ -31,7 +33,7 @@ _VOCAB_SIZE = 32_000
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 64
 _MAX_MODEL_LEN = 2**20
-_MOST_STEPS_TO_START = 1_000
+_NUM_BEFORE = 64  # tokens of output that a stream has while the others begin
 
 
 class Load(StrEnum):
@@ -93,34 +95,45 @@ def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> F
 
 def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
     """With room for so many streams to go on for so many steps, and under MEMORY for no more."""
-    num_tokens = _PROMPT_TOKENS + num_running + num_steps + 64
-    num_blocks = num_running * -(-num_tokens // _BLOCK_SIZE)
+    num_blocks = num_running * -(-_most_tokens(num_running, num_steps) // _BLOCK_SIZE)
     options = EngineOptions(
         model_path="",
-        max_num_seqs=num_running if load is not Load.MEMORY else 4 * num_running,
+        max_num_seqs=num_running,
         max_num_batched_tokens=2048,
         kv_high_water=1.0,
     )
+    if load is Load.MEMORY:
+        # A block more than each prompt needs: those who run go beyond the mark, nobody joins them.
+        num_allowed = num_running * (_PROMPT_TOKENS // _BLOCK_SIZE + 1)
+        options = msgspec.structs.replace(
+            options, max_num_seqs=4 * num_running, kv_high_water=(num_allowed + 0.5) / num_blocks
+        )
     return build_engine(NoArithmetic(num_blocks), _VOCAB_SIZE, options)
 
 
-def fill(
-    engine: Engine, load: Load, num_running: int, num_waiting: int, num_steps: int
-) -> None:
+def fill(engine: Engine, load: Load, num_running: int, num_waiting: int, num_steps: int) -> None:
     """Starts those who run, then adds those who wait."""
     for number in range(num_running):
         # Under TURNOVER they end one after the other.
-        num_output = number + 64 if load is Load.TURNOVER else num_running + num_steps + 64
+        num_output = _most_tokens(num_running, num_steps) - _PROMPT_TOKENS
+        if load is Load.TURNOVER:
+            num_output = _NUM_BEFORE + number
         _add(engine, number, RUNNING_LANES, num_output)
-    for _ in range(_MOST_STEPS_TO_START):
-        if engine.step().num_decode_tokens == num_running:
-            break
+    while engine.step().num_decode_tokens < num_running:
+        assert engine.has_work, "the first ended before the last began"
     for number in range(num_running, num_running + num_waiting):
         _add(engine, number, WAITING_LANES, num_running)
 
 
+def _most_tokens(num_running: int, num_steps: int) -> int:
+    """Of one sequence, at the end."""
+    return _PROMPT_TOKENS + _NUM_BEFORE + num_running + num_steps
+
+
 def _add(engine: Engine, number: int, lanes: Seq[str], num_output: int) -> None:
-    prompt_ids = tuple(4 + (7919 * number + 31 * i) % (_VOCAB_SIZE - 4) for i in range(_PROMPT_TOKENS))
+    prompt_ids = tuple(
+        4 + (7919 * number + 31 * i) % (_VOCAB_SIZE - 4) for i in range(_PROMPT_TOKENS)
+    )
     engine.add(
         Request(
             job_id=str(number),
@@ -135,17 +148,19 @@ def _add(engine: Engine, number: int, lanes: Seq[str], num_output: int) -> None:
     )
 
 
-def main() -> None:
+def main(argv: Seq[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="timed for each row")
+    parser.add_argument("--running", type=int, nargs="+", default=RUNNING, metavar="N")
+    parser.add_argument("--waiting", type=int, nargs="+", default=WAITING, metavar="N")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     print("| load | running | waiting | p50 (ms) | p99 (ms) | max (ms) |")
     print("|---|---|---|---|---|---|")
     found = []
     for load in Load:
-        for num_running in RUNNING:
-            for num_waiting in WAITING:
+        for num_running in options.running:
+            for num_waiting in options.waiting:
                 f = measure(load, num_running, num_waiting, options.steps)
                 found.append(f)
                 print(

@@ -73,11 +73,6 @@ class CostModel:
         _, b, c, d = self.coefficients
         return b * features[0] + c * features[1] + d * features[2]
 
-    def predict_stream(self, start: int) -> float:
-        """`predict_added` of a chunk of one token, which most chunks are."""
-        _, b, c, _ = self.coefficients
-        return b + c * (start + 1)
-
     def max_tokens(self, seconds: float, start: int) -> int:
         """The largest chunk from position `start` that adds at most `seconds` to a step."""
         if seconds <= 0.0:

@@ -265,11 +265,10 @@ class Engine:
 
     def _extend(self, sequence: Sequence, sample: Sample) -> Output:
         """Appends the new token; it may be the last one."""
-        position = sequence.num_output
-        sequence.token_ids.append(sample.token_id)
-        sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-        end, top = sequence.finish_reason, sample.top_logprobs
-        return Output(sequence, position, sample.token_id, end, sample.logprob, top)
+        position, token_id = sequence.num_output, sample.token_id
+        sequence.token_ids.append(token_id)
+        end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
+        return Output(sequence, position, token_id, end, sample.logprob, sample.top_logprobs)
 
     def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
         assert sequence.started_s is not None

@@ -5,15 +5,15 @@ LengthPredictor and the verdict to the scheduler.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from workers.engine.block_manager import BlockManager
 from workers.engine.lengths import LengthPredictor
 from workers.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(Struct, frozen=True, gc=False):
     """Blocks for all known tokens of a sequence, and tokens that are thought to follow."""
 
     num_blocks: int
@@ -34,10 +34,12 @@ class KVForecast:
 
     def need(self, sequence: Sequence, num_held: int = 0) -> Need:
         """Of a sequence for whose first tokens `num_held` blocks need not be found."""
-        if sequence.num_output >= sequence.predicted_output:
+        num_known = len(sequence.token_ids)
+        num_output = num_known - sequence.num_prompt
+        if num_output >= sequence.predicted_output:
             sequence.predicted_output = self._lengths.predict(sequence)
-        num_more = max(0, sequence.predicted_output - sequence.num_output)
-        return Need(self._blocks.num_blocks_for(sequence.num_known) - num_held, num_more)
+        num_more = max(0, sequence.predicted_output - num_output)
+        return Need(self._blocks.num_blocks_for(num_known) - num_held, num_more)
 
     def add(self, sequence: Sequence, need: Need) -> None:
         self._needs[sequence] = need

@@ -1,8 +1,8 @@
-"""Those who may be let in and wait for it, in order; their number costs a step nothing.
+"""Those who wait, in order once they may run; their number costs a step nothing.
 
 All of one lane and tenant have the same level, and by what stays as it is while they wait they
 are kept in order. A step merges these queues from their heads, as far as it lets sequences in.
-Leaves to the gate whether there is room.
+Leaves to strategies who may run, and to the gate whether there is room.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,29 +27,50 @@ class WaitingLine:
         self._lanes = lanes
         self._policy = policy
         self._queues: dict[Account, list[tuple[_Place, Sequence]]] = {}
-        self._places: dict[Sequence, _Place] = {}
-        self._num_in: Counter[str] = Counter()  # by lane
+        self._places: dict[Sequence, _Place | None] = {}  # None: a strategy keeps it
+        self._num_in: Counter[str] = Counter()  # by lane, kept or not; none is 0
+        self._num_queued_in: Counter[str] = Counter()
         self._next_number = 0
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._places
 
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """In which anybody waits, by name."""
+        return tuple(sorted(self._num_in))
+
     @property
     def first_priority(self) -> int | None:
-        """Of the lanes in which anybody waits; None where nobody does."""
-        return min(map(self._lanes.priority_of, self._num_in), default=None)
+        """Of the lanes in which anybody is in a queue; None where nobody is."""
+        return min(map(self._lanes.priority_of, self._num_queued_in), default=None)
 
-    def add(self, sequence: Sequence, now_s: float) -> None:
+    def is_queued(self, sequence: Sequence) -> bool:
+        """Whether it waits and may run."""
+        return self._places.get(sequence) is not None
+
+    def add(self, sequence: Sequence) -> None:
+        self._places[sequence] = None
+        self._num_in[sequence.lane] += 1
+
+    def let_in(self, sequence: Sequence, now_s: float) -> None:
+        """From now on it may run."""
         place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
         self._next_number += 1
         self._places[sequence] = place
-        self._num_in[sequence.lane] += 1
+        self._num_queued_in[sequence.lane] += 1
         queue = self._queues.setdefault((sequence.lane, sequence.tenant), [])
         queue.insert(_index(queue, place), (place, sequence))
 
     def discard(self, sequence: Sequence) -> None:
         """Forgets who is there; its lane must be the one it came with."""
-        place = self._places.pop(sequence, None)
+        if sequence not in self._places:
+            return
+        self._num_in -= Counter((sequence.lane,))
+        place = self._places.pop(sequence)
         if place is None:
             return
         account = sequence.lane, sequence.tenant
@@ -57,12 +78,10 @@ class WaitingLine:
         del queue[_index(queue, place)]
         if not queue:
             del self._queues[account]
-        self._num_in[sequence.lane] -= 1
-        if self._num_in[sequence.lane] == 0:
-            del self._num_in[sequence.lane]
+        self._num_queued_in -= Counter((sequence.lane,))
 
     def ordered(self, now_s: float, lane: str | None = None) -> Iterator[tuple[Rank, Sequence]]:
-        """Those who wait, of one lane or of all; each is looked at when it is asked for, and may
+        """Those who may run, of one lane or of all; each is looked at when it is asked for, and may
         leave then.
         """
         accounts = [a for a in self._queues if lane is None or a[0] == lane]

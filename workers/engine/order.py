@@ -56,7 +56,7 @@ class Order:
 
     def _named(self, asking: tuple[Rank, Sequence]) -> Iterator[Sequence]:
         yield asking[1]
-        if asking[1] not in self._line:
+        if not self._line.is_queued(asking[1]):
             self._admitted.append(asking)
 
     def _take_in(self) -> None:

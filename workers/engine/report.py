@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from contract.jobs import FinishReason
 from workers.engine.model import PromptLogprobs
 from workers.engine.request import ErrorCode
 from workers.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Struct, frozen=True, gc=False):
     """A new token of a sequence, at `position` among its output tokens.
 
     The token that ends a sequence is reported too; `finish_reason` says that it does.

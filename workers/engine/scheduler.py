@@ -2,10 +2,9 @@
 
 Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. Leaves
 running to the model, endings to the engine, order to lanes and policy, room to `Gate`, and to
-the engine who may ask for it.
+the engine who may ask for it. Over 300 lines: what a step gives to whom is one calculation.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
@@ -46,11 +45,9 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
-        # Sets in order of insertion: removal is constant-time, iteration deterministic.
+        # A set in order of insertion: removal is constant-time, iteration deterministic.
         self._running: dict[Sequence, None] = {}
-        self._waiting: dict[Sequence, None] = {}
-        self._num_waiting_in: Counter[str] = Counter()  # by lane
-        self._line = WaitingLine(self._lanes, policy)
+        self._waiting = WaitingLine(self._lanes, policy)
         self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
 
     @property
@@ -68,7 +65,7 @@ class Scheduler:
     @property
     def waiting_lanes(self) -> tuple[str, ...]:
         """Of those that wait, by name."""
-        return tuple(sorted(name for name, num in self._num_waiting_in.items() if num))
+        return self._waiting.lanes
 
     def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
         """From the next step on; what runs goes on."""
@@ -77,44 +74,44 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """It waits, until it is let in and there is room."""
-        self._wait(sequence)
+        self._waiting.add(sequence)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
 
     def let_in(self, sequences: Collection[Sequence], now_s: float) -> None:
         """From now on they may run."""
         for sequence in sequences:
-            self._line.add(sequence, now_s)
+            self._waiting.let_in(sequence, now_s)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended or was stopped, and takes its blocks."""
         self.blocks.release(sequence)
         self._running.pop(sequence, None)
-        self._stop_waiting(sequence)
+        self._waiting.discard(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
 
     def move(self, sequence: Sequence, lane: str, now_s: float) -> None:
         """Puts a sequence into another lane, with all that it has."""
-        is_waiting, is_in_line = sequence in self._waiting, sequence in self._line
-        self._stop_waiting(sequence)
+        is_waiting, is_queued = sequence in self._waiting, self._waiting.is_queued(sequence)
+        self._waiting.discard(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
         sequence.lane = lane
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
         if is_waiting:
-            self._wait(sequence)
-        if is_in_line:
-            self._line.add(sequence, now_s)
+            self._waiting.add(sequence)
+        if is_queued:
+            self._waiting.let_in(sequence, now_s)
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
         """Blocks and computed tokens go; known tokens and the place in the order stay."""
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
         del self._running[sequence]
-        self._wait(sequence)
-        self._line.add(sequence, now_s)
+        self._waiting.add(sequence)
+        self._waiting.let_in(sequence, now_s)
 
     def place(self, sequence: Sequence, now_s: float) -> Key:
         """A waiting sequence's place in the order; the smallest comes first."""
@@ -136,16 +133,18 @@ class Scheduler:
 
     def book(self, chunk: Chunk, num_out: int) -> int:
         """Books what the model computed; returns how much of it had been computed before."""
-        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        sequence, start = chunk.sequence, chunk.start
+        end, num_before = start + chunk.num_tokens, sequence.num_once_computed
         sequence.num_computed = end
-        num_again = min(end, sequence.num_once_computed) - chunk.start
-        if end > sequence.num_once_computed:
-            num_in = min(end, sequence.num_prompt) - max(chunk.start, sequence.num_once_computed)
+        if end > num_before:
+            num_in, num_prompt = 0, sequence.num_prompt
+            if num_before < num_prompt:
+                num_in = min(end, num_prompt) - max(start, num_before)
             sequence.num_once_computed = end
-            self._policy.charge(sequence, max(0, num_in), num_out)
+            self._policy.charge(sequence, num_in, num_out)
         if self.blocks.cache is not None and end >= (sequence.num_keyed + 1) * self._block_size:
             self.blocks.cache.put(sequence)
-        return max(0, num_again)
+        return min(end, num_before) - start if start < num_before else 0
 
     def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> None:
         """Learns from a step that is over."""
@@ -181,7 +180,7 @@ class Scheduler:
 
     def _may_enter(self) -> bool:
         """Whether anyone who waits could be let in: there is room, or someone who must make it."""
-        first_priority = self._line.first_priority
+        first_priority = self._waiting.first_priority
         if first_priority is None:
             return False
         if self._gate.has_room:
@@ -202,15 +201,14 @@ class Scheduler:
             return False
         for sequence in growing:
             blocks.grow(sequence, 1)
-        for sequence in streams:
-            plan.put_stream(sequence)
+        plan.put_all(streams)
         return True
 
     def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
         """Lanes behind their minimum share come first, with what they are owed; and before them
         who is overdue.
         """
-        order = Order(self._running, self._line, self._lanes, self._policy, now_s)
+        order = Order(self._running, self._waiting, self._lanes, self._policy, now_s)
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
         for lane, num_owed in self._lanes.owed().items():
@@ -249,7 +247,7 @@ class Scheduler:
             verdict, entry = self._gate.ask(plan, candidate)
         if entry is None:
             return verdict is Verdict.BEING_COMPUTED and not self._lanes.is_overdue(candidate)
-        self._stop_waiting(candidate)
+        self._waiting.discard(candidate)
         self._running[candidate] = None
         if candidate.started_s is None:
             candidate.started_s = now_s
@@ -266,10 +264,10 @@ class Scheduler:
         worse, it waits with its blocks and with what it has computed.
         """
         is_common = copy_from is None and self.blocks.has_next_slot(sequence)
-        if is_common and sequence not in plan.chunks:
-            if plan.has_time_for(sequence) or self._is_due(sequence):
-                plan.put_stream(sequence)
-                return
+        is_common = is_common and sequence not in plan.chunks
+        if is_common and (plan.has_time_for(sequence) or self._is_due(sequence)):
+            plan.put_stream(sequence)
+            return
         num_planned = plan.num_planned(sequence)
         if self._num_wanted(plan, sequence) == 0 and copy_from is None:
             return
@@ -323,14 +321,3 @@ class Scheduler:
         plan.take_back(victim)
         self._gate.forget(victim)
         self.preempt(victim, now_s)
-
-    def _wait(self, sequence: Sequence) -> None:
-        self._waiting[sequence] = None
-        self._num_waiting_in[sequence.lane] += 1
-
-    def _stop_waiting(self, sequence: Sequence) -> None:
-        """It runs, has ended, or is about to change its lane."""
-        if sequence in self._waiting:
-            del self._waiting[sequence]
-            self._num_waiting_in[sequence.lane] -= 1
-            self._line.discard(sequence)

@@ -65,9 +65,10 @@ class Sequence:
 
     def end_reason(self, max_model_len: int) -> FinishReason | None:
         """Why nothing follows the last known token; None while something does."""
-        last_output = self.num_output - 1
-        if last_output >= self.params.min_tokens and self.token_ids[-1] in self.ending_ids:
+        token_ids, params = self.token_ids, self.params
+        num_output = len(token_ids) - self.num_prompt
+        if num_output > params.min_tokens and token_ids[-1] in self.ending_ids:
             return FinishReason.STOP
-        if self.num_output >= self.params.max_tokens or self.num_known >= max_model_len:
+        if num_output >= params.max_tokens or len(token_ids) >= max_model_len:
             return FinishReason.LENGTH
         return None

@@ -4,6 +4,7 @@ Leaves to the scheduler who is asked, and blocks to the block manager.
 """
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from workers.engine.cost_model import CostModel, chunk_features
@@ -26,6 +27,7 @@ class StepPlan:
     preempted: set[Sequence] = field(default_factory=set)
     is_full: bool = False  # an overdue sequence waits for room: no one else is let in
     streams: list[Sequence] = field(default_factory=list)  # that ran when the step began
+    _stream_costs: tuple[float, float] | None = None  # a token's, and a token of KV's
     num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
     num_prefix_hits: int = 0
 
@@ -78,7 +80,12 @@ class StepPlan:
         """Whether the one token of a stream fits into the time, where a target limits the step."""
         if self.seconds_left == math.inf:
             return True
-        return self.cost.predict_stream(stream.num_computed) <= self.seconds_left
+        return self._stream_s(stream.num_computed) <= self.seconds_left
+
+    def put_all(self, streams: Seq[Sequence]) -> None:
+        """`put_stream` of all that run, which have the time together."""
+        self.chunks = {s: Chunk(s, s.num_computed, 1, True) for s in streams}
+        self.num_tokens_left -= len(streams)
 
     def put_stream(self, sequence: Sequence) -> None:
         """`put` of the one token of a stream, which most chunks are."""
@@ -86,7 +93,14 @@ class StepPlan:
         self.chunks[sequence] = Chunk(sequence, start, 1, True)
         self.num_tokens_left -= 1
         if self.seconds_left < math.inf:
-            self.seconds_left -= self.cost.predict_stream(start)
+            self.seconds_left -= self._stream_s(start)
+
+    def _stream_s(self, start: int) -> float:
+        """Seconds that a stream's token adds to the step."""
+        if self._stream_costs is None:
+            _, b, c, _ = self.cost.coefficients
+            self._stream_costs = b, c
+        return self._stream_costs[0] + self._stream_costs[1] * (start + 1)
 
     def take_back(self, sequence: Sequence) -> None:
         """The sequence is preempted: its tokens are for others, and it comes back in no case."""

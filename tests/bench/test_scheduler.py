@@ -1,0 +1,74 @@
+"""What the engine's bookkeeping costs: counted in operations, since a clock proves nothing here."""
+
+import json
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from bench.scheduler import Load, fill, main, make_engine
+from workers.engine.engine import Engine
+
+_NUM_STEPS = 24
+
+
+def num_operations(load: Load, num_running: int, num_waiting: int) -> int:
+    """Python's instructions in a step under a load: of the cheapest of some steps in a row."""
+    engine = make_engine(load, num_running, _NUM_STEPS)
+    fill(engine, load, num_running, num_waiting, _NUM_STEPS)
+    return min(count_operations(engine, load) for _ in range(_NUM_STEPS))
+
+
+def count_operations(engine: Engine, load: Load) -> int:
+    """Of one step; where those who run are to be relieved, of one in which somebody begins."""
+    num = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        num += event == "opcode"
+        return trace
+
+    while True:
+        before, num = sys.gettrace(), 0
+        sys.settrace(trace)
+        try:
+            report = engine.step()
+        finally:
+            sys.settrace(before)
+        if load is not Load.TURNOVER or report.num_prefix_queries > 0:
+            return num
+
+
+@pytest.mark.parametrize("load", [Load.STEADY, Load.MEMORY])
+def test_who_waits_costs_a_step_nothing(load: Load) -> None:
+    """With a hundred times as many waiting, a step executes the very same operations."""
+    few, many = (num_operations(load, 16, num_waiting) for num_waiting in (40, 4_000))
+    assert few == many
+
+
+def test_letting_one_in_costs_hardly_more_where_many_wait() -> None:
+    """Only a search in a sorted queue grows, with the logarithm."""
+    few, many = (num_operations(Load.TURNOVER, 16, num_waiting) for num_waiting in (40, 4_000))
+    assert many < 1.1 * few
+
+
+def test_who_runs_costs_its_own_part() -> None:
+    """Four times as many sequences that run cost at most four times as much."""
+    few, many = (num_operations(Load.STEADY, num_running, 40) for num_running in (16, 64))
+    assert few < many <= 4 * few
+
+
+def test_the_command_tells_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each load and size, in the table and as JSON."""
+    out = tmp_path / "out.json"
+    main(["--steps", "3", "--running", "2", "--waiting", "0", "5", "--json", str(out)])
+    shown = capsys.readouterr().out.splitlines()
+    found = json.loads(out.read_text())
+    assert [(f["load"], f["num_running"], f["num_waiting"]) for f in found] == [
+        (load, 2, num_waiting) for load in Load for num_waiting in (0, 5)
+    ]
+    assert len(shown) == 2 + len(found)
+    assert all(0 < f["p50_ms"] <= f["p99_ms"] <= f["max_ms"] for f in found)

@@ -1,0 +1,97 @@
+"""Those who wait, in order: against sorting them all."""
+
+import random
+
+import pytest
+
+from contract.jobs import SamplingParams
+from workers.engine.lanes import DEFAULT_LANES, Lanes
+from workers.engine.lengths import CallersCap
+from workers.engine.line import WaitingLine
+from workers.engine.model import Chunk
+from workers.engine.policies import (
+    Composed,
+    FirstComeFirstServed,
+    LeastLaxity,
+    Policy,
+    ShortestPredictedFirst,
+    VirtualTokenCounters,
+)
+from workers.engine.sequence import Sequence
+
+POLICIES = {
+    "first come": FirstComeFirstServed,
+    "fair": lambda: Composed(VirtualTokenCounters(), FirstComeFirstServed()),
+    "shortest": lambda: Composed(ShortestPredictedFirst(CallersCap()), FirstComeFirstServed()),
+    "laxity, fair": lambda: Composed(LeastLaxity(CallersCap(), 0.1), VirtualTokenCounters()),
+}
+
+
+def waiting(arrival: int, draw: random.Random) -> Sequence:
+    """Of some lane and tenant, with a length and a deadline of its own."""
+    params = SamplingParams(max_tokens=draw.randrange(1, 2_000), seed=0)
+    lane, tenant = draw.choice(["interactive", "standard", "batch"]), draw.choice("abc")
+    sequence = Sequence(f"job-{arrival}", 1, 0, tenant, lane, [0], 1, params, arrival=arrival)
+    sequence.deadline_s = draw.choice([None, draw.uniform(0, 500)])
+    return sequence
+
+
+@pytest.mark.parametrize("make_policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("lane", [None, "standard"])
+def test_the_line_is_in_the_order_of_sorting(make_policy: type[Policy], lane: str | None) -> None:
+    """While some come back, some leave and tenants are served: level, then key, then arrival."""
+    draw = random.Random(3)
+    lanes, policy = Lanes(DEFAULT_LANES, 100), make_policy()
+    line = WaitingLine(lanes, policy)
+    present: list[Sequence] = []
+    for arrival in draw.sample(range(200), 200):  # those preempted come with an early arrival
+        sequence = waiting(arrival, draw)
+        lanes.arrive(sequence)
+        policy.arrive(sequence)
+        line.add(sequence)
+        line.let_in(sequence, now_s=float(arrival))
+        present.append(sequence)
+        served = draw.choice(present)
+        policy.charge(served, 10, 3)
+        lanes.settle([Chunk(served, 0, 5_000, samples=False)])
+        if draw.random() < 0.2:
+            line.discard(present.pop(draw.randrange(len(present))))
+    expected = sorted(
+        (s for s in present if lane in (None, s.lane)),
+        key=lambda s: (lanes.level(s), policy.key(s, 300.0), s.arrival),
+    )
+    assert [sequence for _, sequence in line.ordered(300.0, lane)] == expected
+    assert line.first_priority == min(lanes.of(s).priority for s in present)
+
+
+def test_who_is_named_may_leave_the_line() -> None:
+    """Letting in each one that is named skips nobody, and leaves the line empty."""
+    draw = random.Random(4)
+    lanes, policy = Lanes(DEFAULT_LANES, 100), FirstComeFirstServed()
+    line = WaitingLine(lanes, policy)
+    for arrival in range(50):
+        sequence = waiting(arrival, draw)
+        lanes.arrive(sequence)
+        line.add(sequence)
+        line.let_in(sequence, 0.0)
+    named = []
+    for _, sequence in line.ordered(0.0):
+        line.discard(sequence)
+        named.append(sequence.arrival)
+    assert sorted(named) == list(range(50))
+    assert line.first_priority is None
+    assert not any(line.ordered(0.0))
+
+
+def test_who_has_not_been_let_in_is_counted_and_not_named() -> None:
+    """Its strategy keeps it: its lane shows, but nobody asks for a place in its name."""
+    draw = random.Random(5)
+    lanes = Lanes(DEFAULT_LANES, 100)
+    line = WaitingLine(lanes, FirstComeFirstServed())
+    sequence = waiting(0, draw)
+    lanes.arrive(sequence)
+    line.add(sequence)
+    assert (len(line), line.lanes, line.first_priority) == (1, (sequence.lane,), None)
+    assert not any(line.ordered(0.0))
+    line.discard(sequence)
+    assert (len(line), line.lanes) == (0, ())
