@@ -46,11 +46,11 @@ async def prepare(
     """The job and what to submit it with. Raises ApiError."""
     lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
     terms.caller.check_lane(lane)
-    card = (await broker.models()).get(body.model)
+    card = (await broker.known.models()).get(body.model)
     if card is None:
         raise not_found(f"the model {body.model!r}", "model_not_found", "model")
     check_lane(card, lane)
-    prompt_ids = await _prompt_ids(await broker.tokenizer(card), card, body)
+    prompt_ids = await _prompt_ids(await broker.known.tokenizer(card), card, body)
     max_tokens = _max_tokens(settings, card, body, len(prompt_ids))
     job_id = new_job_id()
     params = _sampling(card, body, max_tokens, job_id)

@@ -1,22 +1,17 @@
-"""The gateway's only door to Redis: submits jobs, reads them, follows their logs.
+"""All that a gateway asks of Redis: submits jobs, reads them, follows their logs.
 
 Every method raises BrokerUnavailable, at once where Redis failed a moment ago. Opens no
 connection before its first call, so that a gateway starts while Redis is down.
-
-Over 300 lines: it is the one door, and what waits behind it has rooms of its own already.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
-
-from redis.exceptions import NoPermissionError
 
 from contract.api_keys import ApiKeys, Pepper
 from contract.callback_state import CallbackState, callback_state
@@ -25,31 +20,26 @@ from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import End, LogEntry
-from contract.fitness import check_fitness
 from contract.functions import Functions
-from contract.glance import Glance
-from contract.jobs import Job, JobStatus, ModelCard
+from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.library import ensure_library
 from contract.litter import Litter
 from contract.outbox import Outbox
 from gateway.breaker import Breaker
 from gateway.cursor import Cursor
+from gateway.door import Door
 from gateway.errors import UnknownJob
 from gateway.hints import Hints
 from gateway.key_ring import KeyRing
+from gateway.known_models import KnownModels
 from gateway.payloads import Payloads
 from gateway.settings import GatewaySettings
-from gateway.tokens import ModelTokenizer
 
 log = logging.getLogger("batchway.gateway")
 
 PAGE_EVENTS = 500  # of a log, in one read
-MAX_CALLS = 128  # of Redis at a time, each on a connection of its own; others wait their turn
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
-CATALOGUE_TTL_S = 1.0
 SWEEP_EVERY_S = 1.0
-MAX_TOKENIZERS = 8
 
 T = TypeVar("T")
 
@@ -75,22 +65,18 @@ class Broker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
         self._outbox = Outbox(self._client, self.keys)
-        self._catalogue = Catalogue(self._client, self.keys)
+        door = Door(self._client, Breaker(settings.breaker_open_s))
+        self._call = door.call
+        self.known = KnownModels(door, Catalogue(self._client, self.keys), self._functions)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
         self._litter = Litter(self._client, self.keys)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
-        self._breaker = Breaker(settings.breaker_open_s)
-        self._slots = asyncio.Semaphore(MAX_CALLS)
-        self._has_library = False
         self._hints = Hints(
             connect(settings.redis_url, retries=0, command_timeout_s=None),
             max_bytes=settings.max_buffer_bytes,
             idle_channel=self.keys.events_channel("none"),
         )
-        self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
-        self._num_workers: dict[str, tuple[float, int]] = {}
-        self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._swept_s = 0.0
         self._followed: Counter[str] = Counter()
 
@@ -269,45 +255,6 @@ class Broker:
             return _Page(view, [Reset()], is_whole=False)
         return _Page(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
 
-    async def models(self) -> dict[str, ModelCard]:
-        """The published models by name, at most a second old; that there is none is asked again.
-
-        Raises WireError.
-        """
-        now_s = time.monotonic()
-        asked_s, models = self._models
-        if not models or now_s - asked_s > CATALOGUE_TTL_S:
-            models = {card.name: card for card in await self._call(self._catalogue.models)}
-            self._models = (now_s, models)
-        return models
-
-    async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
-        """A model's tokenizer; kept by its hash. Raises WireError, KeyError."""
-        sha256 = card.tokenizer_sha256
-        if sha256 not in self._tokenizers:
-            files = await self._call(lambda: self._catalogue.tokenizer(sha256))
-            self._tokenizers[sha256] = await asyncio.to_thread(ModelTokenizer, files)
-        self._tokenizers.move_to_end(sha256)
-        while len(self._tokenizers) > MAX_TOKENIZERS:
-            self._tokenizers.popitem(last=False)
-        return self._tokenizers[sha256]
-
-    async def num_live_workers(self, model: str) -> int:
-        """Live workers of a model; a figure above 0 may be a second old."""
-        now_s = time.monotonic()
-        asked_s, num_workers = self._num_workers.get(model, (0.0, 0))
-        if not num_workers or now_s - asked_s > CATALOGUE_TTL_S:
-            num_workers = await self._call(lambda: self._catalogue.num_live_workers(model))
-            self._num_workers[model] = (now_s, num_workers)
-        return num_workers
-
-    async def glances(self) -> dict[str, Glance]:
-        """Every model as it stands now, by name."""
-        return {
-            name: await self._call(partial(self._functions.glance, name, card.lanes))
-            for name, card in (await self.models()).items()
-        }
-
     async def sweep(self) -> None:
         """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
         now_s = time.monotonic()
@@ -336,31 +283,6 @@ class Broker:
             self._followed[job_id] -= 1
             if not self._followed[job_id]:
                 del self._followed[job_id]
-
-    async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
-        self._breaker.check()
-        async with self._slots:
-            return await self._call_now(function)
-
-    async def _call_now(self, function: Callable[[], Awaitable[T]]) -> T:
-        with self._breaker.guard():
-            if not self._has_library:
-                await self._load_library()
-            try:
-                return await function()
-            except BrokerUnavailable as exc:
-                if "function library" not in str(exc):
-                    raise
-            await self._load_library()
-            return await function()
-
-    async def _load_library(self) -> None:
-        await check_fitness(self._client)
-        try:
-            await ensure_library(self._client)
-        except NoPermissionError:
-            log.info("may not load functions: leaving that to whoever deploys")
-        self._has_library = True
 
 
 @dataclass(frozen=True, slots=True)

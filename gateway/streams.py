@@ -56,8 +56,8 @@ class Gateway:
         """The tokenizer where the job's answer needs one: token texts, an echo."""
         if not needs_tokenizer(job):
             return None
-        card = (await self.broker.models()).get(job.model)
-        return None if card is None else await self.broker.tokenizer(card)
+        card = (await self.broker.known.models()).get(job.model)
+        return None if card is None else await self.broker.known.tokenizer(card)
 
 
 _RESET = sse.message({"from": 0}, event="stream_reset")

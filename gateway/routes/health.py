@@ -22,8 +22,8 @@ async def readyz(request: Request) -> Response:
     if gateway.drain.has_begun:
         return _not_ready("draining")
     try:
-        models = await gateway.broker.models()
-        num_workers = {name: await gateway.broker.num_live_workers(name) for name in models}
+        models = await gateway.broker.known.models()
+        num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in models}
     except BrokerUnavailable as exc:
         return _not_ready("redis", str(exc) if isinstance(exc, BrokerUnfit) else None)
     if not any(num_workers.values()):

@@ -39,7 +39,7 @@ async def list_jobs(request: Request, caller: JobsReader) -> Response:
     max_jobs = _limit(query.pop("limit", ""))
     after = query.pop("after", "")
     broker = gateway_of(request).broker
-    wanted = _wanted(query, _lanes_of((await broker.models()).values()))
+    wanted = _wanted(query, _lanes_of((await broker.known.models()).values()))
     await broker.sweep()
     try:
         start = checked_id(after) if after else ""

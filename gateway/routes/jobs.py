@@ -97,7 +97,7 @@ async def change_job(job_id: str, request: Request, caller: JobsWriter) -> Respo
     if change.lane is not None:
         view, _ = await broker.read(checked_id(job_id), caller.tenant)
         caller.check_lane(change.lane)
-        if (card := (await broker.models()).get(view.job.model)) is not None:
+        if (card := (await broker.known.models()).get(view.job.model)) is not None:
             check_lane(card, change.lane)
     ended = await broker.reprioritise(
         checked_id(job_id), caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s

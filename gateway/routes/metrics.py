@@ -23,7 +23,7 @@ async def metrics(request: Request, _caller: MetricsReader) -> Response:
     gateway = gateway_of(request)
     glances: Mapping[str, Glance] | None
     try:
-        glances = await gateway.broker.glances()
+        glances = await gateway.broker.known.glances()
     except BrokerUnavailable:
         glances = None
     families = [*gateway.metrics.families(), _broker_up(glances is not None)]

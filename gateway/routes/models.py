@@ -16,14 +16,14 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request, _: AnyCaller) -> Response:
     """Every model that a worker has published."""
-    cards = await gateway_of(request).broker.models()
+    cards = await gateway_of(request).broker.known.models()
     return json_response({"object": "list", "data": [_shown(card) for card in cards.values()]})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(model_id: str, request: Request, _: AnyCaller) -> Response:
     """One model."""
-    card = (await gateway_of(request).broker.models()).get(model_id)
+    card = (await gateway_of(request).broker.known.models()).get(model_id)
     if card is None:
         raise not_found("this model", "model_not_found", "model")
     return json_response(_shown(card))

@@ -125,9 +125,9 @@ async def test_hundreds_of_calls_at_a_time_wait_their_turn(
     """More than a client has connections: none is refused, and the breaker stays closed."""
     await publish_model(redis_client, keys)
     broker = Broker(make_settings(redis_server.url))
-    counts = await asyncio.gather(*(broker.num_live_workers(str(i)) for i in range(700)))
+    counts = await asyncio.gather(*(broker.known.num_live_workers(str(i)) for i in range(700)))
     assert counts == [0] * 700
-    assert len(await broker.models()) == 1
+    assert len(await broker.known.models()) == 1
     await broker.aclose()
 
 

@@ -1,0 +1,58 @@
+"""How each call of a gateway reaches Redis: through a breaker, so many at a time, to a server that
+has the function library."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import redis.asyncio
+from redis.exceptions import NoPermissionError
+
+from contract.errors import BrokerUnavailable
+from contract.fitness import check_fitness
+from contract.library import ensure_library
+from gateway.breaker import Breaker
+
+log = logging.getLogger("batchway.gateway")
+
+MAX_CALLS = 128  # at a time, each on a connection of its own; others wait their turn
+
+T = TypeVar("T")
+
+
+class Door:
+    """One for each gateway process."""
+
+    def __init__(self, client: redis.asyncio.Redis, breaker: Breaker) -> None:
+        self._client = client
+        self._breaker = breaker
+        self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._has_library = False
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """The function's result. Raises BrokerUnavailable, at once where Redis failed a moment
+        ago; BrokerUnfit; and what the function raises."""
+        self._breaker.check()
+        async with self._slots:
+            return await self._call_now(function)
+
+    async def _call_now(self, function: Callable[[], Awaitable[T]]) -> T:
+        with self._breaker.guard():
+            if not self._has_library:
+                await self._load_library()
+            try:
+                return await function()
+            except BrokerUnavailable as exc:
+                if "function library" not in str(exc):
+                    raise
+            await self._load_library()
+            return await function()
+
+    async def _load_library(self) -> None:
+        await check_fitness(self._client)
+        try:
+            await ensure_library(self._client)
+        except NoPermissionError:
+            log.info("may not load functions: leaving that to whoever deploys")
+        self._has_library = True
