@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.endurance.command_line import EXIT_INTERRUPTED, as_table
-from tests.infra.processes import descendants, is_alive, wait_until
+from tests.infra.processes import any_alive, descendants, wait_until
 
 
 def test_the_table_shows_every_figure_and_every_violation() -> None:
@@ -45,4 +45,4 @@ def test_ctrl_c_ends_everything() -> None:
 
         assert "interrupted" in "".join(lines)
     assert run.wait(timeout=60) == EXIT_INTERRUPTED
-    wait_until(lambda: not any(map(is_alive, children)))
+    wait_until(lambda: not any_alive(children))

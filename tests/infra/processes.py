@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -15,7 +15,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs. One that has ended and that nobody has waited for does not."""
-    return _table().get(pid, (0, "Z"))[1][0] != "Z"
+    return any_alive([pid])
+
+
+def any_alive(pids: Collection[int]) -> bool:
+    """Whether one of them runs, by one look."""
+    table = _table()
+    return any(table.get(pid, (0, "Z"))[1][0] != "Z" for pid in pids)
 
 
 def descendants(pid: int) -> list[int]:

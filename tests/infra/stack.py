@@ -16,7 +16,7 @@ import msgspec
 
 from tests.fakes import HashModelOptions
 from tests.hash_engine import HASH_MODEL_VARIABLE
-from tests.infra.processes import command_of, descendants, is_alive, wait_until
+from tests.infra.processes import any_alive, command_of, descendants, wait_until
 
 MODEL = "m"
 
@@ -92,7 +92,7 @@ class Stack:
 
     def assert_left_nothing(self, children: list[int]) -> None:
         """No process, no socket, no temporary folder."""
-        wait_until(lambda: not any(map(is_alive, children)))
+        wait_until(lambda: not any_alive(children))
         wait_until(lambda: list(self.temp_dir.iterdir()) == [])
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Stack:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        wait_until(lambda: not any(map(is_alive, children)), timeout_s=60)
+        wait_until(lambda: not any_alive(children), timeout_s=60)
         self._reader.join(timeout=10)
 
 

@@ -97,12 +97,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("split_tokens", [64, 512])
+@pytest.mark.parametrize("split_tokens", [64, pytest.param(512, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("seed", range(60))
 def test_the_kernels_equal_the_reference(
     seed: int, split_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random heads, sizes, flags and batches; contexts in one part and in several."""
+    """Random heads, sizes, flags and batches; contexts in one part (short ones) and in several,
+    and again with all in one."""
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", split_tokens)
     case = random_case(seed)
     spans = make_spans(case.chunks, seed)
