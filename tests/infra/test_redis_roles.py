@@ -31,8 +31,8 @@ from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.model import world as small_world
 from tests.model.postal_walk import PostalWalk
-from tests.model.test_protocol import walk
 from tests.model.walk import Walk
+from tests.model.whole_walk import walk
 
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)

@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from contract.calls import Wanted, WorkerState
-from contract.library import library_source
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
-from tests.model.mutants import MUTANTS, Mutant
-from tests.model.outbox_mutants import OUTBOX_MUTANTS
 from tests.model.postal_walk import PostalWalk
 from tests.model.postmen import NOBODY
 from tests.model.walk import Walk
+from tests.model.whole_walk import walk
 from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
 pytestmark = pytest.mark.campaign
@@ -248,26 +246,6 @@ def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -
     case().runTest()
 
 
-def walk(
-    redis_url: str,
-    seed: int,
-    num_steps: int,
-    source: str | None = None,
-    audit_every: int = 1,
-    draws: type[Walk] | type[PostalWalk] = Walk,
-) -> Counter[str]:
-    """Plays one world; returns how often each reply was heard. Raises what it finds."""
-    world = World(redis_url, source or library_source(), audit_every=audit_every)
-    try:
-        steps = draws(world, seed)
-        for _ in range(num_steps):
-            steps.step()
-        world.settle()
-        return world.replies
-    finally:
-        world.close()
-
-
 def _times(reply: str) -> int:
     if reply.startswith("quote"):
         return 2  # it says what submit says
@@ -309,16 +287,3 @@ def hear(
         heard += walk(redis_url, seed, 150, audit_every=10, draws=draws)
         num_steps, seed = num_steps + 150, seed + 1
     return heard
-
-
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
-def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
-    """Each mutant of the functions is told from the right ones: the oracles are awake."""
-    source = mutant.apply(library_source())
-    draws, audit_every = (PostalWalk, 4) if mutant.is_postal else (Walk, 1)
-    for seed in range(100):  # rare faults take their time
-        try:
-            walk(redis_server.url, seed, 150, source, audit_every, draws)
-        except Exception:  # an invariant, a difference, or a call that Redis refuses
-            return
-    pytest.fail("the walk did not notice")

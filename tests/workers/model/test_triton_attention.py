@@ -204,7 +204,7 @@ def test_a_model_gives_the_same_tokens_by_triton(family: str, fused: bool, tmp_p
         )
         model = paged(load_model(options, said.append))
         has_stack.append(model.stack is not None)
-        sequences = [make_sequence(p, max_tokens=6) for p in make_prompts([20, 5], VOCAB_SIZE)]
+        sequences = [make_sequence(p, max_tokens=4) for p in make_prompts([20, 5], VOCAB_SIZE)]
         outputs.append(run_to_end(model, sequences, chunk_tokens=9))
 
     assert outputs[0] == outputs[1]

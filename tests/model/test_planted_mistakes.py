@@ -1,0 +1,30 @@
+"""Mistakes planted in the functions are found: the reference and the audit are awake."""
+
+import pytest
+
+from contract.library import library_source
+from infra.embedded_redis import EmbeddedRedis
+from tests.model.mutants import MUTANTS, Mutant
+from tests.model.outbox_mutants import OUTBOX_MUTANTS
+from tests.model.postal_walk import PostalWalk
+from tests.model.walk import Walk
+from tests.model.whole_walk import walk
+
+pytestmark = pytest.mark.campaign
+
+# Replies are compared at every step. What only lies wrong in Redis mostly stays there to be found
+# a few steps later, and an audit costs ten times a step.
+AUDIT_EVERY = 4
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
+def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
+    """Each mutant of the functions is told from the right ones, within a hundred walks."""
+    source = mutant.apply(library_source())
+    draws = PostalWalk if mutant.is_postal else Walk
+    for seed in range(100):  # rare faults take their time
+        try:
+            walk(redis_server.url, seed, 150, source, AUDIT_EVERY, draws)
+        except Exception:  # an invariant, a difference, or a call that Redis refuses
+            return
+    pytest.fail("the walk did not notice")

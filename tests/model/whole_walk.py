@@ -1,0 +1,28 @@
+"""One world walked through from its first step to its end, when nothing may be left."""
+
+from collections import Counter
+
+from contract.library import library_source
+from tests.model.postal_walk import PostalWalk
+from tests.model.walk import Walk
+from tests.model.world import World
+
+
+def walk(
+    redis_url: str,
+    seed: int,
+    num_steps: int,
+    source: str | None = None,
+    audit_every: int = 1,
+    draws: type[Walk] | type[PostalWalk] = Walk,
+) -> Counter[str]:
+    """Plays one world; returns how often each reply was heard. Raises what it finds."""
+    world = World(redis_url, source or library_source(), audit_every=audit_every)
+    try:
+        steps = draws(world, seed)
+        for _ in range(num_steps):
+            steps.step()
+        world.settle()
+        return world.replies
+    finally:
+        world.close()
