@@ -25,7 +25,7 @@ from tests.hash_engine import HASH_MODEL_VARIABLE
 TENANT = "t"
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Returns once the condition holds; raises TimeoutError after a while."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - other processes set no event here
@@ -66,7 +66,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
-    async def stop(self, timeout_s: float = 20.0) -> int:
+    async def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM; returns the exit status."""
         self.terminate()
         return await asyncio.to_thread(self.wait, timeout_s)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Returns once the condition holds; fails the test after a while."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():

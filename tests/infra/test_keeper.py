@@ -89,7 +89,7 @@ async def test_a_child_that_ignores_the_signal_is_killed() -> None:
     )
     child = child_of(program, output)
     child.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "deaf" not in output.getvalue():  # noqa: ASYNC110 - a process sets no event
             await asyncio.sleep(0.01)
     await child.stop(budget_s=0.2)

@@ -231,7 +231,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*self.world.postmen.taken[-5:], NOBODY]))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -> None:
     """Hypothesis looks for an order that breaks one, or on which function and reference differ."""
     ProtocolMachine.redis_url = redis_server.url
@@ -252,7 +252,7 @@ def _times(reply: str) -> int:
     return TIMES_OF_A_REFUSAL if reply.partition(" ")[2] in REFUSALS else TIMES
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -> None:
     """A random walk hears each answer many times, and never one that is wrong.
 
@@ -264,7 +264,7 @@ def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -
     assert heard_here <= {*known, "mine alone"}, "no reply is unknown to this test"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_reply_of_the_outbox_is_reached(redis_server: EmbeddedRedis) -> None:
     """Twenty times each, of the functions that relays call, in a walk that is mostly theirs."""
     heard = hear(redis_server.url, OUTBOX_REPLIES, PostalWalk, lambda _: 20)
