@@ -157,7 +157,6 @@ async def test_an_answer_may_take_longer_than_any_wait_for_the_client(
         assert (await call).status_code == 200
 
 
-@pytest.mark.timeout(120)
 async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
     worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:

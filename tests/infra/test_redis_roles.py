@@ -198,7 +198,6 @@ class RoleClients:
             await client.aclose()
 
 
-@pytest.mark.timeout(120)
 def test_every_function_runs_under_every_role_that_has_it(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +220,6 @@ def test_every_function_runs_under_every_role_that_has_it(
 
 @pytest.mark.e2e
 @pytest.mark.anyio
-@pytest.mark.timeout(120)
 async def test_a_request_goes_all_the_way_under_the_roles(server: EmbeddedRedis) -> None:
     """Gateway, worker and callbacks as processes and threads of their own, each as its own user;
     nothing that they ask of Redis is refused, but what they may do without.

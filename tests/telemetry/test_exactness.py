@@ -43,7 +43,6 @@ async def page_of(http: httpx.AsyncClient) -> dict[Any, float]:
     return samples((await http.get("/metrics")).raise_for_status().text)
 
 
-@pytest.mark.timeout(120)
 async def test_logs_answers_and_metrics_agree(
     url: str,
     redis_server: EmbeddedRedis,

@@ -60,7 +60,6 @@ def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
     server.server_close()
 
 
-@pytest.mark.timeout(120)
 async def test_one_trace_leads_from_the_request_to_the_callback(
     collector: Collector,
     receiver: tuple[str, list[dict[str, str]]],
@@ -124,7 +123,6 @@ async def test_one_trace_leads_from_the_request_to_the_callback(
     assert not any(CANARY.encode() in sent or secret.encode() in sent for sent in collector.bodies)
 
 
-@pytest.mark.timeout(120)
 async def test_a_resumed_job_has_the_spans_of_both_its_workers(
     collector: Collector,
     redis_server: EmbeddedRedis,

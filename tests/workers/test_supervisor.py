@@ -275,7 +275,6 @@ async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
             assert await asyncio.to_thread(worker.wait, 30) == 3
 
 
-@pytest.mark.timeout(180)
 async def test_a_job_that_kills_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
@@ -292,7 +291,6 @@ async def test_a_job_that_kills_engines_fails_alone(
         assert await caller.client.zrange(caller.keys.quarantine, 0, -1) == [poison.id.encode()]
 
 
-@pytest.mark.timeout(180)
 async def test_a_job_that_hangs_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
