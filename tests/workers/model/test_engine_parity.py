@@ -76,7 +76,12 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("num_budget_tokens", "prefix_caching"),
-    [(1, False), (7, True), (64, True), (1000, False)],
+    [
+        pytest.param(1, False, marks=pytest.mark.campaign),
+        (7, True),
+        (64, True),
+        (1000, False),
+    ],
 )
 @pytest.mark.parametrize("family", PAGED)
 def test_the_engine_yields_the_tokens_of_generate(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ NUM_TOKENS = 32 * 1024
 BOUND_MIB = 256
 
 
+@pytest.mark.campaign
 def test_a_prompt_of_32k_tokens_runs_in_bounded_memory(tmp_path: Path) -> None:
     """In chunks of 2048, to the last rotary position; measured in a process of its own."""
     folder = save_tiny_model(
