@@ -13,10 +13,10 @@ from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.auth import Caller
 from gateway.broker import Broker
-from gateway.errors import ApiError, bad_request, invalid_value, not_found
+from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, not_found
 from gateway.schemas import CallBody, ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
-from gateway.tokens import ModelTokenizer, TemplateRefused
+from gateway.tokens import ModelTokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}

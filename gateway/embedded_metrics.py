@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.metrics import GatewayMetrics
-from telemetry.metrics import PREFIX
 
 NAMESPACE = "batchway"
 _UNIT = "Count"
@@ -64,17 +63,13 @@ class EmbeddedMetrics:
 
 def _figures(metrics: GatewayMetrics) -> _Figures:
     figures: _Figures = Counter()
-    for family in metrics.families():
-        for sample in family.samples:
-            labels, value = sample.labels, int(sample.value)
-            match sample.name.removeprefix(PREFIX):
-                case "admission_total":
-                    name = {"refused": "JobsRefused"}.get(labels["outcome"], "JobsAccepted")
-                    figures[labels["model_name"], labels["lane"], name] += value
-                case "http_requests_total":
-                    figures["", "", "Requests"] += value
-                    if labels["status"] >= "500":
-                        figures["", "", "ServerErrors"] += value
-                case "resumed_streams_total":
-                    figures["", "", "ResumedStreams"] += value
+    counts = metrics.counts()
+    for (model, lane, outcome, _), num in counts["admission_total"].items():
+        name = "JobsRefused" if outcome == "refused" else "JobsAccepted"
+        figures[model, lane, name] += num
+    for (_, _, status), num in counts["http_requests_total"].items():
+        figures["", "", "Requests"] += num
+        if status >= "500":
+            figures["", "", "ServerErrors"] += num
+    figures["", "", "ResumedStreams"] = sum(counts["resumed_streams_total"].values())
     return figures

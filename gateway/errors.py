@@ -106,6 +106,10 @@ class UnknownJob(BatchwayError):
     """The tenant has no such job, or no longer: the two look the same."""
 
 
+class TemplateRefused(Exception):
+    """The chat template did not take these messages; the message is for the caller only."""
+
+
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param=param)
 

@@ -66,6 +66,17 @@ def _histogram(metric: Metric, series: Mapping[Labels, Mapping[str, int]]) -> Fa
     return family
 
 
+def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Family]:
+    """What one gateway counted of itself, by name and labels."""
+    for name, series in counts.items():
+        metric = METRICS[name]
+        kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+        family = kind(metric.full_name, metric.help, labels=metric.all_labels)
+        for labels, value in sorted(series.items()):
+            family.add_metric(labels, value)
+        yield family
+
+
 def fleet_families(glances: Mapping[str, Glance]) -> Iterator[Family]:
     """Lanes and workers as they are now, by model; callbacks' attempts."""
     gauges = {

@@ -12,6 +12,7 @@ from typing import Any
 from mangum import Mangum
 
 from gateway.app import create_app
+from gateway.aws.ahead import load_ahead
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
 from gateway.patience import TIME_LEFT
@@ -19,6 +20,8 @@ from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
 log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
+
+load_ahead()
 
 _MARGIN_S = 2.0  # to answer in, before the function is stopped
 

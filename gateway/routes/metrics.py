@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 
 from fastapi import APIRouter, Request
-from prometheus_client.core import GaugeMetricFamily
 from starlette.responses import Response
 
 from contract.errors import BrokerUnavailable
 from contract.glance import Glance
 from gateway.auth import MetricsReader
 from gateway.calls import gateway_of
-from telemetry.families import counted_families, fleet_families
-from telemetry.metrics import METRICS, Source
-from telemetry.text import CONTENT_TYPE, page
 
 router = APIRouter()
 
@@ -26,14 +22,6 @@ async def metrics(request: Request, _caller: MetricsReader) -> Response:
         glances = await gateway.broker.known.glances()
     except BrokerUnavailable:
         glances = None
-    families = [*gateway.metrics.families(), _broker_up(glances is not None)]
-    if glances is not None:
-        totals = {model: glance.totals for model, glance in glances.items()}
-        families += counted_families(totals, Source.JOBS, Source.ENGINES)
-        families += fleet_families(glances)
-    return Response(page(families), media_type=CONTENT_TYPE)
+    from gateway.metrics_page import CONTENT_TYPE, metrics_page  # functions start without it
 
-
-def _broker_up(is_up: bool) -> GaugeMetricFamily:
-    metric = METRICS["broker_up"]
-    return GaugeMetricFamily(metric.full_name, metric.help, value=int(is_up))
+    return Response(metrics_page(gateway.metrics, glances), media_type=CONTENT_TYPE)

@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from gateway.tokens import ModelTokenizer, TemplateRefused
+from gateway.errors import TemplateRefused
+from gateway.tokens import ModelTokenizer
 from tests.fakes import hash_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -1,0 +1,105 @@
+"""A model's chat template: messages to the text that the model was trained on.
+
+It runs in a sandbox, comes only from the model, and its output is bounded. Loaded with the first
+template, not with the app: a function that starts has no use for jinja2 yet.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.errors import TemplateRefused
+
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+_REFUSAL_CHARS = 200
+MAX_POWER = 1_000
+
+
+class ChatTemplate:
+    """Safe to use from several threads. Raises ValueError where jinja2 cannot read it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as exc:
+            raise ValueError("unreadable chat template") from exc
+        self._special_tokens = dict(special_tokens)
+        # Templates older than the role know it as `system`.
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text, up to where the assistant's answer starts. Raises TemplateRefused."""
+        if not self._knows_developer:
+            messages = [_as_system(message) for message in messages]
+        context = self._special_tokens | {"tools": None, "documents": None}
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            for part in self._template.generate(
+                messages=messages, add_generation_prompt=True, **context
+            ):
+                num_chars += len(part)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise TemplateRefused("the chat template's output is too long")
+                parts.append(part)
+        except jinja2.TemplateError as exc:
+            reason = (exc.message or "it failed")[:_REFUSAL_CHARS]
+            raise TemplateRefused(f"the model's chat template refused: {reason}") from exc
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as exc:
+            raise TemplateRefused("the model's chat template failed on these messages") from exc
+        return "".join(parts)
+
+
+def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's, which bounds ranges, with bounds on the two signs that fill a memory at once."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and max(abs(left), abs(right)) > MAX_POWER:
+            raise SecurityError(f"powers are of numbers up to {MAX_POWER}")
+        if (
+            operator == "*"
+            and max(_repeated(left, right), _repeated(right, left)) > MAX_RENDERED_CHARS
+        ):
+            raise SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(items: Any, times: Any) -> int:
+    """The length of a text or a list that is repeated; 0 where nothing is."""
+    is_repetition = isinstance(items, str | bytes | list | tuple) and isinstance(times, int)
+    return len(items) * times if is_repetition else 0
+
+
+def _environment() -> jinja2.Environment:
+    """The environment that chat templates are written for (transformers' conventions)."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """jinja2's own would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)
