@@ -24,11 +24,13 @@ class ReadyWorker:
 
 @dataclass(frozen=True, slots=True)
 class PoolSight:
-    """One look at a model's pool. `tokens_per_s` is of one worker, None until it was measured."""
+    """One look at a model's pool. `tokens_per_s` is of one worker, None until it was measured;
+    `incarnations` are of all that are heard of, those that take no more jobs included."""
 
     queued_tokens: dict[str, int]
     workers: tuple[ReadyWorker, ...]
     tokens_per_s: float | None
+    incarnations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,11 @@ class PoolWatch:
             names: Any = await self.client.zrangebyscore(
                 self.keys.workers(self.model), since_ms, "+inf"
             )
-            seen = [await self._worker(name.decode()) for name in names]
+            incarnations = tuple(name.decode() for name in names)
+            seen = [await self._worker(name) for name in incarnations]
             rate: Any = await self.client.hget(self.keys.pool(self.model), "tokens_per_s")
         workers = tuple(worker for worker in seen if worker is not None)
-        return PoolSight(queued, workers, float(rate or 0) or None)
+        return PoolSight(queued, workers, float(rate or 0) or None, incarnations)
 
     async def _worker(self, incarnation: str) -> ReadyWorker | None:
         raw: Any = await self.client.hgetall(self.keys.worker(incarnation))

@@ -1,9 +1,10 @@
-"""The workers as an ECS service: how many are asked for, how many ended badly. boto3 is slow and
-blocks, so that callers run these in a thread.
-"""
+"""The workers as an ECS service: how many are asked for, how many ended badly."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+from infra.aws.workforce import Failed
 
 _NOT_OUR_FAULT = (
     "SpotInterruption",
@@ -12,14 +13,6 @@ _NOT_OUR_FAULT = (
     "ServiceSchedulerInitiated",
 )
 _MAX_DESCRIBED = 100  # of one call
-
-
-@dataclass(frozen=True, slots=True)
-class FailedTask:
-    """A task that ended by itself, with an error; Unix seconds."""
-
-    arn: str
-    stopped_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +30,22 @@ class EcsService:
             raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
         return int(found["services"][0]["desiredCount"])
 
-    def resize(self, num_tasks: int) -> None:
+    def resize(self, num: int) -> None:
         """Asks for so many. ECS leaves tasks alone that protect themselves."""
-        self.client.update_service(
-            cluster=self.cluster, service=self.service, desiredCount=num_tasks
-        )
+        self.client.update_service(cluster=self.cluster, service=self.service, desiredCount=num)
 
-    def failed_tasks(self) -> list[FailedTask]:
+    def keep(self, incarnations: Collection[str]) -> None:
+        """Nothing: a task protects itself while it has jobs (task_protection.py)."""
+
+    def failed(self) -> list[Failed]:
         """Those of the last hour (ECS remembers no more) whose container ended with an error."""
         return [
-            FailedTask(task["taskArn"], task["stoppedAt"].timestamp())
+            Failed(task["taskArn"], task["stoppedAt"].timestamp())
             for task in self._tasks("STOPPED")
             if "stoppedAt" in task and _has_failed(task)
         ]
 
-    def healthy_tasks(self) -> list[str]:
+    def healthy(self) -> list[str]:
         """Names of those that run and whose health check has passed: their worker was heard of."""
         running = self._tasks("RUNNING")
         return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]

@@ -1,11 +1,12 @@
-"""Sizes the pool of workers, all the time: looks, decides (infra/pool.py), asks ECS, tells.
+"""Sizes the pool of workers, all the time: looks, decides (infra/pool.py), asks AWS, tells.
 
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
+    python -m infra.aws.pool_service --auto-scaling-group NAME [options]
 
 One such process per pool. It holds nothing that cannot be lost: a new one starts by waiting as
 long as a pool waits before it shrinks, and counts tasks that ended before it came as never ready.
-What it sees goes to standard output as metrics, in
-CloudWatch's embedded format: a line of JSON that the log's reader turns into figures.
+What it sees goes to standard output as metrics, in CloudWatch's embedded format: a line of JSON
+that the log's reader turns into figures. Where nobody reads the log so, --put-metrics sends them.
 """
 
 import argparse
@@ -27,6 +28,9 @@ from contract.keys import Keys
 from contract.redis_url import redis_url_of
 from infra.aws.ecs_service import EcsService
 from infra.aws.fleet_lines import FleetLines
+from infra.aws.metric_sender import MetricSender
+from infra.aws.scaling_group import ScalingGroup
+from infra.aws.workforce import Workforce
 from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
 from infra.pool_watch import PoolSight, PoolWatch
 
@@ -52,12 +56,12 @@ class PoolService:
     policy: PoolPolicy
     watch: PoolWatch
     functions: Functions
-    ecs: EcsService
+    workforce: Workforce
     tell: Callable[[str], object] = print
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
     fleet: FleetLines = field(init=False)
-    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by task, when last seen so
+    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by name, when last seen so
 
     def __post_init__(self) -> None:
         self.fleet = FleetLines(self.watch.model)
@@ -76,7 +80,8 @@ class PoolService:
     async def step(self) -> Decision:
         """One look and what follows from it. Raises BrokerUnavailable, and what boto3 raises."""
         sight = await self.watch.look()
-        num_desired = await asyncio.to_thread(self.ecs.num_desired)
+        num_desired = await asyncio.to_thread(self.workforce.num_desired)
+        await asyncio.to_thread(self.workforce.keep, sight.incarnations)
         failed_starts_s = await asyncio.to_thread(self._failed_starts_s)
         view = PoolView(
             now_s=self.clock_s(),
@@ -94,23 +99,26 @@ class PoolService:
                 "pool %d -> %d (%s) ready=%d", num_desired, decision.num_workers,
                 decision.reason, len(sight.workers),
             )  # fmt: skip
-            await asyncio.to_thread(self.ecs.resize, decision.num_workers)
+            await asyncio.to_thread(self.workforce.resize, decision.num_workers)
         await self._retire(sight, decision.num_to_retire)
-        self.tell(self._metrics(sight, decision))
         glance = await self.functions.glance(self.watch.model, self.watch.lanes)
-        for line in self.fleet.lines(glance):
-            self.tell(line)
+        lines = [self._metrics(sight, decision), *self.fleet.lines(glance)]
+        await asyncio.to_thread(self._tell_all, lines)
         return decision
 
+    def _tell_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.tell(line)
+
     def _failed_starts_s(self) -> list[float]:
-        """When tasks ended with an error that were never seen ready. Raises what boto3 raises."""
+        """When those ended with an error that were never seen ready. Raises what boto3 raises."""
         now_s = self.clock_s()
-        self.healthy_at_s |= dict.fromkeys(self.ecs.healthy_tasks(), now_s)
+        self.healthy_at_s |= dict.fromkeys(self.workforce.healthy(), now_s)
         self.healthy_at_s = {
-            arn: at_s for arn, at_s in self.healthy_at_s.items() if now_s - at_s < _REMEMBERED_S
+            name: at_s for name, at_s in self.healthy_at_s.items() if now_s - at_s < _REMEMBERED_S
         }
-        failed = self.ecs.failed_tasks()
-        return [task.stopped_s for task in failed if task.arn not in self.healthy_at_s]
+        failed = self.workforce.failed()
+        return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
     async def _retire(self, sight: PoolSight, num: int) -> None:
         """The emptiest take no more jobs; they go when they have ended theirs."""
@@ -152,8 +160,15 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ecs-cluster", required=True, metavar="NAME")
-    parser.add_argument("--ecs-service", required=True, metavar="NAME")
+    parser.add_argument("--ecs-cluster", metavar="NAME")
+    workforce = parser.add_mutually_exclusive_group(required=True)
+    workforce.add_argument("--ecs-service", metavar="NAME", help="of --ecs-cluster")
+    workforce.add_argument(
+        "--auto-scaling-group", metavar="NAME", help="of machines that each run a worker"
+    )
+    parser.add_argument(
+        "--put-metrics", action="store_true", help="send metrics; do not write them as lines"
+    )
     parser.add_argument("--model-name", required=True, metavar="NAME")
     parser.add_argument("--min-workers", type=int, default=0)
     parser.add_argument("--max-workers", type=int, default=4)
@@ -179,16 +194,34 @@ def policy_of(given: argparse.Namespace) -> PoolPolicy:
     )
 
 
-async def serve(given: argparse.Namespace, client: Any, redis_url: str, namespace: str) -> None:
-    """Runs until cancelled."""
-    policy = policy_of(given)
+def workforce_of(given: argparse.Namespace, client_of: Callable[[str], Any]) -> Workforce:
+    """Raises ValueError."""
+    if given.auto_scaling_group:
+        return ScalingGroup(client_of("autoscaling"), given.auto_scaling_group)
+    if not given.ecs_cluster:
+        raise ValueError("--ecs-cluster: which has the service?")
+    return EcsService(client_of("ecs"), given.ecs_cluster, given.ecs_service)
+
+
+def teller_of(
+    given: argparse.Namespace, client_of: Callable[[str], Any]
+) -> Callable[[str], object]:
+    if given.put_metrics:
+        return MetricSender(client_of("cloudwatch"))
+    return lambda line: print(line, flush=True)
+
+
+async def serve(
+    given: argparse.Namespace, client_of: Callable[[str], Any], redis_url: str, namespace: str
+) -> None:
+    """Runs until cancelled. Raises ValueError. `client_of` makes boto3's client of a service."""
+    policy, workforce = policy_of(given), workforce_of(given, client_of)
     redis_client = connect(redis_url)
     keys = Keys(namespace)
     watch = PoolWatch(redis_client, keys, given.model_name, tuple(policy.wait_targets_s))
-    ecs = EcsService(client, given.ecs_cluster, given.ecs_service)
-    service = PoolService(
-        policy, watch, Functions(redis_client, keys), ecs, tell=lambda line: print(line, flush=True)
-    )
+    functions = Functions(redis_client, keys)
+    tell = teller_of(given, client_of)
+    service = PoolService(policy, watch, functions, workforce, tell=tell)
     try:
         await service.run()
     finally:
@@ -208,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
     try:
-        asyncio.run(serve(given, boto3.client("ecs"), url, namespace))
+        asyncio.run(serve(given, boto3.client, url, namespace))
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2

@@ -166,9 +166,9 @@ def test_only_errors_of_their_own_count_as_failed() -> None:
         {"stopCode": "ServiceSchedulerInitiated", "containers": [{"exitCode": 137}]},
         {"stopCode": "SpotInterruption", "containers": [{"exitCode": 137}]},
     )
-    failed = EcsService(ended, "c", "s").failed_tasks()
-    assert [(task.arn, task.stopped_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]
-    assert EcsService(StoppedTasks(), "c", "s").failed_tasks() == []
+    failed = EcsService(ended, "c", "s").failed()
+    assert [(task.name, task.at_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]
+    assert EcsService(StoppedTasks(), "c", "s").failed() == []
 
 
 @pytest.mark.parametrize("were_ready", [True, False])
@@ -177,7 +177,7 @@ async def test_the_breaker_opens_for_tasks_that_were_never_ready(
 ) -> None:
     """Three that fail after they were well, also long before, are replaced; three others not."""
     client: Any = StoppedTasks()
-    service.ecs = EcsService(client, "c", "s")
+    service.workforce = EcsService(client, "c", "s")
     health = "HEALTHY" if were_ready else "UNKNOWN"
     client.running = [{"taskArn": f"r{n}", "healthStatus": health} for n in range(3)]
     await invoke(rest_event("POST", "/v1/jobs", JOB))

@@ -1,0 +1,196 @@
+"""The pool on an Auto Scaling group of machines, and its metrics by PutMetricData, against moto."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import boto3
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.aws.metric_sender import EVERY_S, MetricSender
+from infra.aws.pool_service import PoolService, build_parser, teller_of, workforce_of
+from infra.aws.scaling_group import ScalingGroup
+from infra.aws.workforce import Failed
+from infra.pool import PoolPolicy
+from infra.pool_watch import PoolWatch
+from tests.aws.conftest import Invoke
+from tests.aws.lambda_events import rest_event
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = pytest.mark.anyio
+
+JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+POLICY = PoolPolicy(wait_targets_s={"interactive": 5.0, "standard": 60.0}, scale_in_after_s=60.0)
+
+
+@pytest.fixture
+def group(aws_environ: dict[str, str]) -> Iterator[ScalingGroup]:
+    """A group without machines; machines are ready in it at once."""
+    client = boto3.client("autoscaling")
+    client.create_launch_configuration(
+        LaunchConfigurationName="gpu", ImageId="ami-12c6146b", InstanceType="g6.xlarge"
+    )
+    client.create_auto_scaling_group(
+        AutoScalingGroupName="machines",
+        LaunchConfigurationName="gpu",
+        AvailabilityZones=["eu-central-1a"],
+        MinSize=0,
+        MaxSize=4,
+        DesiredCapacity=0,
+    )
+    yield ScalingGroup(client, "machines")
+    client.delete_auto_scaling_group(AutoScalingGroupName="machines", ForceDelete=True)
+    client.delete_launch_configuration(LaunchConfigurationName="gpu")
+
+
+def machines(group: ScalingGroup) -> dict[str, bool]:
+    """Whether each of the group's machines is protected, by its id."""
+    found = group.client.describe_auto_scaling_groups(AutoScalingGroupNames=[group.name])
+    [described] = found["AutoScalingGroups"]
+    return {m["InstanceId"]: m["ProtectedFromScaleIn"] for m in described["Instances"]}
+
+
+class Clock:
+    """Unix time that a test moves."""
+
+    now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_machines_are_kept_for_as_long_as_their_worker_is_heard_of(group: ScalingGroup) -> None:
+    """The group ends another one, although that one is younger; nobody is protected for ever."""
+    group.resize(3)
+    one, two, three = machines(group)
+    group.keep([f"{one}-7-ab", f"{three}-8-cd", "elsewhere-9-ef"])
+    assert machines(group) == {one: True, two: False, three: True}
+    assert sorted(group.healthy()) == sorted([one, three])
+
+    group.resize(2)
+    assert (group.num_desired(), set(machines(group))) == (2, {one, three})
+    group.keep([f"{three}-8-cd"])
+    assert machines(group) == {one: False, three: True}
+
+
+def test_a_machine_is_not_taken_for_another_whose_name_begins_alike(group: ScalingGroup) -> None:
+    """Ids are compared whole."""
+    group.resize(1)
+    [machine] = machines(group)
+    group.keep([f"{machine}0-7-ab"])
+    assert machines(group) == {machine: False}
+
+
+async def test_the_pool_takes_machines_and_gives_the_idle_back(
+    group: ScalingGroup,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    functions: Functions,
+    invoke: Invoke,
+) -> None:
+    """From zero to one for a job; of two, the busy one outlives the smaller pool."""
+    await publish_model(redis_client, keys)
+    clock = Clock()
+    watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
+    tell: list[str] = []
+    service = PoolService(POLICY, watch, functions, group, tell=tell.append, clock_s=clock)
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    assert (await service.step()).reason == "from zero"
+    assert len(machines(group)) == 1
+
+    group.resize(2)
+    _, second = machines(group)
+    busy = FakeWorker(functions, incarnation=f"{second}-7-ab")
+    await busy.beat()
+    claimed = await busy.claim()
+    info = '{"num_blocks": 10, "num_free_blocks": 9}'
+    held = [(claimed.job.id, claimed.epoch)]
+    await functions.heartbeat(busy.incarnation, MODEL, held, lease_s=10.0, info=info)
+    await service.step()
+    clock.now_s += 60.0
+    assert (await service.step()).num_workers == 1
+    assert machines(group) == {second: True}
+
+
+class Activities:
+    """A group that has ended machines, in the shape of DescribeScalingActivities."""
+
+    def describe_scaling_activities(self, **_: Any) -> dict[str, Any]:
+        cause = "At 2026-01-01T00:00:00Z an instance was taken out of service in response to "
+        told = [
+            ("Terminating EC2 instance: i-0a", cause + "a user health-check."),
+            ("Terminating EC2 instance: i-0b", cause + "an EC2 health check indicating it has …"),
+            ("Terminating EC2 instance: i-0c", cause + "a difference between desired and actual …"),
+            ("Launching a new EC2 instance: i-0d", "… in response to a user health-check"),
+            ("Launching a new EC2 instance", "Could not launch: InsufficientInstanceCapacity"),
+        ]
+        at = datetime.fromtimestamp(100, UTC)
+        return {"Activities": [{"Description": d, "Cause": c, "StartTime": at} for d, c in told]}
+
+
+def test_only_machines_that_gave_themselves_up_count_as_failed() -> None:
+    """Not those that AWS took, that the pool gave back, or that there were none of."""
+    assert ScalingGroup(Activities(), "machines").failed() == [Failed("i-0a", 100.0)]
+
+
+def test_a_group_that_is_not_there_is_named(group: ScalingGroup) -> None:
+    """Not asked for again and again in silence. One that has done nothing has no failures."""
+    assert group.failed() == []
+    with pytest.raises(LookupError, match="no Auto Scaling group 'x'"):
+        ScalingGroup(group.client, "x").num_desired()
+
+
+def test_options_name_who_runs_the_workers(aws_environ: dict[str, str]) -> None:
+    """A service of ECS or a group of machines, and not both; metrics as lines or sent."""
+    parser = build_parser()
+    on_machines = parser.parse_args(["--auto-scaling-group=g", "--model-name=m", "--put-metrics"])
+    workforce = workforce_of(on_machines, boto3.client)
+    assert isinstance(workforce, ScalingGroup)
+    assert workforce.name == "g"
+    assert isinstance(teller_of(on_machines, boto3.client), MetricSender)
+    with pytest.raises(ValueError, match="--ecs-cluster"):
+        workforce_of(parser.parse_args(["--ecs-service=s", "--model-name=m"]), boto3.client)
+    for wrong in (
+        ["--model-name=m"],
+        ["--model-name=m", "--ecs-service=s", "--auto-scaling-group=g"],
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
+
+
+def line(at_s: float, **values: float | list[float]) -> str:
+    """In CloudWatch's embedded format."""
+    metrics = [{"Name": name, "Unit": "Count"} for name in values]
+    about = {"Namespace": "batchway", "Dimensions": [["Model"]], "Metrics": metrics}
+    stamp = {"Timestamp": int(at_s * 1000), "CloudWatchMetrics": [about]}
+    return json.dumps({"_aws": stamp, "Model": "m", **values})
+
+
+def test_metrics_are_sent_once_a_minute_with_their_times(aws_environ: dict[str, str]) -> None:
+    """Under the names and dimensions of the lines, for the same alarms."""
+    client, clock = boto3.client("cloudwatch"), Clock()
+    clock.now_s = now_s = datetime.now(UTC).timestamp() // 60 * 60
+    send = MetricSender(client, clock)
+
+    def sums() -> list[float]:
+        found = client.get_metric_statistics(
+            Namespace="batchway", MetricName="DesiredWorkers",
+            Dimensions=[{"Name": "Model", "Value": "m"}], Period=60, Statistics=["Sum"],
+            StartTime=now_s - 600, EndTime=now_s + 600,
+        )  # fmt: skip
+        return [point["Sum"] for point in sorted(found["Datapoints"], key=lambda p: p["Timestamp"])]
+
+    send(line(now_s - 300, DesiredWorkers=2))
+    assert sums() == [2.0]
+    send(line(now_s - 120, DesiredWorkers=3, BacklogS=[1.0, 2.0]))
+    send(line(now_s - 120, DesiredWorkers=4))
+    assert sums() == [2.0]
+    clock.now_s += EVERY_S
+    send(line(now_s, DesiredWorkers=5))
+    assert sums() == [2.0, 7.0, 5.0]
+    listed = client.list_metrics(Namespace="batchway")["Metrics"]
+    assert {metric["MetricName"] for metric in listed} == {"DesiredWorkers", "BacklogS"}
