@@ -1,0 +1,106 @@
+"""template.yaml as CloudFormation gets it: after SAM's transform, not as it is written."""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEMPLATE = ROOT / "template.yaml"
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML with CloudFormation's short forms of functions."""
+
+
+def _function(loader: Any, suffix: str, node: Any) -> dict[str, Any]:
+    name = suffix if suffix in ("Ref", "Condition") else f"Fn::{suffix}"
+    if isinstance(node, yaml.ScalarNode):
+        value: Any = loader.construct_scalar(node)
+        if suffix == "GetAtt":
+            value = value.split(".", 1)
+    elif isinstance(node, yaml.SequenceNode):
+        value = loader.construct_sequence(node, deep=True)
+    else:
+        value = loader.construct_mapping(node, deep=True)
+    return {name: value}
+
+
+_Loader.add_multi_constructor("!", _function)
+
+
+def written() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.load(TEMPLATE.read_text(), _Loader)
+    return loaded
+
+
+@functools.cache
+def transformed() -> dict[str, Any]:
+    """What SAM makes of the template, with its parameters still in it."""
+    from samtranslator.parser.parser import Parser
+    from samtranslator.translator.translator import Translator
+
+    template = written()
+    for function in ("ApiFunction", "StreamFunction", "HousekeeperFunction"):
+        code = "s3://bucket/gateway.zip"  # what `sam package` would put here
+        template["Resources"][function]["Properties"]["CodeUri"] = code
+    translator = Translator({}, Parser())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+        made: dict[str, Any] = translator.translate(template, parameter_values={})
+    return made
+
+
+def of_type(kind: str) -> dict[str, dict[str, Any]]:
+    """Properties of all resources of a type, by name."""
+    resources = transformed()["Resources"].items()
+    return {name: found.get("Properties", {}) for name, found in resources if found["Type"] == kind}
+
+
+def statements() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every statement of every policy that is written out, with the resource it belongs to."""
+    for name, resource in transformed()["Resources"].items():
+        properties = resource.get("Properties", {})
+        documents = [policy["PolicyDocument"] for policy in properties.get("Policies", [])]
+        if "PolicyDocument" in properties:
+            documents.append(properties["PolicyDocument"])
+        for document in documents:
+            for statement in document["Statement"]:
+                yield name, statement["Fn::If"][1] if "Fn::If" in statement else statement
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def container(task: str) -> dict[str, Any]:
+    [found] = of_type("AWS::ECS::TaskDefinition")[task]["ContainerDefinitions"]
+    return dict(found)
+
+
+def arguments(task: str, *, has_machines: bool = False) -> list[str]:
+    """Of a task's command; what stands for a parameter is that parameter's default."""
+    given = (_resolved(part, has_machines) for part in container(task)["Command"])
+    return [argument for argument in given if argument is not None]
+
+
+def _resolved(value: Any, has_machines: bool) -> str | None:
+    if isinstance(value, str):
+        return value
+    [(function, operand)] = value.items()
+    if function == "Fn::If":
+        condition, then, otherwise = operand
+        is_so = {"HasMachines": has_machines, "HasTasks": not has_machines}[condition]
+        return _resolved(then if is_so else otherwise, has_machines)
+    if function == "Fn::Sub":
+        return re.sub(r"\$\{([^}]+)\}", lambda name: _default(name[1]), operand)
+    return None if operand == "AWS::NoValue" else _default(operand)
+
+
+def _default(name: str) -> str:
+    """Of a parameter; what is made with the stack is called x."""
+    return str(written()["Parameters"].get(name, {}).get("Default", "x"))

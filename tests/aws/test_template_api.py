@@ -1,0 +1,106 @@
+"""The door of template.yaml: which path goes to which function, how, and with what settings."""
+
+import re
+from typing import Any
+
+import pytest
+
+from gateway.aws.environment import SECRETS_VARIABLE
+from gateway.settings import GatewaySettings, variable
+from tests.aws.template import (
+    ROOT,
+    of_type,
+)
+
+
+def paths() -> dict[str, Any]:
+    [api] = of_type("AWS::ApiGateway::RestApi").values()
+    found: dict[str, Any] = api["Body"]["paths"]
+    return found
+
+
+def integration(path: str, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = paths()[path][method]["x-amazon-apigateway-integration"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/chat/completions", "post"),
+        ("/v1/completions", "post"),
+        ("/v1/jobs/{job}/events", "get"),
+    ],
+)
+def test_what_may_stream_is_streamed(path: str, method: str) -> None:
+    """By the streaming invocation of Lambda, for as long as a function may run."""
+    found = integration(path, method)
+    uri, arguments = found["uri"]["Fn::Sub"]
+    assert uri.endswith(
+        ":lambda:path/2021-11-15/functions/${Function}/response-streaming-invocations"
+    )
+    assert found["responseTransferMode"] == "STREAM"
+    assert found["timeoutInMillis"] == 900_000
+    assert arguments["Function"] == {"Ref": "StreamFunctionAliaslive"}
+
+
+def test_all_else_is_answered_at_once() -> None:
+    """By the buffered function, and within the time that API Gateway waits for it."""
+    found = integration("/{proxy+}", "x-amazon-apigateway-any-method")
+    uri, arguments = found["uri"]["Fn::Sub"]
+    assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
+    assert arguments["Function"] == {"Ref": "ApiFunctionAliaslive"}
+    assert len(paths()) == 4
+    timeout_s = of_type("AWS::Lambda::Function")["ApiFunction"]["Timeout"]
+    assert timeout_s * 1000 <= found["timeoutInMillis"]
+
+
+def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
+    """SnapStart works on published versions only, which the API calls by their alias."""
+    functions = of_type("AWS::Lambda::Function")
+    assert set(functions) == {"ApiFunction", "StreamFunction", "HousekeeperFunction"}
+    for function in functions.values():
+        assert function["Architectures"] == ["arm64"]
+        assert function["Runtime"] == "python3.13"  # SnapStart takes 3.12 and later
+        assert function["VpcConfig"]["SubnetIds"] == {"Ref": "PrivateSubnetIds"}
+    assert functions["ApiFunction"]["SnapStart"] == {"ApplyOn": "PublishedVersions"}
+    assert "SnapStart" not in functions["StreamFunction"]
+    assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 3
+
+
+def test_streams_go_through_the_adapter_or_our_own_loop() -> None:
+    """One parameter chooses both the layer and what is run instead of Lambda's loop."""
+    function = of_type("AWS::Lambda::Function")["StreamFunction"]
+    variables = function["Environment"]["Variables"]
+    assert variables["AWS_LWA_INVOKE_MODE"] == "response_stream"
+    wrapper = ["HasWebAdapter", "/opt/bootstrap", "/var/task/serve-stream"]
+    assert variables["AWS_LAMBDA_EXEC_WRAPPER"]["Fn::If"] == wrapper
+    [layer] = function["Layers"]
+    assert layer["Fn::If"][0] == "HasWebAdapter"
+    for script in ("serve-web", "serve-stream"):
+        path = ROOT / "gateway" / "aws" / script
+        assert path.stat().st_mode & 0o111
+        module = re.search(r"-m (gateway\.aws\.\w+)", path.read_text())
+        assert module is not None
+        assert (ROOT / f"{module[1].replace('.', '/')}.py").exists()
+    assert function["Handler"] == "serve-web"
+
+
+def test_functions_are_given_settings_that_exist() -> None:
+    """Every variable of ours is one that the gateway reads."""
+    known = {variable(name) for name in GatewaySettings.__dataclass_fields__} | {SECRETS_VARIABLE}
+    for name, function in of_type("AWS::Lambda::Function").items():
+        given = set(function["Environment"]["Variables"])
+        assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
+        assert {"REDIS_URL", SECRETS_VARIABLE} <= given
+
+
+def test_messages_come_back_one_by_one() -> None:
+    """The intake reports which of a batch failed, and waits long enough before it sends again."""
+    [mapping] = of_type("AWS::Lambda::EventSourceMapping").values()
+    queue = of_type("AWS::SQS::Queue")["IntakeQueue"]
+    assert mapping["FunctionResponseTypes"] == ["ReportBatchItemFailures"]
+    timeout_s = of_type("AWS::Lambda::Function")["ApiFunction"]["Timeout"]
+    assert queue["VisibilityTimeout"] >= 6 * timeout_s
+    assert queue["RedrivePolicy"]["maxReceiveCount"] > 1
+    assert queue["SqsManagedSseEnabled"]

@@ -1,0 +1,75 @@
+"""Callbacks in template.yaml: they are delivered, signed, and reach what the operator names."""
+
+import json
+import re
+
+import pytest
+
+from gateway.settings import variable
+from infra.callbacks_command import AWS_VARIABLE, KEY_VARIABLE
+from tests.aws.template import (
+    container,
+    of_type,
+    written,
+)
+from workers.callbacks.settings import MIN_KEY_CHARS
+
+
+def test_callbacks_are_delivered_and_signed() -> None:
+    """By default; with all that `batchway callbacks` cannot do without."""
+    assert written()["Parameters"]["WithCallbacks"]["Default"] == "yes"
+    given = container("CallbacksTask")
+    variables = {pair["Name"]: pair["Value"] for pair in given["Environment"]}
+    secrets = {pair["Name"]: pair["ValueFrom"]["Fn::Sub"] for pair in given["Secrets"]}
+    assert set(secrets) == {"REDIS_PASSWORD", KEY_VARIABLE}
+    made = of_type("AWS::SecretsManager::Secret")["CallbackKeySecret"]["GenerateSecretString"]
+    assert made["GenerateStringKey"] == KEY_VARIABLE
+    assert secrets[KEY_VARIABLE] == f"${{CallbackKeySecret}}:{KEY_VARIABLE}::"
+    assert made["PasswordLength"] >= MIN_KEY_CHARS
+    # Whoever accepts a target and whoever goes there are told the same.
+    for function in ("ApiFunction", "StreamFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        for name in (AWS_VARIABLE, variable("object_store")):
+            assert theirs[name] == variables[name]
+
+
+def test_callbacks_may_reach_what_the_operator_names_and_no_more() -> None:
+    """One right for each kind of target, on the resources of a parameter that is empty at first."""
+    documents = of_type("AWS::IAM::Role")["CallbacksTaskRole"]["Policies"]
+    [results, *into_aws] = documents[0]["PolicyDocument"]["Statement"]
+    assert results["Action"] == "s3:GetObject"
+    found = {}
+    for condition, statement, otherwise in (given["Fn::If"] for given in into_aws):
+        assert otherwise == {"Ref": "AWS::NoValue"}
+        parameter = statement["Resource"]["Ref"]
+        told = written()["Parameters"][parameter]
+        assert told["Default"] == ""
+        assert parameter in json.dumps(written()["Conditions"][condition])
+        assert not re.fullmatch(told["AllowedPattern"], "*")
+        found[statement["Action"]] = parameter
+    assert found == {
+        "sqs:SendMessage": "CallbackQueueArns",
+        "sns:Publish": "CallbackTopicArns",
+        "events:PutEvents": "CallbackBusArns",
+        "lambda:InvokeFunction": "CallbackFunctionArns",
+        "s3:PutObject": "CallbackObjectArns",
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameter", "arn"),
+    [
+        ("CallbackQueueArns", "arn:aws:sqs:eu-central-1:123456789012:jobs-*"),
+        ("CallbackTopicArns", "arn:aws:sns:eu-central-1:123456789012:jobs.fifo"),
+        ("CallbackBusArns", "arn:aws:events:us-east-1:123456789012:event-bus/default"),
+        ("CallbackFunctionArns", "arn:aws-us-gov:lambda:us-east-1:123456789012:function:done:live"),
+        ("CallbackObjectArns", "arn:aws:s3:::my-bucket/jobs/*"),
+    ],
+)
+def test_targets_of_callbacks_are_given_as_arns(parameter: str, arn: str) -> None:
+    """Of their own service and account; a bare wildcard or another service's is refused."""
+    pattern = written()["Parameters"][parameter]["AllowedPattern"]
+    assert re.fullmatch(pattern, "")
+    assert re.fullmatch(pattern, arn)
+    for wrong in ("*", "arn:aws:*", "arn:aws:s3:::*", "arn:aws:iam::123456789012:role/x"):
+        assert not re.fullmatch(pattern, wrong)

@@ -1,0 +1,97 @@
+"""The GPU pool of template.yaml: tasks of ECS, or machines of the operator's own."""
+
+import pytest
+
+from gateway.settings import variable
+from infra.aws import pool_service
+from infra.parser import build_parser
+from tests.aws.template import (
+    arguments,
+    as_list,
+    container,
+    of_type,
+    statements,
+    transformed,
+    written,
+)
+
+
+def test_a_worker_has_a_gpu_and_time_to_hand_over() -> None:
+    """On Managed Instances or on an Auto Scaling group, with the notice of a spot machine."""
+    task = of_type("AWS::ECS::TaskDefinition")["WorkerTask"]
+    [container] = task["ContainerDefinitions"]
+    command = container["Command"]
+    assert container["ResourceRequirements"] == [{"Type": "GPU", "Value": "1"}]
+    assert int(command[command.index("--drain-s") + 1]) < container["StopTimeout"] == 120
+    assert task["RequiresCompatibilities"][0]["Fn::If"] == ["IsManaged", "MANAGED_INSTANCES", "EC2"]
+    service = of_type("AWS::ECS::Service")["WorkerService"]
+    assert "DesiredCount" not in service  # the pool's, not the stack's
+    capacity = of_type("AWS::ECS::CapacityProvider")
+    managed = capacity["ManagedCapacity"]["ManagedInstancesProvider"]["InstanceLaunchTemplate"]
+    assert managed["InstanceRequirements"]["AcceleratorNames"] == [{"Ref": "GpuName"}]
+    group = capacity["GroupCapacity"]["AutoScalingGroupProvider"]
+    assert group["ManagedTerminationProtection"] == "ENABLED"
+    assert of_type("AWS::AutoScaling::AutoScalingGroup")["GpuGroup"]["MinSize"] == "0"
+    launch = of_type("AWS::EC2::LaunchTemplate")["GpuLaunchTemplate"]["LaunchTemplateData"]
+    assert launch["MetadataOptions"]["HttpTokens"] == "required"
+
+
+def test_every_service_runs_a_command_that_exists() -> None:
+    """With options that it knows, and values that it takes."""
+    batchway = build_parser()
+    assert batchway.parse_args(arguments("CallbacksTask")).command == "callbacks"
+    # The image's entry point puts `worker` before them.
+    assert batchway.parse_args(["worker", *arguments("WorkerTask")]).command == "worker"
+    assert container("PoolTask")["EntryPoint"] == ["python", "-m", pool_service.__name__]
+    pool = pool_service.policy_of(pool_service.build_parser().parse_args(arguments("PoolTask")))
+    assert pool.max_workers == int(written()["Parameters"]["MaxWorkers"]["Default"])
+    with pytest.raises(SystemExit):
+        batchway.parse_args(["callback"])
+
+
+def test_who_waits_is_told_of_the_cold_start() -> None:
+    """The gateways count with the same figure as the pool."""
+    cold_start = {"Ref": "ColdStartS"}
+    for function in ("ApiFunction", "StreamFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        assert theirs[variable("cold_start_s")] == cold_start
+    assert {"Fn::Sub": "--cold-start-s=${ColdStartS}"} in container("PoolTask")["Command"]
+
+
+def test_the_pool_is_told_who_runs_the_workers() -> None:
+    """A service of ECS, or the group of the operator's machines; the rest is the same."""
+    parser = pool_service.build_parser()
+    on_ecs = parser.parse_args(arguments("PoolTask"))
+    on_machines = parser.parse_args([*arguments("PoolTask", has_machines=True)])
+    assert (on_ecs.ecs_cluster, on_ecs.ecs_service) == ("x", "x-worker")
+    assert on_ecs.auto_scaling_group is None
+    assert on_machines.ecs_service is None
+    assert on_machines.auto_scaling_group == written()["Parameters"]["MachineGroupName"]["Default"]
+    assert pool_service.policy_of(on_ecs) == pool_service.policy_of(on_machines)
+
+
+def test_machines_of_ones_own_need_nothing_of_ecs() -> None:
+    """Neither task nor service nor instances of it; they may read their weights and give up."""
+    conditions = {name: r.get("Condition") for name, r in transformed()["Resources"].items()}
+    tasks = {name for name, condition in conditions.items() if condition == "HasTasks"}
+    assert tasks == {
+        "WorkerLog", "WorkerExecutionRole", "WorkerTaskRole", "WorkerTask", "WorkerService",
+        "InstanceRole", "InstanceProfile",
+    }  # fmt: skip
+    allowed = {
+        (name, action): statement["Resource"]
+        for name, statement in statements()
+        for action in as_list(statement["Action"])
+        if action.startswith("autoscaling:Set")
+    }
+    assert set(allowed) == {
+        ("PoolTaskRole", "autoscaling:SetDesiredCapacity"),
+        ("PoolTaskRole", "autoscaling:SetInstanceProtection"),
+        ("MachineRole", "autoscaling:SetInstanceHealth"),
+    }
+    for resource in allowed.values():
+        assert resource["Fn::Sub"].endswith(":autoScalingGroupName/${MachineGroupName}")
+    [rule] = transformed()["Rules"].values()
+    assert rule["Assertions"][0]["Assert"] == {
+        "Fn::Not": [{"Fn::Equals": [{"Ref": "MachineGroupName"}, ""]}]
+    }
