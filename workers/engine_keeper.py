@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import time
 from array import array
 
 from tokenizers import Tokenizer
@@ -142,6 +143,7 @@ class EngineKeeper:
                     self._take_load(message)
                 case Running(job_ids):
                     self._engine.running = frozenset(job_ids)
+                    self._engine.steps.begin(time.monotonic())
                     self._holding.spans.note_running(job_ids)
                 case Ready():
                     self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
@@ -162,6 +164,9 @@ class EngineKeeper:
         self._holding.spans.note_step(load)
         if load.num_step_tokens:
             self._engine.speed.note_step(load.step_s)
+            self._engine.steps.end(load.step_s)
+        if load.num_running:
+            self._engine.steps.begin(time.monotonic())
 
     def _take_output(self, out: TokenOut | ChoiceEnded) -> list[StopChoice | StopJob]:
         """Notes one choice's output; returns what the engine must hear of it."""

@@ -125,6 +125,11 @@ class HeldJob:
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property
+    def num_open(self) -> int:
+        """Choices that have not ended: each has a place in the step that is under way."""
+        return sum(choice.finish_reason is None for choice in self._choices)
+
+    @property
     def num_going_on(self) -> int:
         """Choices that need a place in the next step too. The step that is under way is the last
         of one that lacks a single token; where it has none yet, it may still compute its prompt.

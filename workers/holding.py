@@ -4,6 +4,7 @@ Shared by the duties of the supervisor; knows nothing of Redis.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from workers.job_spans import JobSpans
 from workers.lane_shares import LaneTerms
 from workers.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
 from workers.speed import Speed
+from workers.step_clock import StepClock
 
 # Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
 # claims up to twice what its KV cache could hold if every job ran to its cap.
@@ -38,6 +40,7 @@ class EngineLink:
     running: frozenset[str] = frozenset()
     became_ready: asyncio.Event = field(default_factory=asyncio.Event)
     speed: Speed = field(default_factory=Speed)
+    steps: StepClock = field(default_factory=StepClock)
 
     def send(self, messages: Sequence[ToEngine]) -> None:
         """Sends one frame; nothing where there is no engine."""
@@ -47,6 +50,7 @@ class EngineLink:
     def forget(self) -> None:
         """The engine is gone."""
         self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
+        self.steps = StepClock()
 
 
 @dataclass(slots=True)
@@ -135,16 +139,22 @@ class Holding:
         ready = self.engine.ready
         return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
 
-    def room(self) -> Room | None:
-        """What this worker could start now; None where it should wait."""
+    def rest_s(self, now_s: float) -> float:
+        """Seconds until the last call for the places that come free with the step under way;
+        infinite where it is over, or none does."""
+        left_s = self.engine.steps.last_call_s - now_s
+        has_ending = any(job.num_going_on < job.num_open for job in self.jobs.values())
+        return left_s if has_ending and left_s > 0 else math.inf
+
+    def room(self, now_s: float) -> Room | None:
+        """What this worker could start now; None where it should wait. From the last call of a
+        step on, places that come free with it count too."""
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
         if any(job.is_alone for job in self.jobs.values()):
             return None
-        max_jobs = self.engine.options.max_num_seqs - sum(
-            job.num_going_on for job in self.jobs.values()
-        )
+        max_jobs = self.engine.options.max_num_seqs - sum(self._places(now_s).values())
         if not self.jobs:
             # What can never fit is claimed and refused by the engine, not left waiting.
             return Room(min(max_jobs, _MAX_CLAIM), 2**53)
@@ -154,20 +164,27 @@ class Holding:
             return None
         return Room(min(max_jobs, _MAX_CLAIM), max_tokens)
 
-    def rooms(self, terms: Mapping[str, LaneTerms]) -> dict[str, Room]:
-        """What it could start of each lane; nothing of those that are not named."""
-        room, ready = self.room(), self.engine.ready
+    def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, Room]:
+        """What it could start of each lane, as `room`; nothing of those that are not named."""
+        room, ready = self.room(now_s), self.engine.ready
         if ready is None or not self.jobs or not self._displaces:
             return {} if room is None else dict.fromkeys(terms, room)
         if any(job.is_alone for job in self.jobs.values()):
             return {}
-        held = [Held(job.lane, job.num_going_on, job.cost_tokens) for job in self.jobs.values()]
+        places = self._places(now_s)
+        held = [Held(j.lane, places[j.job.id], j.cost_tokens) for j in self.jobs.values()]
         whole = Room(self.engine.options.max_num_seqs, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {
             name: Room(min(lane.max_jobs, _MAX_CLAIM), lane.max_tokens)
             for name, lane in rooms.items()
         }
+
+    def _places(self, now_s: float) -> dict[str, int]:
+        """Of each job, what it keeps from others: from the last call on, in the next step."""
+        if now_s >= self.engine.steps.last_call_s:
+            return {job_id: job.num_going_on for job_id, job in self.jobs.items()}
+        return {job_id: job.num_open for job_id, job in self.jobs.items()}
 
     @property
     def _displaces(self) -> bool:

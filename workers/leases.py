@@ -145,9 +145,8 @@ class LeaseKeeper:
                     self._on_order()
 
     def _capacity(self, lanes: Mapping[str, float]) -> WorkerCapacity:
-        holding, speed = self._holding, self._engine.speed
-        has_room = holding.room() is not None
-        speed.measure(time.monotonic(), holding.num_drained, has_room=has_room)
+        holding, speed, now_s = self._holding, self._engine.speed, time.monotonic()
+        speed.measure(now_s, holding.num_drained, has_room=holding.room(now_s) is not None)
         return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
 
     def counted(self) -> dict[str, int]:

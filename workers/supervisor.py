@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Coroutine
 
 from contract import tasks
@@ -150,10 +151,11 @@ class Supervisor:
     async def _claim_while_room(self) -> None:
         while not self._drain.begun.is_set():
             terms = self._settings.lane_terms(self._engine.options)
-            rooms = self._holding.rooms(terms)
+            started_s = time.monotonic()
+            rooms = self._holding.rooms(terms, started_s)
             if not rooms:
                 return
-            has_room = self._holding.room() is not None
+            has_room = self._holding.room(started_s) is not None
             claimed = await self._lane.claim(
                 lanes={name: lane.min_share for name, lane in terms.items()},
                 rooms={name: (room.max_jobs, room.max_tokens) for name, room in rooms.items()},
@@ -161,14 +163,16 @@ class Supervisor:
                 config_version=self._engine.options.batching_version,
             )
             await self._start_all(claimed)
+            self._engine.steps.note_claim(time.monotonic() - started_s)
             if not claimed:
                 if has_room:
                     self._engine.speed.note_room()
                 return
 
     async def _woken(self) -> None:
+        rest_s = min(_POLL_S, self._holding.rest_s(time.monotonic()))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_POLL_S):
+            async with asyncio.timeout(rest_s):
                 await self._holding.wake.wait()
         self._holding.wake.clear()
 

@@ -1,5 +1,7 @@
 """How many jobs a worker asks for: as many as the next step has places for, and no more."""
 
+import math
+
 import msgspec
 import pytest
 from tokenizers import Tokenizer
@@ -48,14 +50,14 @@ def start(
     return held
 
 
-def places(holding: Holding) -> int:
-    room = holding.room()
+def places(holding: Holding, now_s: float = 0.0) -> int:
+    room = holding.room(now_s)
     return 0 if room is None else room.max_jobs
 
 
 def test_a_job_in_its_last_step_leaves_its_place(holding: Holding) -> None:
-    """With one token to go it ends in the step that is under way: another may be claimed now, so
-    that no step has an empty place."""
+    """With one token to go it ends in the step that is under way: another may be claimed before
+    it has, so that no step has an empty place."""
     jobs = [start(holding, str(number)) for number in range(NUM_PLACES)]
     assert places(holding) == 0
     jobs[0].take(TokenOut(jobs[0].job.id, 1, 0, 0, 97))
@@ -66,6 +68,30 @@ def test_a_job_in_its_last_step_leaves_its_place(holding: Holding) -> None:
     assert places(holding) == 0
     jobs[0].take(TokenOut(jobs[0].job.id, 1, 0, 2, 97, FinishReason.LENGTH))
     assert places(holding) == 0
+
+
+def test_a_place_that_comes_free_is_given_away_at_the_last_call(holding: Holding) -> None:
+    """Who comes while the step is under way takes part; what is empty already is given at once."""
+    job = start(holding, "ends", max_tokens=2, lane="interactive")
+    holding.engine.steps.end(1.0)
+    holding.engine.steps.begin(10.0)
+    assert holding.rest_s(10.0) == math.inf  # nothing ends with this step
+    job.take(TokenOut("ends", 1, 0, 0, 97))
+    last_call_s = holding.engine.steps.last_call_s
+    assert holding.rest_s(10.0) == last_call_s - 10.0
+    assert places(holding, 10.0) == NUM_PLACES - 1
+    assert places_of(holding, 10.0) == dict.fromkeys(TERMS, NUM_PLACES - 1)
+    assert places(holding, last_call_s) == NUM_PLACES
+    assert places_of(holding, last_call_s) == dict.fromkeys(TERMS, NUM_PLACES)
+    assert holding.rest_s(last_call_s) == math.inf
+
+
+def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
+    """The next one starts with whatever comes first."""
+    holding.engine.steps.end(1.0)
+    holding.engine.steps.begin(10.0)
+    holding.engine.forget()
+    assert holding.engine.steps.last_call_s == -math.inf
 
 
 def test_a_job_without_output_keeps_its_place(holding: Holding) -> None:
@@ -99,8 +125,8 @@ TERMS = {
 }
 
 
-def places_of(holding: Holding) -> dict[str, int]:
-    return {name: room.max_jobs for name, room in holding.rooms(TERMS).items()}
+def places_of(holding: Holding, now_s: float = 0.0) -> dict[str, int]:
+    return {name: room.max_jobs for name, room in holding.rooms(TERMS, now_s).items()}
 
 
 def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
@@ -130,10 +156,10 @@ def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
     terms = {"interactive": LaneTerms(0, 0.0), "a": LaneTerms(1, 0.25), "b": LaneTerms(1, 0.0)}
     for lane in "aabb":
         start(holding, str(len(holding.jobs)), lane=lane)
-    assert holding.rooms(terms) == {}
+    assert holding.rooms(terms, 0.0) == {}
     for job in list(holding.jobs.values())[:2]:
         job.lane = "b"
-    assert list(holding.rooms(terms)) == ["interactive"]
+    assert list(holding.rooms(terms, 0.0)) == ["interactive"]
 
 
 def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) -> None:
@@ -141,7 +167,7 @@ def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) ->
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
     for number in range(3):
-        assert "interactive" in holding.rooms(TERMS)
+        assert "interactive" in holding.rooms(TERMS, 0.0)
         start(holding, f"urgent {number}", lane="interactive")
     assert places_of(holding) == {}
 
@@ -168,8 +194,8 @@ def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:
     """One long job of batch holds all tokens: an urgent one has those beyond batch's share."""
     whole = holding.max_tokens
     start(holding, "long", lane="batch", cost_tokens=whole)
-    assert holding.room() is None
-    assert holding.rooms(TERMS)["interactive"].max_tokens == whole - whole // 4
+    assert holding.room(0.0) is None
+    assert holding.rooms(TERMS, 0.0)["interactive"].max_tokens == whole - whole // 4
 
 
 @pytest.mark.parametrize(
