@@ -1,0 +1,48 @@
+"""A place that comes free with a step goes to who comes first in turn when the step ends."""
+
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions
+from tests.fleet import Caller, fleet
+from tests.workers.test_supervisor import assert_exact
+
+pytestmark = pytest.mark.anyio
+
+SLOW = HashModelOptions(num_blocks=64, step_s=1.0, eos_rate=0.0)
+BATCHING = """
+max_num_seqs: 1
+lanes:
+  first: {priority: 1}
+  second: {priority: 1}
+"""
+
+
+async def test_who_comes_in_the_last_step_of_another_takes_part(
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    redis_server: EmbeddedRedis,
+    keys: Keys,
+    tmp_path: Path,
+) -> None:
+    """One place, whose job is in its last step, and one that waits for it: a job of the lane that
+    is asked first gets the place, though it came when that step was under way."""
+    caller = Caller(functions, redis_client, keys)
+    batching = tmp_path / "batching.yaml"
+    batching.write_text(BATCHING)
+    async with fleet(redis_server.url, 1, SLOW, batching_path=str(batching)):
+        running = await caller.submit("runs", lane="first", max_tokens=2)
+        waiting = await caller.submit("waits", lane="second", max_tokens=1)
+        await caller.has_output(running)
+        late = await caller.submit("comes late", lane="first", max_tokens=1)
+        for job in (running, waiting, late):
+            assert_exact(job, await caller.answer(job), SLOW)
+        [late_ms, waiting_ms] = [(await caller.view(job)).finished_ms for job in (late, waiting)]
+        assert late_ms is not None
+        assert waiting_ms is not None
+        assert late_ms < waiting_ms
