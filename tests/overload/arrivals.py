@@ -24,6 +24,7 @@ FLOOD_LANES: Mapping[str, float] = MappingProxyType(
 MIN_OUTPUT, MAX_OUTPUT = 2, 10
 MEAN_OUTPUT = (MIN_OUTPUT + MAX_OUTPUT) / 2
 _PROMPT = (8, 24)
+MAX_JOB_TOKENS = _PROMPT[1] + MAX_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)

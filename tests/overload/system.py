@@ -16,8 +16,8 @@ from tests.fakes import HashModelOptions
 from tests.overload.arrivals import TENANTS
 
 NUM_GATEWAYS = 2
-NUM_SLOTS = 16  # sequences that run at once
-STEP_S = 0.2
+NUM_SLOTS = 40  # sequences that run at once
+STEP_S = 0.3
 TTFT_TARGET_S = 1.0  # of the interactive lane
 BATCH_SHARE = 0.1  # of all tokens, guaranteed
 BATCHING = f"""
@@ -35,7 +35,7 @@ lanes:
 """
 LANE_SHARE = 0.5  # of a lane's bound in tokens, that one tenant may hold waiting
 _GATEWAY = {
-    "BATCHWAY_LANE_BOUNDS": "interactive=0.2s,standard=3s,standard=2000,batch=2000",
+    "BATCHWAY_LANE_BOUNDS": "interactive=0.05s,standard=3s,standard=2000,batch=2000",
     "BATCHWAY_SYNC_DEADLINE_S": "60",
     "BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0",  # all callers have the same
 }

@@ -76,3 +76,14 @@ def test_jobs_memory_and_audit_are_told() -> None:
     assert report_of(GOOD, ended=[ENDED, expired]).faults() == ["1 accepted jobs are expired"]
     assert "Redis used" in report_of(GOOD, memory_bytes=(2**20, 2**25)).faults()[0]
     assert report_of(GOOD, audit=["I5"]).faults() == ["I5"]
+
+
+def test_a_lane_short_of_its_share_is_told() -> None:
+    """By more than the one job that it may be behind: a tenth of 1,000 tokens is 100."""
+    rest = dataclasses.replace(ENDED, num_prompt=900, num_output=0)
+    batch = dataclasses.replace(ENDED, ask=dataclasses.replace(ASK, lane="batch"))
+    missed = "missed: share of the batch lane"
+    behind = dataclasses.replace(batch, num_prompt=57, num_output=5)
+    assert missed in report_of(ended=[rest, behind]).misses()
+    at_most_one_job = dataclasses.replace(batch, num_prompt=61, num_output=5)
+    assert missed not in report_of(ended=[rest, at_most_one_job]).misses()
