@@ -4,10 +4,18 @@ Retries are few and explicit, because a blind repeat of a plain command would re
 the functions may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import hiredis
 import redis.asyncio
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import (
@@ -19,6 +27,7 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError,
 )
+from redis.typing import EncodableT
 
 from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
 
@@ -26,6 +35,36 @@ CONNECT_TIMEOUT_S = 0.25
 COMMAND_TIMEOUT_S = 1.0
 HEALTH_CHECK_S = 10
 MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
+
+
+class _Packing:
+    """Writes commands by hiredis. In Python that takes the longer part of a call with hundreds of
+    arguments, and a worker makes one each step; redis-py's asyncio knows nothing else.
+    """
+
+    def pack_command(self, *args: EncodableT) -> list[bytes]:
+        """Whose name may be two words."""
+        name = args[0].encode() if isinstance(args[0], str) else bytes(args[0])  # type: ignore[arg-type]
+        return [hiredis.pack_command((*name.split(), *args[1:]))]  # type: ignore[arg-type]
+
+
+class _PackingTcp(_Packing, Connection):
+    pass
+
+
+class _PackingTls(_Packing, SSLConnection):
+    pass
+
+
+class _PackingUnix(_Packing, UnixDomainSocketConnection):
+    pass
+
+
+_PACKING: Mapping[Any, type[AbstractConnection]] = {
+    Connection: _PackingTcp,
+    SSLConnection: _PackingTls,
+    UnixDomainSocketConnection: _PackingUnix,
+}
 
 
 def connect(
@@ -36,7 +75,7 @@ def connect(
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
     """A client; it opens no connection before its first command."""
-    return redis.asyncio.Redis.from_url(
+    client = redis.asyncio.Redis.from_url(
         redis_url,
         protocol=2,
         decode_responses=False,
@@ -47,6 +86,9 @@ def connect(
         retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries),
         retry_on_error=[BusyLoadingError],
     )
+    pool = client.connection_pool
+    pool.connection_class = _PACKING[pool.connection_class]
+    return client
 
 
 @contextmanager

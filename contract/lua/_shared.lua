@@ -62,15 +62,20 @@ local function view(key)
   return record
 end
 
--- Appends one event to the job's log and announces it, event and all.
-local function log_event(tag, job, event)
+-- Appends one event to the job's log and announces it, event and all. The caller writes `next` and
+-- `hash` into the record.
+local function write_event(tag, job, event)
   local number = job.next
   local hash = string.sub(redis.sha1hex(job.hash .. event), 1, 8)
   redis.call('XADD', tag .. ':log:' .. job.id, number .. '-0', 'e', event, 'h', hash)
   redis.call('PUBLISH', tag .. ':ev:' .. job.id, number .. ' ' .. hash .. ' ' .. event)
   job.next = number + 1
   job.hash = hash
-  redis.call('HSET', job.key, 'next', job.next, 'hash', hash)
+end
+
+local function log_event(tag, job, event)
+  write_event(tag, job, event)
+  redis.call('HSET', job.key, 'next', job.next, 'hash', job.hash)
 end
 
 -- What a worker is told of a job that it now holds.

@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt counts with every output",
-        "'first_token', now) == 1 then totals",
-        "'first_token', now) >= 0 then totals",
+        "  if num_tokens > 0 and not job.first_token then",
+        "  if num_tokens > 0 then",
     ),
     Mutant(
         "what fails took its time too",
@@ -79,8 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         "an append does not renew the lease",
-        "  redis.call('ZADD', tag .. ':leases', now + lease_ms, id)\n  if event",
-        "  if event",
+        "    table.insert(renewed, id)\n    return",
+        "    return",
     ),
     Mutant(
         "a heartbeat does not renew leases",
@@ -220,7 +220,7 @@ MUTANTS = [
         "model, '-inf', '+inf')\n  pool.rate",
     ),
     Mutant("no deadline is beyond reach", "wait ~= UNKNOWN and late_ms > 0", "false"),
-    Mutant("progress is not counted", "  ledger.progress(tag, job, ledger.done(job) - done)\n", ""),
+    Mutant("progress is not counted", "  gains.done = gains.done + ledger.done(job) - done\n", ""),
     Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or 0.02)", "0"),
     Mutant(
         "no grace after a restart",

@@ -1,0 +1,233 @@
+"""What HTTP, Redis and the supervisor add to the engine: python -m bench.pipe --model DIR
+
+The same requests through an engine in this process and through `batchway up`, in turns, with the
+same options: tokens a second with many streams at once, then the time to the first token of one
+request alone. Every prompt is another, so that none is found computed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.calls import Caller, Outcome
+from bench.engine import run_workload, warm_up
+from bench.load import Load, LoadRun, run_load
+from bench.processor_time import ProcessorTime
+from bench.workloads import Workload, log_uniform_workload
+from workers.engine.engine import Engine
+from workers.engine_setup import build_engine
+from workers.messages import EngineOptions
+
+_READY = "batchway is ready: "
+_END_S = 30.0
+_NOT_INHERITED = ("REDIS_URL", "BATCHWAY_API_KEY")  # a Redis of its own, open to this process
+_TIMEOUT_S = 600.0
+_MODEL = "m"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is asked of both."""
+
+    num_streams: int
+    num_prompt: int  # tokens
+    num_output: int
+    num_rounds: int
+    num_alone: int  # requests one after the other, for the time to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """One entry a round, or a request; processor time in seconds, of the server's rounds."""
+
+    size: Size
+    engine_tokens_per_s: list[float]
+    server_tokens_per_s: list[float]
+    engine_ttft_s: list[float]
+    server_ttft_s: list[float]
+    processor_s: dict[str, float]
+    num_tokens: int  # that the server put out in its rounds
+
+    @property
+    def share(self) -> float:
+        """The server's throughput of the engine's, by medians."""
+        medians = map(statistics.median, (self.server_tokens_per_s, self.engine_tokens_per_s))
+        return next(medians) / next(medians)
+
+    @property
+    def added_ttft_s(self) -> float:
+        """By medians."""
+        return statistics.median(self.server_ttft_s) - statistics.median(self.engine_ttft_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"share": self.share, "added_ttft_s": self.added_ttft_s}
+
+    def tables(self) -> str:
+        """Throughput, latency and processor time, apart."""
+        rounds = zip(self.engine_tokens_per_s, self.server_tokens_per_s, strict=True)
+        lines = ["| round | engine (tokens/s) | server (tokens/s) | share |", "|---|---|---|---|"]
+        for number, (engine, server) in enumerate(rounds, start=1):
+            lines.append(f"| {number} | {engine:.1f} | {server:.1f} | {server / engine:.1%} |")
+        lines.append(f"\nserver of engine, medians: {self.share:.1%}")
+        ttft = (statistics.median(t) * 1000 for t in (self.engine_ttft_s, self.server_ttft_s))
+        lines.append(
+            "first token of one request alone, p50: engine {:.1f} ms, server {:.1f} ms".format(
+                *ttft
+            )
+            + f", added {1000 * self.added_ttft_s:.1f} ms"
+        )
+        lines += [
+            "",
+            "| processor time of the server's rounds | ms per 1,000 tokens |",
+            "|---|---|",
+        ]
+        for part, seconds in self.processor_s.items():
+            lines.append(f"| {part} | {1e6 * seconds / self.num_tokens:.0f} |")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running `batchway up`."""
+
+    url: str
+    pid: int
+
+
+@contextlib.contextmanager
+def running_server(arguments: Sequence[str]) -> Iterator[Server]:
+    """Ends it at exit. Raises RuntimeError where it does not start."""
+    process = subprocess.Popen(  # noqa: S603 - our own command
+        [sys.executable, "-m", "infra", "up", "--port=0", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        ready = next((line for line in process.stdout if _READY in line), None)
+        if ready is None:
+            raise RuntimeError("`batchway up` ended before it was ready")
+        yield Server(ready.split(_READY)[1].split()[0], process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Piped:
+    """Both in turns, each round with new prompts; first one round that is not counted."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    client = httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=_TIMEOUT_S, limits=limits)
+    draw = _drawing(vocab_size)
+    async with client:
+        caller = Caller(client, _MODEL)
+        warm_up(engine, [size.num_prompt] * 4, vocab_size)
+        await _serve(caller, draw(size.num_streams, size.num_prompt, 4), size.num_streams)
+        processor = ProcessorTime(server.pid)
+        rates: tuple[list[float], list[float]] = ([], [])
+        num_tokens = 0
+        for _ in range(size.num_rounds):
+            shape = size.num_streams, size.num_prompt, size.num_output
+            rates[0].append(run_workload(engine, draw(*shape)).output_tokens_per_s)
+            with processor.counted():
+                run = await _serve(caller, draw(*shape), size.num_streams)
+            num_run = sum(call.num_output_tokens for call in run.calls)
+            num_tokens += num_run
+            rates[1].append(num_run / run.wall_s)
+        ttfts_s: tuple[list[float], list[float]] = ([], [])
+        for _ in range(size.num_alone):
+            [timeline] = run_workload(engine, draw(1, size.num_prompt, 2)).timelines
+            ttfts_s[0].append(timeline.ttft_s)
+            [call] = (await _serve(caller, draw(1, size.num_prompt, 2), 1)).calls
+            assert call.ttft_from_sending_s is not None
+            ttfts_s[1].append(call.ttft_from_sending_s)
+    return Piped(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
+
+
+def _drawing(vocab_size: int) -> Callable[[int, int, int], Workload]:
+    """Requests of one shape, at each call others."""
+    number = 0
+
+    def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:
+        nonlocal number
+        number += 1
+        return log_uniform_workload(
+            num_requests,
+            vocab_size,
+            prompt_tokens=(num_prompt, num_prompt),
+            output_tokens=(num_output, num_output),
+            seed=f"pipe {number}",
+        )
+
+    return draw
+
+
+async def _serve(caller: Caller, workload: Workload, num_streams: int) -> LoadRun:
+    """All streams at once."""
+    run = await run_load(caller, Load(workload, is_open=False, max_concurrency=num_streams))
+    failed = [call.reason for call in run.calls if call.outcome is not Outcome.SUCCEEDED]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(run.calls)} calls failed: {failed[0]}")
+    return run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, writes; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.pipe", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--alone", type=int, default=30, help="requests one after the other")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args(argv)
+    size = Size(given.streams, given.prompt_tokens, given.output_tokens, given.rounds, given.alone)
+    options = EngineOptions(
+        model_path=given.model,
+        dtype=given.dtype,
+        num_threads=given.threads,
+        max_num_seqs=given.streams,
+    )
+    arguments = [
+        f"--model={given.model}",
+        f"--served-model-name={_MODEL}",
+        f"--dtype={given.dtype}",
+        f"--threads={given.threads}",
+        f"--max-num-seqs={given.streams}",
+    ]
+    from workers.model.loader import load_model
+
+    loaded = load_model(options, lambda text: print(text, file=sys.stderr))
+    engine = build_engine(loaded.model, loaded.vocab_size, options)
+    with running_server(arguments) as server:
+        piped = asyncio.run(compare(engine, loaded.vocab_size, server, size))
+    print(piped.tables())
+    if given.json is not None:
+        given.json.write_text(json.dumps(piped.as_dict()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Which part of a running `batchway up` uses how much of the processor. Linux only: reads /proc."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# A part's name by what its command line holds; the first that fits.
+_PARTS = {
+    "engine": "workers.engine_process",
+    "worker's supervisor": "infra worker",
+    "gateway": "infra gateway",
+    "Redis": "redis",
+    "Redis (valkey)": "valkey",
+    "callbacks": "callback",
+}
+OTHERS, CALLERS = "others", "the callers, in this process"
+
+
+class ProcessorTime:
+    """Adds up what a process and those below it use while it is asked to count."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.by_part_s: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        before = self._now_s()
+        yield
+        for part, seconds in self._now_s().items():
+            gained = seconds - before.get(part, 0.0)
+            self.by_part_s[part] = self.by_part_s.get(part, 0.0) + gained
+
+    def _now_s(self) -> dict[str, float]:
+        times = os.times()
+        by_part = {CALLERS: times.user + times.system}
+        for pid in _below(self._pid):
+            with contextlib.suppress(OSError):  # it has ended
+                part = _part_of(pid)
+                by_part[part] = by_part.get(part, 0.0) + _used_s(pid)
+        return by_part
+
+
+def _below(pid: int) -> list[int]:
+    """The process, its children, theirs, and so on."""
+    found = [pid]
+    for parent in found:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found
+
+
+def _part_of(pid: int) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return next((part for part, text in _PARTS.items() if text in command), OTHERS)
+
+
+def _used_s(pid: int) -> float:
+    """User and system time: fields 14 and 15 of stat, behind the name in brackets."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

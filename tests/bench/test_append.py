@@ -1,0 +1,53 @@
+"""What logging a step costs: the command, and how often a step asks Redis."""
+
+import json
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from bench.append import main, step_of
+from bench.submit import make_job
+from contract.calls import Submission
+from contract.functions import Functions
+
+_TERMS = Submission(max_output_tokens=100, deadline_s=600, retention_s=60)
+
+
+async def num_commands(functions: Functions, client: redis.asyncio.Redis, num_jobs: int) -> int:
+    """That Redis runs for a step of so many jobs which all have their first token already."""
+    ids = set()
+    for index in range(num_jobs):
+        job = make_job(index)
+        await functions.submit(job, _TERMS)
+        ids.add(job.id)
+    claimed = await functions.claim(
+        "w", "m", ["standard"], lease_s=600, max_jobs=num_jobs, max_tokens=10**9
+    )
+    assert {c.job.id for c in claimed} == ids
+    await functions.append("w", step_of(claimed, 1), lease_s=600)
+    await client.config_resetstat()
+    await functions.append("w", step_of(claimed, 2), lease_s=600)
+    stats = await client.info("commandstats")
+    calls: dict[str, int] = {name: found["calls"] for name, found in stats.items()}
+    return sum(calls.values()) - calls["cmdstat_config|resetstat"]
+
+
+@pytest.mark.anyio
+async def test_a_step_asks_redis_four_times_for_each_job(
+    functions: Functions, redis_client: redis.asyncio.Redis
+) -> None:
+    """Read, log, announce, write the record; leases and counters are written for all at once."""
+    few = await num_commands(functions, redis_client, 4)
+    many = await num_commands(functions, redis_client, 12)
+    assert many - few == 4 * 8
+
+
+def test_the_command_tells_each_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each number of jobs, in the table and as JSON; Redis's part is within the call."""
+    out = tmp_path / "out.json"
+    main(["--calls", "4", "--jobs", "1", "3", "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert [f["num_jobs"] for f in found] == [1, 3]
+    assert all(f["function_ms"] > 0 and f["p50_ms"] <= f["p99_ms"] for f in found)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(found)
