@@ -181,10 +181,9 @@ class Gate:
         Only sequences of lower lanes go, the least to lose first, and none that is pinned. They
         will yield later too, so how much they may grow is no reason to wait.
         """
-        priority = self._lanes.of(candidate).priority
-        yielding = [
-            s for s in self._running if self._lanes.of(s).priority > priority and self._yields(s)
-        ]
+        priority, priority_of = self._lanes.of(candidate).priority, self._lanes.priority_of
+        lower = {name for name in {s.lane for s in self._running} if priority_of(name) > priority}
+        yielding = [s for s in self._running if s.lane in lower and self._yields(s)]
         yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
         without: set[Sequence] = set()
         if self._fits(need, forecast, set(yielding), without):

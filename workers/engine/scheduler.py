@@ -21,6 +21,8 @@ from workers.engine.policies import Key, Policy
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
 
+_SMALL_SHARE = 1 / 8  # of the budget, which streams may take before anyone's turn
+
 
 class Scheduler:
     """Running sequences hold blocks; waiting ones hold none.
@@ -125,7 +127,7 @@ class Scheduler:
         """
         plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
         plan.is_full = not self._may_enter()
-        if not (plan.is_full and self._put_streams(plan)):
+        if not self._put_streams(plan):
             self._put_in_order(plan, now_s)
         if self._limits.grows_ahead:
             self._grow_ahead(plan)
@@ -176,6 +178,7 @@ class Scheduler:
             streams_s = self.cost.predict((len(streams), num_kv, 0.0))
             allowed_s = max(min(t for t in targets if t is not None), 2 * streams_s)
             plan.seconds_left = allowed_s - self.cost.coefficients[0]
+            plan.streams_s = streams_s - self.cost.coefficients[0]
         return plan
 
     def _may_enter(self) -> bool:
@@ -188,13 +191,16 @@ class Scheduler:
         return any(self._lanes.priority_of(s.lane) > first_priority for s in self._running)
 
     def _put_streams(self, plan: StepPlan) -> bool:
-        """Gives all that run a token, where all are streams and there is enough for all: whose
-        turn it is matters to no one then. Returns whether it is so.
+        """Gives all streams their token, where there is enough for all, and where they are all
+        there is, or take little from the others: whose turn it is hardly matters then. Returns
+        whether that is the whole step.
 
         They have the time in any case: see `_new_plan`.
         """
         streams, blocks = plan.streams, self.blocks
-        if len(streams) < len(self._running) or len(streams) > plan.num_on_offer:
+        is_all = plan.is_full and len(streams) == len(self._running)
+        most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
+        if len(streams) > most:
             return False
         growing = [s for s in streams if not blocks.has_next_slot(s)]
         if len(growing) > blocks.num_free:
@@ -202,13 +208,14 @@ class Scheduler:
         for sequence in growing:
             blocks.grow(sequence, 1)
         plan.put_all(streams)
-        return True
+        return is_all
 
     def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
         """Lanes behind their minimum share come first, with what they are owed; and before them
         who is overdue.
         """
-        order = Order(self._running, self._waiting, self._lanes, self._policy, now_s)
+        others = [s for s in self._running if s not in plan.chunks]
+        order = Order(others, self._waiting, self._lanes, self._policy, now_s)
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
         for lane, num_owed in self._lanes.owed().items():

@@ -27,6 +27,7 @@ class StepPlan:
     preempted: set[Sequence] = field(default_factory=set)
     is_full: bool = False  # an overdue sequence waits for room: no one else is let in
     streams: list[Sequence] = field(default_factory=list)  # that ran when the step began
+    streams_s: float = 0.0  # that they add to the step, where its time is limited
     _stream_costs: tuple[float, float] | None = None  # a token's, and a token of KV's
     num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
     num_prefix_hits: int = 0
@@ -86,6 +87,7 @@ class StepPlan:
         """`put_stream` of all that run, which have the time together."""
         self.chunks = {s: Chunk(s, s.num_computed, 1, True) for s in streams}
         self.num_tokens_left -= len(streams)
+        self.seconds_left -= self.streams_s
 
     def put_stream(self, sequence: Sequence) -> None:
         """`put` of the one token of a stream, which most chunks are."""
