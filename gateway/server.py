@@ -1,8 +1,7 @@
-"""Runs the gateway under uvicorn: binds, reports where, and drains when told to stop."""
+"""Runs the gateway under uvicorn: reports where it listens, and drains when told to stop."""
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import socket
@@ -13,16 +12,12 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.connections import ConnectionConfig
+from gateway.listener import bind, is_loopback
 from gateway.settings import GatewaySettings
 from gateway.streams import Gateway
 
-_BACKLOG = 512
 _MAX_FILES = 65_536  # connections, mostly
 _LAST_WORDS_S = 5.0  # for streams to say that they end, after the drain
-
-
-class UnsafeBinding(ValueError):
-    """The address would let strangers in."""
 
 
 class GatewayServer(uvicorn.Server):
@@ -56,39 +51,6 @@ def build_server(settings: GatewaySettings) -> GatewayServer:
     # Its lines hold query strings, and any handler in the process would switch it on again.
     logging.getLogger("uvicorn.access").disabled = True
     return GatewayServer(config, app.state.gateway)
-
-
-def bind(
-    settings: GatewaySettings, host: str, port: int, *, has_keys: bool = False
-) -> socket.socket:
-    """A listening socket; port 0 takes a free one. `has_keys`: Redis is known to hold some.
-
-    Raises UnsafeBinding, OSError.
-    """
-    if settings.api_key is None and not has_keys and not is_loopback(host):
-        raise UnsafeBinding(
-            f"refusing to listen on {host} without an API key: make one with `batchway keys "
-            "create`, set BATCHWAY_API_KEY, or bind to 127.0.0.1"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, for asyncio sets TCP_NODELAY only where it is: without it the second
-    # write of an answer waits up to 40 ms for the caller's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(

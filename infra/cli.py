@@ -133,7 +133,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
 
 def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
     """The listening socket, before anything else is started."""
-    from gateway.server import UnsafeBinding, bind, is_loopback
+    from gateway.listener import UnsafeBinding, bind, is_loopback
 
     try:
         has_keys = not is_loopback(options.host) and _has_keys(settings)

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from gateway.app import create_app
+from gateway.listener import UnsafeBinding, bind
 from gateway.openapi import OPERATIONS
-from gateway.server import UnsafeBinding, bind, serve
+from gateway.server import serve
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway

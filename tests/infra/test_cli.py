@@ -53,6 +53,19 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_up_loads_nothing_heavy_before_its_parts_start() -> None:
+    """It binds and starts them; the web framework is for the gateway's process to import. Here it
+    refuses an address that is open to strangers, which it does once it binds."""
+    program = (
+        "import sys, infra.cli, infra.up; code = infra.cli.main(['up', '--host=0.0.0.0']); "
+        "heavy = ('torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'); "
+        "print(code, [m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "refusing to listen on 0.0.0.0" in done.stderr
+    assert done.stdout.strip() == "2 []", done.stderr
+
+
 def test_version_is_told() -> None:
     """`batchway --version` names the program."""
     done = run_cli("--version")

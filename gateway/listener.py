@@ -1,0 +1,47 @@
+"""The socket that a gateway listens on: bound before anything of the server is imported, for
+`batchway up` binds it before it starts a process.
+"""
+
+import ipaddress
+import socket
+
+from gateway.settings import GatewaySettings
+
+_BACKLOG = 512
+
+
+class UnsafeBinding(ValueError):
+    """The address would let strangers in."""
+
+
+def bind(
+    settings: GatewaySettings, host: str, port: int, *, has_keys: bool = False
+) -> socket.socket:
+    """A listening socket; port 0 takes a free one. `has_keys`: Redis is known to hold some.
+
+    Raises UnsafeBinding, OSError.
+    """
+    if settings.api_key is None and not has_keys and not is_loopback(host):
+        raise UnsafeBinding(
+            f"refusing to listen on {host} without an API key: make one with `batchway keys "
+            "create`, set BATCHWAY_API_KEY, or bind to 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named, for asyncio sets TCP_NODELAY only where it is: without it the second
+    # write of an answer waits up to 40 ms for the caller's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
