@@ -1,5 +1,6 @@
 """The functions on a server in cluster mode: they touch one slot alone."""
 
+import asyncio
 import socket
 import subprocess
 from collections.abc import AsyncIterator
@@ -25,27 +26,9 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
     """A cluster of one server, which owns every slot."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = {
-        "port": port,
-        "bind": "127.0.0.1",
-        "cluster-enabled": "yes",
-        "cluster-port": port + 1 if port < 65_535 else port - 1,
-        "dir": tmp_path,
-        "save": "",
-    }
-    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    server = subprocess.Popen([find_server(), *arguments], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
-    client: Any = redis.asyncio.Redis(host="127.0.0.1", port=port, protocol=2)
+    server, client = await start_server(tmp_path)
     try:
-        while True:
-            try:
-                await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-                break
-            except redis.ConnectionError:
-                assert server.poll() is None
+        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):
             assert server.poll() is None
         yield client
@@ -53,6 +36,43 @@ async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
         await client.aclose()
         server.terminate()
         server.wait()
+
+
+async def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], Any]:
+    """A server that answers, and a client. It ends at once where somebody else has taken one of
+    the two ports since they were found free: then it is tried with others."""
+    while True:
+        port = free_port()
+        server = subprocess.Popen(server_command(port, folder), stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+        while server.poll() is None:
+            client: Any = redis.asyncio.Redis(host="127.0.0.1", port=port, protocol=2)
+            try:
+                async with asyncio.timeout(1):
+                    if (await client.info("server"))["process_id"] == server.pid:
+                        return server, client
+            except (redis.RedisError, TimeoutError):  # not yet, or a stranger
+                pass
+            await client.aclose()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def server_command(port: int, folder: Path) -> list[str]:
+    settings = {
+        "port": port,
+        "bind": "127.0.0.1",
+        "cluster-enabled": "yes",
+        "cluster-port": port + 1 if port < 65_535 else port - 1,
+        "dir": folder,
+        "save": "",
+    }
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return [str(find_server()), *arguments]
 
 
 async def test_every_function_stays_in_its_slot(cluster_client: redis.asyncio.Redis) -> None:

@@ -55,7 +55,10 @@ class Stack:
         def found() -> list[str]:
             return [line for line in self.lines if text in line]
 
-        wait_until(lambda: len(found()) >= num_times or self.process.poll() is not None)
+        wait_until(
+            lambda: len(found()) >= num_times or self.process.poll() is not None,
+            timeout_s=120,  # it may be a start, beside all that a machine does
+        )
         assert len(found()) >= num_times, "\n".join(self.lines)
         return found()[num_times - 1]
 
