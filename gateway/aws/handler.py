@@ -12,6 +12,7 @@ from typing import Any
 from mangum import Mangum
 
 from gateway.app import create_app
+from gateway.aws import imports_are_done
 from gateway.aws.ahead import load_ahead
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
@@ -22,6 +23,7 @@ log = logging.getLogger("batchway.gateway")
 log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
 
 load_ahead()
+imports_are_done()
 
 _MARGIN_S = 2.0  # to answer in, before the function is stopped
 

@@ -19,6 +19,7 @@ from starlette.types import Message
 
 from contract import tasks
 from gateway.app import create_app
+from gateway.aws import imports_are_done
 from gateway.aws.environment import load_settings
 from gateway.aws.runtime_api import Invocation, RuntimeApi, RuntimeApiError, StreamedAnswer
 from gateway.patience import TIME_LEFT
@@ -109,6 +110,7 @@ class Exchange:
 
 async def main() -> None:
     """Serves the gateway's app until Lambda stops the environment."""
+    imports_are_done()
     app = create_app(load_settings())
     async with app.router.lifespan_context(app):
         await serve(app, RuntimeApi(os.environ["AWS_LAMBDA_RUNTIME_API"]))

@@ -78,6 +78,18 @@ def test_what_a_first_call_needs_is_in_the_snapshot() -> None:
     assert ahead["built"].count("gateway.schemas") >= 4
 
 
+@pytest.mark.parametrize("entry", ["handler", "housekeeper", "stream_loop", "web"])
+def test_garbage_is_collected_again_before_anybody_is_answered(entry: str) -> None:
+    """In every entry point; the two that are modules of functions say so when they are imported."""
+    text = (ROOT / "gateway" / "aws" / f"{entry}.py").read_text()
+    assert text.count("imports_are_done()") == 1
+    if entry in ("handler", "housekeeper"):
+        program = "import gc, json; before = gc.get_threshold(); import gateway.aws.%s; "
+        told = "print(json.dumps([before, gc.get_threshold()]))"
+        before, after = said(program % entry + told, {})
+        assert before == after
+
+
 def test_models_that_are_built_late_say_the_same() -> None:
     """The OpenAPI document, which comes of most of them, is that of a server."""
     assert said("import gateway.aws" + DOCUMENT, {}) == said(DOCUMENT, {})
