@@ -3,6 +3,7 @@
 Leaves the choice of a token to the sampler.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from workers.engine.model import Chunk, PromptLogprobs, Row, Sample
 from workers.engine.sequence import Sequence
+from workers.model.kernels import likeliest
 from workers.model.sampler import sample
 
 # Logits whose log probabilities are computed at once: 64 MiB of float32.
@@ -26,7 +28,12 @@ def scored_positions(sequence: Sequence, start: int, end: int) -> range:
     return range(start, max(start, min(end, sequence.num_prompt - 1)))
 
 
-def answer_chunks(logits: Tensor, chunks: Seq[Chunk], scored: Seq[range]) -> list[Row]:
+def answer_chunks(
+    logits: Tensor,
+    chunks: Seq[Chunk],
+    scored: Seq[range],
+    find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+) -> list[Row]:
     """One row per chunk. logits (num_rows, vocab_size): for each chunk those of its scored
     positions, then that of its last one where it samples.
     """
@@ -42,7 +49,8 @@ def answer_chunks(logits: Tensor, chunks: Seq[Chunk], scored: Seq[range]) -> lis
             num_rows += 1
     if len(sample_rows) < num_rows:
         logits = logits[sample_rows]
-    samples = iter(sample(logits, [chunk.sequence for chunk in chunks if chunk.samples]))
+    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    samples = iter(sample(logits, sampling, find_likeliest))
     return [
         _join(next(samples), prompt) if chunk.samples else prompt
         for chunk, prompt in zip(chunks, prompts, strict=True)

@@ -42,3 +42,17 @@ class DecoderKernels(Protocol):
         key head, and eps.
         """
         ...
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """See the function of this name."""
+        ...
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """logits (num_rows, vocab_size) of any float type -> int64 (num_rows,): the token of the
+    highest logit, the first of equals; -1 for a row with NaN, or whose highest is not finite.
+    """
+    token_ids = logits.argmax(-1)
+    # NaN wins every argmax, so one look at the chosen logit finds it anywhere in the row.
+    is_finite = logits.gather(1, token_ids[:, None])[:, 0].isfinite()
+    return torch.where(is_finite, token_ids, -1)

@@ -85,8 +85,12 @@ class KVCache:
         return self.num_blocks
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [part for layer in self.layers.values() for part in (layer.keys, layer.values)]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy_blocks(self, source_ids: Seq[int], target_ids: Seq[int]) -> None:
         """Copies whole blocks in all layers, all sources read before any target is written."""

@@ -25,6 +25,7 @@ from workers.model.checkpoint import (
 )
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps, recorder
+from workers.model.huge_pages import use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
 from workers.model.probe import check_parity, probe_layers, streamline
@@ -175,6 +176,8 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
         if streamline(runner, loaded.decoder, loaded.config):
             progress("its layers run as one loop")
+    if loaded.device.type == "cpu" and options.fused and (num_bytes := use_huge_pages(cache.tensors)):
+        progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     return runner, backend
 
 

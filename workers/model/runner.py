@@ -14,7 +14,7 @@ from workers.engine.model import Chunk, Padding, Row
 from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch
-from workers.model.kernels import DecoderKernels
+from workers.model.kernels import DecoderKernels, likeliest
 from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.surgery.stack import Stack
 
@@ -70,7 +70,8 @@ class ModelRunner:
         if not chunks and not padding:
             return []
         batch = self._batch(chunks, padding)
-        return answer_chunks(self._compute(batch), chunks, batch.scored)
+        find_likeliest = likeliest if self.kernels is None else self.kernels.likeliest
+        return answer_chunks(self._compute(batch), chunks, batch.scored, find_likeliest)
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:

@@ -7,6 +7,7 @@ alone. Rows that ask for nothing special pay for nothing special: greedy is one 
 Log probabilities are of the model's raw logits in float32, before penalties and temperature.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -15,26 +16,33 @@ from torch import Tensor
 from contract.jobs import SamplingParams
 from workers.engine.model import RowFailed, Sample
 from workers.engine.sequence import Sequence
+from workers.model.kernels import likeliest
 from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
-from workers.model.penalties import adjust_logits
+from workers.model.penalties import adjust_logits, asks_for_change
 from workers.model.thresholds import find_allowed
 
 # Below this a temperature means greedy: logits divided by less overflow float32.
 LOWEST_TEMPERATURE = 1e-5
+_NOT_FINITE = "the model's logits are not finite numbers"
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sample | RowFailed]:
+def sample(
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+) -> list[Sample | RowFailed]:
     """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
     if not sequences:
         return []
+    if all(map(_is_plain, sequences)):
+        return [
+            Sample(token_id) if token_id >= 0 else RowFailed(_NOT_FINITE)
+            for token_id in find_likeliest(logits).tolist()
+        ]
     raw = logits.float()
     scores = adjust_logits(raw, sequences)
     token_ids = scores.argmax(-1)
-    drawing = [
-        row
-        for row, sequence in enumerate(sequences)
-        if sequence.params.temperature >= LOWEST_TEMPERATURE
-    ]
+    drawing = [row for row, sequence in enumerate(sequences) if _draws(sequence)]
     if drawing:
         index = torch.tensor(drawing, device=raw.device)
         token_ids[index] = _draw(scores[index], [sequences[row] for row in drawing])
@@ -42,9 +50,19 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sample | RowFailed]
     # NaN wins every argmax, so one look at the chosen logit finds it anywhere in the row.
     is_finite = raw.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
     return [
-        sample if finite else RowFailed("the model's logits are not finite numbers")
+        sample if finite else RowFailed(_NOT_FINITE)
         for sample, finite in zip(samples, is_finite, strict=True)
     ]
+
+
+def _draws(sequence: Sequence) -> bool:
+    return sequence.params.temperature >= LOWEST_TEMPERATURE
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether the highest logit is all that matters."""
+    is_greedy = not _draws(sequence) and not asks_for_change(sequence)
+    return is_greedy and sequence.params.logprobs is None
 
 
 def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:

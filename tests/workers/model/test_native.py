@@ -11,6 +11,7 @@ from tests.workers.model.test_attention import BATCHES, BLOCK_SIZE, CPU, NUM_BLO
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.native import NativeAttention
 from workers.model.attention.reference import ReferenceAttention
+from workers.model.kernels import likeliest
 from workers.model.native import library
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import CannotBuild, load_library
@@ -209,3 +210,35 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
         load_library.__wrapped__()
 
     assert list((tmp_path / "batchway").iterdir()) == []
+
+
+@pytest.mark.parametrize("vocab_size", [5, 16, 37, 4096])
+@pytest.mark.parametrize("find", ["kernel", "torch"])
+def test_the_likeliest_token_is_the_first_of_the_highest(
+    find: str, vocab_size: int, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """In every lane of a vector and behind the last whole one, among equals and among -inf."""
+    find_likeliest = kernels.likeliest if find == "kernel" else likeliest
+    logits = torch.randn(vocab_size, vocab_size).to(dtype)
+    logits.fill_diagonal_(100.0)
+    assert find_likeliest(logits).tolist() == list(range(vocab_size))
+
+    equal = torch.full((1, vocab_size), -3.0, dtype=dtype)
+    assert find_likeliest(equal).tolist() == [0]
+    equal[0, :-1] = float("-inf")
+    assert find_likeliest(equal).tolist() == [vocab_size - 1]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("find", ["kernel", "torch"])
+def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
+    find: str, number: float, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """Wherever in the row it stands; nor has a row in which nothing is possible."""
+    find_likeliest = kernels.likeliest if find == "kernel" else likeliest
+    vocab_size = 37
+    logits = torch.randn(vocab_size + 1, vocab_size).to(dtype)
+    logits[:vocab_size].fill_diagonal_(number)
+    logits[vocab_size] = float("-inf")
+
+    assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.model.attention.triton_attention import can_attend
 from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
+from workers.model.kernels import likeliest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GATE_TILE = 1024
@@ -47,6 +48,10 @@ class TritonKernels:
         grid = (num_tokens, triton.cdiv(both // 2, tile))
         gate_silu[grid](gate_up, out, DIM=both // 2, TILE=tile, num_warps=4)
         return out
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """See DecoderKernels.likeliest."""
+        return likeliest(logits)
 
     def rotate_and_keep(
         self,

@@ -1,4 +1,5 @@
-// CPU kernels of a step: attention through block tables, RMSNorm, rotary embedding, SiLU gate.
+// CPU kernels of a step: attention through block tables, RMSNorm, rotary embedding, SiLU gate, and
+// the likeliest token.
 //
 // Plain C++ with GCC's vector extensions (Clang has them too) and OpenMP; no torch, and intrinsics
 // only where the processor multiplies bfloat16 numbers itself, so that it builds in seconds with
@@ -10,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "attention.h"
 #include "vectors.h"
@@ -77,6 +79,42 @@ void silu_gate(const T* gate_up, T* out, int64_t rows, int64_t dim, int num_thre
   }
 }
 
+// The first of a row's highest scores; -1 where that is no finite number, or NaN is among them.
+template <class T>
+int64_t likeliest_of_row(const T* row, int64_t dim) {
+  constexpr float most = std::numeric_limits<float>::max();
+  vec best = splat(-std::numeric_limits<float>::infinity());
+  ivec at = {}, now, is_odd = {};
+  for (int i = 0; i < W; i++) now[i] = i;
+  int64_t d = 0;
+  for (; d + W <= dim; d += W, now += W) {
+    const vec x = load(row + d);
+    const ivec is_more = x > best;
+    best = is_more ? x : best;
+    at = is_more ? now : at;
+    is_odd |= ~(x <= most);
+  }
+  float highest = largest(best);
+  int64_t found = dim;
+  bool is_finite = true;
+  for (int i = 0; i < W; i++) {
+    if (best[i] == highest) found = std::min<int64_t>(found, at[i]);
+    is_finite &= !is_odd[i];
+  }
+  for (; d < dim; d++) {
+    const float x = to_float(row[d]);
+    is_finite &= x <= most;
+    if (x > highest) highest = x, found = d;
+  }
+  return is_finite && highest >= -most ? found : -1;
+}
+
+template <class T>
+void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim, int num_threads) {
+#pragma omp parallel for num_threads(num_threads)
+  for (int64_t r = 0; r < rows; r++) out[r] = likeliest_of_row(scores + r * dim, dim);
+}
+
 }  // namespace
 
 #define EXPORT(T, name)                                                                          \
@@ -102,6 +140,10 @@ void silu_gate(const T* gate_up, T* out, int64_t rows, int64_t dim, int num_thre
   extern "C" void silu_gate_##name(const T* gate_up, T* out, int64_t rows, int64_t dim,          \
                                    int num_threads) {                                            \
     silu_gate<T>(gate_up, out, rows, dim, num_threads);                                          \
+  }                                                                                              \
+  extern "C" void likeliest_##name(const T* scores, int64_t* out, int64_t rows, int64_t dim,     \
+                                   int num_threads) {                                            \
+    likeliest<T>(scores, out, rows, dim, num_threads);                                           \
   }
 
 EXPORT(float, float32)

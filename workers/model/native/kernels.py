@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
+from workers.model.kernels import likeliest
 
 VECTOR = 16  # floats: what the kernels take at once
 MAX_HEAD_DIM = 256
@@ -25,6 +26,7 @@ class Kernels:
         self._rms_norm = getattr(library, f"rms_norm_{name}")
         self._rotate_and_keep = getattr(library, f"rotate_and_keep_{name}")
         self._silu_gate = getattr(library, f"silu_gate_{name}")
+        self._likeliest = getattr(library, f"likeliest_{name}")
         self._num_threads = torch.get_num_threads()
 
     def attend(
@@ -145,6 +147,21 @@ class Kernels:
             num_tokens,
             both // 2,
             self._threads(out.numel()),
+        )
+        return out
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """See DecoderKernels.likeliest."""
+        if logits.dtype != self.dtype or not logits.is_contiguous():
+            return likeliest(logits)
+        num_rows, vocab_size = logits.shape
+        out = torch.empty(num_rows, dtype=torch.int64)
+        self._likeliest(
+            logits.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            vocab_size,
+            self._threads(logits.numel()),
         )
         return out
 

@@ -28,6 +28,7 @@ _ARGUMENTS = {
     "rms_norm": (_P, _P, _P, _I, _I, _F, _N),
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P, _N),
     "silu_gate": (_P, _P, _I, _I, _N),
+    "likeliest": (_P, _P, _I, _I, _N),
 }
 
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -20,6 +21,13 @@ struct bf16 {
   uint16_t bits;
 };
 
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
 inline vec splat(float x) { return x - vec{}; }
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline vec load(const bf16* p) {

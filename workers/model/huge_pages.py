@@ -1,0 +1,62 @@
+"""Puts weights and the KV cache of a CPU on pages of 2 MiB, where Linux has them.
+
+A step reads all weights once: on pages of 4 KiB that is an entry of the page table for every 4 KiB
+and a stream that the processor foresees no further than the page's end. Leaves to the operator
+whether there are any: nothing is asked of a system that says `never`.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+_PAGE_BYTES = 2**21
+# Mappings with less in them are no weights.
+_SMALLEST_BYTES = 2**22
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MAPPINGS = Path("/proc/self/smaps")
+# Private, writable, without a file behind it: where an allocator puts large tensors.
+_ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(\[heap\])?$")
+_RESIDENT = re.compile(r"Rss: +(\d+) kB$")
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
+
+
+def use_huge_pages(untouched: Iterable[Tensor]) -> int:
+    """For all that lies in large mappings of this process, and for tensors that nobody has
+    written to yet. Returns how many bytes were moved; 0 where the system has no such pages.
+    """
+    if not _ENABLED.exists() or "[never]" in _ENABLED.read_text():
+        return 0
+    for tensor in untouched:
+        _advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, _MADV_HUGEPAGE)
+    num_bytes = 0
+    for begin, end in list(_filled_mappings()):
+        if _advise(begin, end, _MADV_HUGEPAGE) and _advise(begin, end, _MADV_COLLAPSE):
+            num_bytes += end - begin
+    return num_bytes
+
+
+def _filled_mappings() -> Iterator[tuple[int, int]]:
+    """Addresses of large anonymous mappings, with enough in them."""
+    span = None
+    for line in _MAPPINGS.read_text().splitlines():
+        if found := _ANONYMOUS.match(line):
+            span = int(found[1], 16), int(found[2], 16)
+        elif "-" in line.split(" ", 1)[0]:
+            span = None
+        elif span is not None and (resident := _RESIDENT.match(line)):
+            if int(resident[1]) * 1024 >= _SMALLEST_BYTES:
+                yield span
+
+
+def _advise(begin: int, end: int, advice: int) -> bool:
+    """Of the whole pages within; whether the system has taken it."""
+    first, last = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
+    if last <= first:
+        return False
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(libc.madvise(first, last - first, advice)) == 0
