@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
             fused=not options.torch_only,
         )
         loaded = load_model(engine_options, lambda text: print(text, file=sys.stderr))
-        engine = build_engine(loaded.model, loaded.vocab_size, engine_options)
+        engine = build_engine(
+            loaded.model, loaded.vocab_size, engine_options, loaded.num_step_tokens
+        )
         lengths = [len(r.prompt_token_ids) for r in workload.requests[:_NUM_WARM_UP]]
         warm_up(engine, lengths, loaded.vocab_size)
         summary = summarise(run_workload(engine, workload, progress=progress_line("tokens")))

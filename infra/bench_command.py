@@ -42,9 +42,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-batched-tokens",
         type=integer(1),
-        default=2048,
+        default=None,
         metavar="N",
-        help="token budget of a step (default: 2048)",
+        help="token budget of a step (default: chosen for the device)",
     )
     engine.add_argument(
         "--strategy",

@@ -161,7 +161,7 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
         ("--max-num-seqs", f"sequences at a time (default: {_ENGINE.max_num_seqs})"),
         (
             "--max-num-batched-tokens",
-            f"the token budget of a step (default: {_ENGINE.max_num_batched_tokens})",
+            "the token budget of a step (default: chosen for the device)",
         ),
         ("--block-size", "tokens in a block of the KV cache (default: chosen for the device)"),
     )

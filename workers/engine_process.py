@@ -26,7 +26,7 @@ from workers.engine.engine import Engine
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
-from workers.engine_setup import build_engine, lanes_of, limits_of, strategies_of
+from workers.engine_setup import DEFAULT_STEP_TOKENS, build_engine, lanes_of, limits_of, strategies_of
 from workers.messages import (
     EngineOptions,
     FromEngine,
@@ -62,10 +62,16 @@ class EngineLoop:
     """Commands in, a step, one frame out; idle, it waits on the socket."""
 
     def __init__(
-        self, channel: Channel, engine: Engine, max_output_tokens: int | None = None
+        self,
+        channel: Channel,
+        engine: Engine,
+        num_step_tokens: int = DEFAULT_STEP_TOKENS,
+        max_output_tokens: int | None = None,
     ) -> None:
+        """`num_step_tokens`: see build_engine."""
         self._channel = channel
         self._engine = engine
+        self._num_step_tokens = num_step_tokens
         self._max_output_tokens = max_output_tokens
         self._computed: frozenset[str] = frozenset()  # jobs of the last step
 
@@ -121,7 +127,8 @@ class EngineLoop:
         return []
 
     def _reconfigure(self, options: EngineOptions) -> None:
-        limits = limits_of(options, self._engine.limits.vocab_size)
+        vocab_size = self._engine.limits.vocab_size
+        limits = limits_of(options, vocab_size, self._num_step_tokens)
         self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
         self._max_output_tokens = options.max_output_tokens
         logs.stamp(options.batching_version)
@@ -176,10 +183,11 @@ def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
         # No prompt has come yet, so the whole traceback may be shown.
         log.exception("loading the model failed")
         return ExitCode.CRASHED
-    engine = build_engine(loaded.model, loaded.vocab_size, options)
+    num_step_tokens = loaded.num_step_tokens
+    engine = build_engine(loaded.model, loaded.vocab_size, options, num_step_tokens)
     channel.send([_ready(loaded, options)])
     log.info("ready: num_blocks=%d block_size=%d", loaded.model.num_blocks, loaded.model.block_size)
-    EngineLoop(channel, engine, options.max_output_tokens).run()
+    EngineLoop(channel, engine, num_step_tokens, options.max_output_tokens).run()
     return ExitCode.OK
 
 

@@ -15,11 +15,22 @@ from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching
 
 
-def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engine:
-    """The engine that the options describe, around a loaded model."""
+# The token budget of a step where neither the operator nor the loader has one.
+DEFAULT_STEP_TOKENS = 2048
+
+
+def build_engine(
+    model: Model,
+    vocab_size: int,
+    options: EngineOptions,
+    num_step_tokens: int = DEFAULT_STEP_TOKENS,
+) -> Engine:
+    """The engine that the options describe, around a loaded model; `num_step_tokens`: the budget
+    of a step that fits its device.
+    """
     return Engine(
         model,
-        limits_of(options, vocab_size),
+        limits_of(options, vocab_size, num_step_tokens),
         strategies_of(options),
         Composed(VirtualTokenCounters(), FirstComeFirstServed()),
         lanes=lanes_of(options),
@@ -27,9 +38,12 @@ def build_engine(model: Model, vocab_size: int, options: EngineOptions) -> Engin
     )
 
 
-def limits_of(options: EngineOptions, vocab_size: int) -> EngineLimits:
+def limits_of(
+    options: EngineOptions, vocab_size: int, num_step_tokens: int = DEFAULT_STEP_TOKENS
+) -> EngineLimits:
+    """`num_step_tokens`: the budget of a step where the options name none."""
     return EngineLimits(
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=options.max_num_batched_tokens or num_step_tokens,
         max_num_seqs=options.max_num_seqs,
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,

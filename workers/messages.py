@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int | None = None  # tokens of KV in a block
     max_model_len: int | None = None  # prompt + output, in tokens; at most the model's own
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048  # the token budget of a step
+    max_num_batched_tokens: int | None = None  # the token budget of a step
     kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
     prefill_share: float | None = None  # of the budget, for prompts while there are streams
     prefix_caching: bool = True  # KV of equal beginnings is computed once for each tenant

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
+from workers.engine_setup import DEFAULT_STEP_TOKENS
 from workers.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
@@ -40,6 +41,9 @@ from workers.model.weights import load_decoder, use_own_attention
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
 
 DEFAULT_BLOCK_SIZE = 16
+# The token budget of a step. A CPU's matrix product is at its best from some 128 rows on: a larger
+# step only lets the streams beside a prompt wait longer (docs/decisions/cpu-steps.md).
+_CPU_STEP_TOKENS = 256
 # For models without a limit of their own, where the operator sets none.
 DEFAULT_CONTEXT_LENGTH = 8192
 
@@ -55,6 +59,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
+    num_step_tokens: int = DEFAULT_STEP_TOKENS  # the budget of a step that fits the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,10 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     loaded = _Loaded(decoder, config, device, dtype, options, max_model_len, frozenset(eos_ids))
     runner = _runner(loaded, progress)
     vocab_size = int(config.get_text_config().vocab_size)
-    return LoadedModel(runner, runner.max_model_len, vocab_size, eos_ids, tokenizer)
+    num_step_tokens = _CPU_STEP_TOKENS if device.type == "cpu" else DEFAULT_STEP_TOKENS
+    return LoadedModel(
+        runner, runner.max_model_len, vocab_size, eos_ids, tokenizer, num_step_tokens
+    )
 
 
 def wrap_decoder(

@@ -60,8 +60,8 @@ def take_profile(
     machine = measure(keys.device, keys.dtype)
     shape = shape_of(runner)
     model = Watched(runner, shape, keys.device)
-    windows = Windows(build_engine(model, loaded.vocab_size, options), model,
-                      loaded.vocab_size, load)  # fmt: skip
+    engine = build_engine(model, loaded.vocab_size, options, loaded.num_step_tokens)
+    windows = Windows(engine, model, loaded.vocab_size, load)
     findings = tuple(
         find(windows, kind, machine, load.num_steps, num_profiled, trace_dir) for kind in KINDS
     )

@@ -242,3 +242,39 @@ def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
     logits[vocab_size] = float("-inf")
 
     assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 32, 100])
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (34, 272)])
+def test_the_matrix_product_equals_that_of_torch(
+    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """For whole and partial panels, with and without a tensor that is added, on a part of a row."""
+    weight = torch.randn(num_out, num_in).to(dtype)
+    skip_unless_multiplied(kernels, weight)
+    x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
+    to = torch.randn(num_rows, num_out).to(dtype)
+    panels = kernels.lay_out(weight)
+    expected = x.double() @ weight.double().T
+
+    assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
+    assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
+
+
+def test_a_row_is_multiplied_alike_whoever_stands_beside_it(
+    dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """Bit for bit: what a neighbour adds to a batch changes no sum."""
+    weight = torch.randn(320, 192).to(dtype)
+    skip_unless_multiplied(kernels, weight)
+    x = torch.randn(100, 192).to(dtype)
+    panels = kernels.lay_out(weight)
+    together = kernels.linear(x, panels, 320)
+
+    for num_rows in range(1, 14):
+        assert torch.equal(kernels.linear(x[:num_rows], panels, 320), together[:num_rows])
+
+
+def skip_unless_multiplied(kernels: Kernels, weight: torch.Tensor) -> None:
+    if not kernels.can_multiply(weight):
+        pytest.skip("this processor multiplies by oneDNN")

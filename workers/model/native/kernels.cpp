@@ -14,6 +14,7 @@
 #include <limits>
 
 #include "attention.h"
+#include "linear.h"
 #include "vectors.h"
 
 namespace {
@@ -146,5 +147,24 @@ void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim, int num
     likeliest<T>(scores, out, rows, dim, num_threads);                                           \
   }
 
+// Whether this processor is one for which our matrix product was written: registers enough, and no
+// unit of its own for bfloat16 matrices, of which oneDNN knows more.
+extern "C" int multiplies_well() {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+#define EXPORT_LINEAR(T, name)                                                                   \
+  extern "C" void linear_##name(const T* x, int64_t x_stride, const T* panels, const T* to,      \
+                                T* out, int64_t rows, int64_t in, int64_t outs,                  \
+                                int num_threads) {                                               \
+    linear(Product<T>{x, panels, to, out, x_stride, rows, in, outs}, num_threads);               \
+  }
+
+EXPORT_LINEAR(float, float32)
+EXPORT_LINEAR(bf16, bfloat16)
 EXPORT(float, float32)
 EXPORT(bf16, bfloat16)

@@ -8,6 +8,7 @@ from torch import Tensor
 from workers.model.attention.interface import AttentionFlags
 from workers.model.kernels import likeliest
 
+PANEL = 64  # outputs of a linear layer that are computed at once
 VECTOR = 16  # floats: what the kernels take at once
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of one KV head
@@ -27,6 +28,8 @@ class Kernels:
         self._rotate_and_keep = getattr(library, f"rotate_and_keep_{name}")
         self._silu_gate = getattr(library, f"silu_gate_{name}")
         self._likeliest = getattr(library, f"likeliest_{name}")
+        self._linear = getattr(library, f"linear_{name}")
+        self._multiplies = bool(library.multiplies_well())
         self._num_threads = torch.get_num_threads()
 
     def attend(
@@ -147,6 +150,45 @@ class Kernels:
             num_tokens,
             both // 2,
             self._threads(out.numel()),
+        )
+        return out
+
+    def can_multiply(self, weight: Tensor) -> bool:
+        """Whether `linear` takes such weights (out, in), and is the fastest product here."""
+        num_out, num_in = weight.shape
+        fits = num_out % VECTOR == 0 and num_in % 2 == 0
+        return self._multiplies and fits and weight.dtype == self.dtype
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        """weight (out, in) -> panels of 64 outputs, in which each input's (or, in bfloat16, each
+        pair's) weights lie side by side; the last is filled up with zeros.
+        """
+        num_in, pair = weight.shape[1], 2 if self.dtype == torch.bfloat16 else 1
+        filled = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
+        panels = filled.view(-1, PANEL, num_in // pair, pair).transpose(1, 2)
+        return panels.contiguous().view(-1, num_in, PANEL)
+
+    def linear(
+        self, x: Tensor, panels: Tensor, num_out: int, to: Tensor | None = None
+    ) -> Tensor:
+        """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to` (T, out)."""
+        self._check(x, panels, *([] if to is None else [to]))
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_tokens, num_in = x.shape
+        assert num_in == panels.shape[1]
+        assert to is None or (to.shape == (num_tokens, num_out) and to.is_contiguous())
+        out = x.new_empty(num_tokens, num_out)
+        self._linear(
+            x.data_ptr(),
+            x.stride(0),
+            panels.data_ptr(),
+            None if to is None else to.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            num_in,
+            num_out,
+            self._threads(panels.numel()),
         )
         return out
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FILES = (_SOURCE, _SOURCE.with_name("attention.h"), _SOURCE.with_name("vectors.h"))
+_FILES = (_SOURCE, _SOURCE.with_name("attention.h"), _SOURCE.with_name("linear.h"), _SOURCE.with_name("vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16")
@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P, _N),
     "silu_gate": (_P, _P, _I, _I, _N),
     "likeliest": (_P, _P, _I, _I, _N),
+    "linear": (_P, _I, _P, _P, _P, _I, _I, _I, _N),
 }
 
 
@@ -60,6 +61,7 @@ def load_library() -> ctypes.CDLL:
         for dtype in _DTYPES:
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
+    library.multiplies_well.argtypes, library.multiplies_well.restype = (), _N
     return library
 
 

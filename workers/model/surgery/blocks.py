@@ -17,7 +17,7 @@ from workers.model.attention.interface import (
 )
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import VECTOR
-from workers.model.surgery.linear import lay_out, merged
+from workers.model.surgery.linear import Layout
 
 
 class TurningStep(AttentionStep, Protocol):
@@ -46,7 +46,7 @@ class MergedAttention(nn.Module):
     """Rotary attention with one projection for queries, keys and values."""
 
     def __init__(
-        self, old: Any, flags: AttentionFlags, *, turns_natively: bool, packs: bool
+        self, old: Any, flags: AttentionFlags, layout: Layout, *, turns_natively: bool
     ) -> None:
         super().__init__()
         self._head_dim = int(old.head_dim)
@@ -55,8 +55,8 @@ class MergedAttention(nn.Module):
         self._flags = flags
         self._norms = head_norms(old)
         self._turns_natively = turns_natively
-        self.qkv = merged([old.q_proj, old.k_proj, old.v_proj], packs=packs)
-        self.o_proj = lay_out(old.o_proj.weight, old.o_proj.bias, packs=packs)
+        self.qkv = layout.merged([old.q_proj, old.k_proj, old.v_proj])
+        self.o_proj = layout.linear(old.o_proj.weight, old.o_proj.bias)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
@@ -112,10 +112,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MergedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with one projection for gate and up."""
 
-    def __init__(self, old: Any, kernels: DecoderKernels | None, *, packs: bool) -> None:
+    def __init__(self, old: Any, kernels: DecoderKernels | None, layout: Layout) -> None:
         super().__init__()
-        self.gate_up = merged([old.gate_proj, old.up_proj], packs=packs)
-        self.down_proj = lay_out(old.down_proj.weight, old.down_proj.bias, packs=packs)
+        self.gate_up = layout.merged([old.gate_proj, old.up_proj])
+        self.down_proj = layout.linear(old.down_proj.weight, old.down_proj.bias)
         self._act = old.act_fn
         self._kernels: DecoderKernels | None = None
         if type(old.act_fn).__name__ in ("SiLU", "SiLUActivation"):

@@ -1,15 +1,19 @@
 """Linear layers, several in one where they take the same input.
 
-On a CPU oneDNN lays their weights out for its own matrix product, once, at load: torch's default
-float32 product goes another way, which is half as fast on processors that are not Intel's, and
-lays bfloat16 weights out anew at each call.
+On a CPU our own kernel multiplies where the processor is one that it was written for. Elsewhere oneDNN
+lays weights out for its own matrix product, once, at load: torch's default float32 product goes
+another way, which is half as fast on processors that are not Intel's, and lays bfloat16 weights out
+anew at each call.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from workers.model.native.kernels import Kernels
 
 # Rows that the layout is chosen for: a step of a few dozen streams.
 _EXPECTED_ROWS = 32
@@ -58,12 +62,58 @@ class PlainLinear(nn.Module):
         return torch.addmm(to, x, self._weight.T)
 
 
-Linear = PackedLinear | PlainLinear
+class NativeLinear(nn.Module):
+    """x (…, in) -> x @ weight.T + bias (…, out), by the kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        super().__init__()
+        self._num_out = len(weight)
+        self._panels = kernels.lay_out(weight.detach())
+        self._bias = None if bias is None else bias.detach()
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inference alone: there is no gradient."""
+        out = self._kernels.linear(x.reshape(-1, x.shape[-1]), self._panels, self._num_out)
+        if self._bias is not None:
+            out += self._bias
+        return out.view(*x.shape[:-1], self._num_out)
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """x (T, in), to (T, out) -> to + forward(x), rounded once."""
+        if self._bias is not None:
+            to = to + self._bias
+        return self._kernels.linear(x, self._panels, self._num_out, to)
 
 
-def lay_out(weight: Tensor, bias: Tensor | None, *, packs: bool) -> Linear:
-    """A linear layer for the device; `packs` for a CPU."""
-    return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
+Linear = NativeLinear | PackedLinear | PlainLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How weights are laid out for the device; `packs` for a CPU, with or without kernels."""
+
+    packs: bool
+    kernels: Kernels | None = None
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """One layer."""
+        if not self.packs:
+            return PlainLinear(weight, bias)
+        if self.kernels is not None and self.kernels.can_multiply(weight):
+            return NativeLinear(weight, bias, self.kernels)
+        return PackedLinear(weight, bias)
+
+    def merged(self, linears: Seq[nn.Linear]) -> Linear:
+        """One layer whose output is theirs, side by side."""
+        weight = torch.cat([linear.weight for linear in linears])
+        if all(linear.bias is None for linear in linears):
+            return self.linear(weight, None)
+        biases: list[Tensor] = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+        return self.linear(weight, torch.cat(biases))
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -72,15 +122,3 @@ def can_pack(weight: Tensor) -> bool:
         return False
     return torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
 
-
-def merged(linears: Seq[nn.Linear], *, packs: bool) -> Linear:
-    """One layer whose output is theirs, side by side."""
-    weights: list[Tensor] = [linear.weight for linear in linears]
-    weight = torch.cat(weights)
-    if all(linear.bias is None for linear in linears):
-        return lay_out(weight, None, packs=packs)
-    biases: list[Tensor] = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    ]
-    return lay_out(weight, torch.cat(biases), packs=packs)

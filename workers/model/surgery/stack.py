@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
-from workers.model.surgery.linear import PackedLinear, PlainLinear
+from workers.model.surgery.linear import NativeLinear, PackedLinear, PlainLinear
 
+_LINEAR = (NativeLinear, PackedLinear, PlainLinear, nn.Linear)
 _MAX_TABLE_BYTES = 2**25  # for the turns of all positions; beyond, each step computes its own
 
 
@@ -86,7 +87,7 @@ def stack_of(decoder: Any, num_positions: int) -> Stack | None:
     None elsewhere. Whether the forward does more than these modules, a comparison must show.
     """
     if not (
-        _has_just(decoder, {"model": nn.Module, "lm_head": (PackedLinear, PlainLinear, nn.Linear)})
+        _has_just(decoder, {"model": nn.Module, "lm_head": _LINEAR})
         and not decoder.lm_head._forward_hooks
         and not decoder.lm_head._forward_pre_hooks
         and _has_just(

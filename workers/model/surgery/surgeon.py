@@ -23,6 +23,7 @@ from workers.model.attention.interface import (
 from workers.model.backend import Backend
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
+from workers.model.native.kernels import Kernels
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -34,7 +35,7 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import PackedLinear, can_pack
+from workers.model.surgery.linear import Layout, can_pack
 
 _TOKENS = 7  # of the random input
 # Largest difference of an output's element, as a share of the largest element.
@@ -65,7 +66,8 @@ def operate(
     """
     done = Operation()
     device = next(decoder.parameters()).device
-    patch = _Patch(device, backend.packs)
+    native = backend.kernels if isinstance(backend.kernels, Kernels) else None
+    patch = _Patch(device, Layout(backend.packs, native))
     _Surgeon(shapes, backend.attention, backend.kernels, patch, done).visit(decoder)
     return done
 
@@ -75,11 +77,11 @@ class _Patch:
     """Where new modules are made and tried."""
 
     device: torch.device
-    packs: bool
+    layout: Layout
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def can_take(self, weight: Tensor) -> bool:
-        return can_pack(weight) if self.packs else weight.dtype in _TOLERANCE
+        return can_pack(weight) if self.layout.packs else weight.dtype in _TOLERANCE
 
     def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, dtype)
@@ -118,7 +120,7 @@ class _Surgeon:
             return "gated MLPs", _mlp(old, self.kernels, self.patch)
         if self.kernels is not None and is_rms_norm(old):
             return "norms", _norm(old, self.kernels, self.patch)
-        if type(old) is nn.Linear and self.patch.packs:
+        if type(old) is nn.Linear and self.patch.layout.packs:
             return "other linear layers", _linear(old, self.patch)
         return "", None
 
@@ -151,7 +153,7 @@ def _attention(
     is_native = kernels is not None and kernels.can_turn(num_heads, shape.kv_heads, dim)
     if noting.flags is None or not _has_known_norms(old, dim):
         return None
-    new = MergedAttention(old, noting.flags, turns_natively=is_native, packs=patch.packs)
+    new = MergedAttention(old, noting.flags, patch.layout, turns_natively=is_native)
     step = _tiny_step(new, shape, dtype, backend, kernels, patch.device)
     return new if _agrees(lambda: run(new, step), expected) else None
 
@@ -198,7 +200,7 @@ def _mlp(old: Any, kernels: DecoderKernels | None, patch: "_Patch") -> nn.Module
     if not patch.can_take(weight):
         return None
     x = patch.random((1, _TOKENS, weight.shape[1]), weight.dtype)
-    new = MergedMLP(old, kernels, packs=patch.packs)
+    new = MergedMLP(old, kernels, patch.layout)
     return new if _agrees(lambda: new(x), old(x)) else None
 
 
@@ -221,7 +223,7 @@ def _linear(old: nn.Linear, patch: "_Patch") -> nn.Module | None:
     if not patch.can_take(old.weight):
         return None
     x = patch.random((1, _TOKENS, old.in_features), old.weight.dtype)
-    new = PackedLinear(old.weight, old.bias)
+    new = patch.layout.linear(old.weight, old.bias)
     return new if _agrees(lambda: new(x), old(x)) else None
 
 
