@@ -17,6 +17,7 @@ import msgspec
 from contract.jobs import TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
 from workers import engine_process
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import Chunk, ModelRefused, Padding, Row
 from workers.messages import EngineOptions
 
@@ -40,6 +41,7 @@ class LoadedHashModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
+    num_step_tokens: int = DEFAULT_STEP_TOKENS
 
 
 def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:

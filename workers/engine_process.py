@@ -23,10 +23,11 @@ import msgspec
 from workers import logs
 from workers.channel import Channel, PeerGone
 from workers.engine.engine import Engine
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
-from workers.engine_setup import DEFAULT_STEP_TOKENS, build_engine, lanes_of, limits_of, strategies_of
+from workers.engine_setup import build_engine, lanes_of, limits_of, strategies_of
 from workers.messages import (
     EngineOptions,
     FromEngine,

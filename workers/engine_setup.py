@@ -5,7 +5,7 @@ import dataclasses
 from workers.batching import DYNAMIC_WINDOW_S, STATIC_WAIT_S, StrategyOptions
 from workers.engine.engine import Engine
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
-from workers.engine.limits import EngineLimits
+from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Model
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.strategy import Strategies, Strategy
@@ -13,10 +13,6 @@ from workers.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
 from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching
-
-
-# The token budget of a step where neither the operator nor the loader has one.
-DEFAULT_STEP_TOKENS = 2048
 
 
 def build_engine(

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The token budget of a step where neither the operator nor the loader has one.
+DEFAULT_STEP_TOKENS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:

@@ -147,3 +147,8 @@ class LoadedModel(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerFiles: ...
+
+    @property
+    def num_step_tokens(self) -> int:
+        """The token budget of a step that fits the device."""
+        ...

@@ -48,8 +48,8 @@ def _filled_mappings() -> Iterator[tuple[int, int]]:
         elif "-" in line.split(" ", 1)[0]:
             span = None
         elif span is not None and (resident := _RESIDENT.match(line)):
-            if int(resident[1]) * 1024 >= _SMALLEST_BYTES:
-                yield span
+            is_filled = int(resident[1]) * 1024 >= _SMALLEST_BYTES
+            yield from [span] * is_filled
 
 
 def _advise(begin: int, end: int, advice: int) -> bool:

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from contract.jobs import TokenizerFiles
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
-from workers.engine_setup import DEFAULT_STEP_TOKENS
 from workers.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
@@ -184,7 +184,8 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
         if streamline(runner, loaded.decoder, loaded.config):
             progress("its layers run as one loop")
-    if loaded.device.type == "cpu" and options.fused and (num_bytes := use_huge_pages(cache.tensors)):
+    if loaded.device.type == "cpu" and options.fused:
+        num_bytes = use_huge_pages(cache.tensors)
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     return runner, backend
 

@@ -22,6 +22,7 @@ from tests.tiny_models import (
     save_tokenizer,
 )
 from tests.workers.model.conftest import paged, sequential
+from workers.engine_setup import limits_of
 from workers.messages import EngineOptions
 from workers.model import loader
 from workers.model.attention.interface import Span
@@ -71,6 +72,17 @@ def test_a_model_says_what_gateways_must_know(saved_llama: Path) -> None:
     assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
     assert loaded.tokenizer.special_tokens["eos_token"] == "</s>"
     assert any("float32 on cpu" in line for line in said)
+
+
+def test_a_step_on_a_cpu_is_small_unless_the_operator_says_otherwise(saved_llama: Path) -> None:
+    """A large one only lets streams wait longer there."""
+    num_tokens = load(saved_llama).num_step_tokens
+
+    assert num_tokens == 256
+    by_device = limits_of(EngineOptions(model_path="m"), VOCAB_SIZE, num_tokens)
+    assert by_device.max_num_batched_tokens == 256
+    asked = EngineOptions(model_path="m", max_num_batched_tokens=1000)
+    assert limits_of(asked, VOCAB_SIZE, num_tokens).max_num_batched_tokens == 1000
 
 
 def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,9 +168,7 @@ class Kernels:
         panels = filled.view(-1, PANEL, num_in // pair, pair).transpose(1, 2)
         return panels.contiguous().view(-1, num_in, PANEL)
 
-    def linear(
-        self, x: Tensor, panels: Tensor, num_out: int, to: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, panels: Tensor, num_out: int, to: Tensor | None = None) -> Tensor:
         """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to` (T, out)."""
         self._check(x, panels, *([] if to is None else [to]))
         if x.stride(1) != 1:

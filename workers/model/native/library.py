@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FILES = (_SOURCE, _SOURCE.with_name("attention.h"), _SOURCE.with_name("linear.h"), _SOURCE.with_name("vectors.h"))
+_HEADERS = ("attention.h", "linear.h", "vectors.h")
+_FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16")

@@ -1,9 +1,9 @@
 """Linear layers, several in one where they take the same input.
 
-On a CPU our own kernel multiplies where the processor is one that it was written for. Elsewhere oneDNN
-lays weights out for its own matrix product, once, at load: torch's default float32 product goes
-another way, which is half as fast on processors that are not Intel's, and lays bfloat16 weights out
-anew at each call.
+On a CPU our own kernel multiplies where the processor is one that it was written for. Elsewhere
+oneDNN lays weights out for its own matrix product, once, at load: torch's default float32 product
+goes another way, which is half as fast on processors that are not Intel's, and lays bfloat16
+weights out anew at each call.
 """
 
 from collections.abc import Sequence as Seq
@@ -121,4 +121,3 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
-
