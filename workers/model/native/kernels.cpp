@@ -15,17 +15,10 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "rows.h"
 #include "vectors.h"
 
 namespace {
-
-template <class T>
-void norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
-  vec squares = {};
-  for (int64_t d = 0; d < dim; d += W) squares += load(x + d) * load(x + d);
-  const float factor = 1.0f / std::sqrt(sum(squares) / dim + eps);
-  for (int64_t d = 0; d < dim; d += W) store(out + d, load(x + d) * factor * load(weight + d));
-}
 
 template <class T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t dim, float eps,
@@ -74,8 +67,7 @@ void silu_gate(const T* gate_up, T* out, int64_t rows, int64_t dim, int num_thre
   for (int64_t r = 0; r < rows; r++) {
     const T *gate = gate_up + 2 * r * dim, *up = gate + dim;
     for (int64_t d = 0; d < dim; d += W) {
-      const vec x = load(gate + d);
-      store(out + r * dim + d, x / (1.0f + exp(-x)) * load(up + d));
+      store(out + r * dim + d, silu(load(gate + d)) * load(up + d));
     }
   }
 }
@@ -159,9 +151,11 @@ extern "C" int multiplies_well() {
 
 #define EXPORT_LINEAR(T, name)                                                                   \
   extern "C" void linear_##name(const T* x, int64_t x_stride, const T* panels, const T* to,      \
-                                T* out, int64_t rows, int64_t in, int64_t outs,                  \
-                                int num_threads) {                                               \
-    linear(Product<T>{x, panels, to, out, x_stride, rows, in, outs}, num_threads);               \
+                                T* out, int64_t rows, int64_t in, int64_t outs, int is_gated,    \
+                                const T* norm, float eps, T* normed, int num_threads) {          \
+    linear(Product<T>{x, panels, to, norm, out, normed, x_stride, rows, in, outs, eps,           \
+                      bool(is_gated)},                                                           \
+           num_threads);                                                                         \
   }
 
 EXPORT_LINEAR(float, float32)

@@ -156,7 +156,7 @@ class Kernels:
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether `linear` takes such weights (out, in), and is the fastest product here."""
         num_out, num_in = weight.shape
-        fits = num_out % VECTOR == 0 and num_in % 2 == 0
+        fits = num_out % VECTOR == 0 and num_in % VECTOR == 0
         return self._multiplies and fits and weight.dtype == self.dtype
 
     def lay_out(self, weight: Tensor) -> Tensor:
@@ -168,15 +168,36 @@ class Kernels:
         panels = filled.view(-1, PANEL, num_in // pair, pair).transpose(1, 2)
         return panels.contiguous().view(-1, num_in, PANEL)
 
-    def linear(self, x: Tensor, panels: Tensor, num_out: int, to: Tensor | None = None) -> Tensor:
-        """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to` (T, out)."""
-        self._check(x, panels, *([] if to is None else [to]))
+    def lay_out_gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate and up (out, in) -> panels of 32 gates and what they let through."""
+        filled = [torch.nn.functional.pad(w, (0, 0, 0, -len(w) % (PANEL // 2))) for w in (gate, up)]
+        halves = [weight.view(-1, PANEL // 2, weight.shape[1]) for weight in filled]
+        return self.lay_out(torch.cat(halves, dim=1).view(-1, gate.shape[1]))
+
+    def linear(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        num_out: int,
+        to: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to` (T, out).
+
+        norm: weights (in,) and eps of an RMSNorm of x before. is_gated, with panels of
+        `lay_out_gated`: silu(x @ gate.T) * (x @ up.T).
+        """
+        weight, eps = norm or (None, 0.0)
+        self._check(*(part for part in (x, panels, to, weight) if part is not None))
         if x.stride(1) != 1:
             x = x.contiguous()
         num_tokens, num_in = x.shape
         assert num_in == panels.shape[1]
         assert to is None or (to.shape == (num_tokens, num_out) and to.is_contiguous())
         out = x.new_empty(num_tokens, num_out)
+        normed = None if weight is None else x.new_empty(num_tokens, num_in)
         self._linear(
             x.data_ptr(),
             x.stride(0),
@@ -186,6 +207,10 @@ class Kernels:
             num_tokens,
             num_in,
             num_out,
+            is_gated,
+            None if weight is None else weight.data_ptr(),
+            eps,
+            None if normed is None else normed.data_ptr(),
             self._threads(panels.numel()),
         )
         return out

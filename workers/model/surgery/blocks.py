@@ -17,7 +17,7 @@ from workers.model.attention.interface import (
 )
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import VECTOR
-from workers.model.surgery.linear import Layout
+from workers.model.surgery.linear import Layout, NativeGates, Norm
 
 
 class TurningStep(AttentionStep, Protocol):
@@ -66,9 +66,13 @@ class MergedAttention(nn.Module):
         cos, sin = (part.reshape(-1, part.shape[-1]) for part in position_embeddings)
         return self.o_proj(self.mix(hidden_states[0], cos, sin, step)[None]), None
 
-    def mix(self, x: Tensor, cos: Tensor, sin: Tensor, step: Any) -> Tensor:
-        """x (T, hidden), cos and sin (T, rotary) -> the heads' outputs (T, num_heads * dim)."""
-        out = self._attend(step, self.qkv(x), cos, sin)
+    def mix(
+        self, x: Tensor, cos: Tensor, sin: Tensor, step: Any, before: Norm | None = None
+    ) -> Tensor:
+        """x (T, hidden), normed by `before`, cos and sin (T, rotary) -> the heads' outputs
+        (T, num_heads * dim).
+        """
+        out = self._attend(step, self.qkv(x, before), cos, sin)
         return out.reshape(len(out), -1)
 
     def _attend(self, step: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,22 +118,24 @@ class MergedMLP(nn.Module):
 
     def __init__(self, old: Any, kernels: DecoderKernels | None, layout: Layout) -> None:
         super().__init__()
-        self.gate_up = layout.merged([old.gate_proj, old.up_proj])
-        self.down_proj = layout.linear(old.down_proj.weight, old.down_proj.bias)
         self._act = old.act_fn
-        self._kernels: DecoderKernels | None = None
-        if type(old.act_fn).__name__ in ("SiLU", "SiLUActivation"):
-            fits = old.gate_proj.out_features % VECTOR == 0
-            self._kernels = kernels if fits else None
+        is_silu = type(old.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        fits = is_silu and old.gate_proj.out_features % VECTOR == 0
+        self._kernels = kernels if fits else None
+        gates = layout.gates(old.gate_proj, old.up_proj) if is_silu else None
+        self.gate_up = gates or layout.merged([old.gate_proj, old.up_proj])
+        self.down_proj = layout.linear(old.down_proj.weight, old.down_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (1, T, hidden) -> the same shape."""
         out: Tensor = self.down_proj(self.gated(x[0]))
         return out[None]
 
-    def gated(self, x: Tensor) -> Tensor:
-        """x (T, hidden) -> act(gate) * up (T, intermediate)."""
-        gate_up = self.gate_up(x)
+    def gated(self, x: Tensor, before: Norm | None = None) -> Tensor:
+        """x (T, hidden), normed by `before` -> act(gate) * up (T, intermediate)."""
+        gate_up: Tensor = self.gate_up(x, before)
+        if isinstance(self.gate_up, NativeGates):
+            return gate_up
         if self._kernels is not None:
             return self._kernels.silu_gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -142,11 +148,11 @@ class NativeRMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, kernels: DecoderKernels) -> None:
         super().__init__()
-        self._weight, self._eps, self._kernels = weight, eps, kernels
+        self.weight, self.eps, self._kernels = weight, eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, dim) -> the same shape."""
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps)
 
 
 def norm_eps(norm: Any) -> float:

@@ -8,6 +8,7 @@ weights out anew at each call.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,17 @@ from workers.model.native.kernels import Kernels
 _EXPECTED_ROWS = 32
 
 
+class Norm(Protocol):
+    """An RMSNorm that may come before a layer."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class PackedLinear(nn.Module):
-    """x (…, in) -> x @ weight.T + bias (…, out)."""
+    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -28,8 +38,9 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
         self._bias = None if bias is None else bias.detach()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
+        x = x if before is None else before(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self._bias, "none", [], ""
         )
@@ -44,16 +55,16 @@ class PackedLinear(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """x (…, in) -> x @ weight.T + bias (…, out), as torch does it."""
+    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), as torch does it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x if before is None else before(x), self._weight, self._bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
         """x (T, in), to (T, out) -> to + forward(x)."""
@@ -63,7 +74,7 @@ class PlainLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """x (…, in) -> x @ weight.T + bias (…, out), by the kernel."""
+    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by the kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
@@ -72,9 +83,10 @@ class NativeLinear(nn.Module):
         self._bias = None if bias is None else bias.detach()
         self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
-        out = self._kernels.linear(x.reshape(-1, x.shape[-1]), self._panels, self._num_out)
+        flat = x.reshape(-1, x.shape[-1])
+        out = self._kernels.linear(flat, self._panels, self._num_out, norm=_parts(before))
         if self._bias is not None:
             out += self._bias
         return out.view(*x.shape[:-1], self._num_out)
@@ -84,6 +96,26 @@ class NativeLinear(nn.Module):
         if self._bias is not None:
             to = to + self._bias
         return self._kernels.linear(x, self._panels, self._num_out, to)
+
+
+class NativeGates(nn.Module):
+    """x (T, in), normed by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by the kernel."""
+
+    def __init__(self, gate: Tensor, up: Tensor, kernels: Kernels) -> None:
+        super().__init__()
+        self._num_out = len(gate)
+        self._panels = kernels.lay_out_gated(gate.detach(), up.detach())
+        self._kernels = kernels
+
+    def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
+        """Inference alone: there is no gradient."""
+        return self._kernels.linear(
+            x, self._panels, self._num_out, norm=_parts(before), is_gated=True
+        )
+
+
+def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
+    return None if norm is None else (norm.weight, norm.eps)
 
 
 Linear = NativeLinear | PackedLinear | PlainLinear
@@ -114,6 +146,14 @@ class Layout:
             for linear in linears
         ]
         return self.linear(weight, torch.cat(biases))
+
+    def gates(self, gate: nn.Linear, up: nn.Linear) -> NativeGates | None:
+        """SiLU gates and what they let through as one product, where there is one."""
+        if self.kernels is None or gate.bias is not None or up.bias is not None:
+            return None
+        if not self.packs or not self.kernels.can_multiply(gate.weight):
+            return None
+        return NativeGates(gate.weight, up.weight, self.kernels)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -48,14 +48,14 @@ class Stack:
         x: Tensor = self._embedding(input_ids[0])
         cos, sin = self._turns.at(position_ids)
         for layer in self._layers:
-            mixed = layer.attention.mix(layer.before_attention(x), cos, sin, step)
+            mixed = layer.attention.mix(x, cos, sin, step, layer.before_attention)
             if layer is self._layers[-1]:
                 if len(logits_index) == 0:
                     return x.new_empty(0, self._vocab_size)
                 if len(logits_index) < len(x):
                     mixed, x = mixed[logits_index], x[logits_index]
             x = layer.attention.o_proj.add(mixed, x)
-            x = layer.mlp.down_proj.add(layer.mlp.gated(layer.before_mlp(x)), x)
+            x = layer.mlp.down_proj.add(layer.mlp.gated(x, layer.before_mlp), x)
         logits: Tensor = self._head(self._norm(x))
         return logits
 
