@@ -44,6 +44,8 @@ DEFAULT_BLOCK_SIZE = 16
 # The token budget of a step. A CPU's matrix product is at its best from some 128 rows on: a larger
 # step only lets the streams beside a prompt wait longer (docs/decisions/cpu-steps.md).
 _CPU_STEP_TOKENS = 256
+# Weights of less than this lie in the caches, whatever pages they are on.
+_LEAST_HUGE_BYTES = 2**24
 # For models without a limit of their own, where the operator sets none.
 DEFAULT_CONTEXT_LENGTH = 8192
 
@@ -155,6 +157,8 @@ def _runner(
 
 def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
     """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
+    on_cpu = [p for p in loaded.decoder.parameters() if p.device.type == "cpu"]
+    num_weight_bytes = sum(parameter.nbytes for parameter in on_cpu)
     shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
     options = loaded.options
@@ -184,7 +188,7 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
         if streamline(runner, loaded.decoder, loaded.config):
             progress("its layers run as one loop")
-    if loaded.device.type == "cpu" and options.fused:
+    if options.fused and num_weight_bytes >= _LEAST_HUGE_BYTES:
         num_bytes = use_huge_pages(cache.tensors)
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     return runner, backend
