@@ -12,6 +12,7 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 from batchway_client import Client
+from examples.follow_job import text_of
 from tests.infra.stack import Stack, running_demo_stack
 
 pytestmark = pytest.mark.e2e
@@ -65,13 +66,17 @@ def test_a_reader_goes_on_where_it_was_killed(stack: Stack, tmp_path: Path) -> N
             first += reader.stdout.read()
         reader.wait()
         done = client.wait(job.id)
+        longest_chunk = max(len(text_of(event)) for event in client.events(job.id))
     rest = run("follow_job", stack.url, job.id, str(position))
     assert done.result is not None
     text = done.result["choices"][0]["message"]["content"]
-    # The last chunk may be printed twice: it is remembered once it is out.
-    assert rest.endswith(f"{text[-20:]}\n[succeeded]\n")
-    assert len(text) <= len(first + rest.removesuffix("\n[succeeded]\n")) <= len(text) + 20
+    assert rest.endswith("\n[succeeded]\n")
+    second = rest.removesuffix("\n[succeeded]\n")
     assert text.startswith(first)
+    assert text.endswith(second)
+    # The last chunk may be printed twice: it is remembered once it is out. On a busy machine, where
+    # workers write seldom, chunks are long.
+    assert 0 <= len(first + second) - len(text) <= longest_chunk
 
 
 def test_callbacks_are_verified_and_handled_once() -> None:
