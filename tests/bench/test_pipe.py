@@ -9,7 +9,7 @@ from bench.pipe import main, running_server
 from bench.processor_time import CALLERS
 from tests.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
 
 def test_both_are_measured_in_turns(

@@ -22,7 +22,7 @@ LAST = Taken("job-0-" + "f" * 32, 7)
 
 
 class Hands:
-    """A running RQ worker, and what it was made to deliver."""
+    """A running RQ worker, one delivery at a time, and what it was made to deliver."""
 
     def __init__(self, url: str) -> None:
         self.client = open_redis(url)
@@ -30,7 +30,7 @@ class Hands:
         self.attempts = AttemptQueue(self.client, "test", KEY)
         self.delivered: list[Taken] = []
         self._heard = threading.Event()
-        self._hands = RqHands(self.attempts, self.client, self._deliver, max_concurrent=2)
+        self._hands = RqHands(self.attempts, self.client, self._deliver, max_concurrent=1)
         self._hands.start()
 
     def _deliver(self, taken: Taken) -> None:

@@ -210,7 +210,8 @@ def test_more_sequences_than_rows_are_served_as_ever(runner: ModelRunner) -> Non
     assert run_jobs(ahead(runner), WISHES, **arguments) == run_jobs(runner, WISHES, **arguments)
 
 
-@pytest.mark.parametrize("split_tokens", [16, pytest.param(512, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("split_tokens", [16, 512])
 def test_the_triton_kernel_reads_tables_on_the_device(
     split_tokens: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

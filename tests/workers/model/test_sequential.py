@@ -97,6 +97,7 @@ def test_chunks_that_cannot_be_continued_are_put_off(load_family: LoadFamily) ->
     torch.testing.assert_close(logits, model.logits([Chunk(whole, 0, 20, samples=True)]))
 
 
+@pytest.mark.campaign
 def test_the_page_says_how_each_family_goes_on(load_family: LoadFamily) -> None:
     """The last column of the table in docs/models.md."""
     words = {
