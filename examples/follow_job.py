@@ -20,13 +20,20 @@ def text_of(event: Event) -> str:
     return str(choice["delta"].get("content") or "" if "delta" in choice else choice["text"])
 
 
+def remember(position: Path, event_id: str) -> None:
+    """All at once: a file that is written in place is empty for a moment, in which we may die."""
+    new = position.with_suffix(".new")
+    new.write_text(event_id)
+    new.replace(position)
+
+
 def main(url: str, job_id: str, position: Path) -> None:
     after = position.read_text() if position.exists() else None
     with Client(url) as client:
         for event in client.events(job_id, after=after):
             print(text_of(event), end="", flush=True)
             if event.id is not None:
-                position.write_text(event.id)
+                remember(position, event.id)
             if event.is_end:
                 print(f"\n[{event.type}]")
 
