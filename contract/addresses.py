@@ -5,7 +5,6 @@ kernel unwraps, so every address is unwrapped before it is judged.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from ipaddress import (
     IPv4Address,
     IPv4Network,
@@ -14,6 +13,8 @@ from ipaddress import (
     ip_address,
     ip_network,
 )
+
+import msgspec
 
 Address = IPv4Address | IPv6Address
 
@@ -89,8 +90,7 @@ def _carried(address: IPv6Address) -> Sequence[IPv4Address]:
     return []
 
 
-@dataclass(frozen=True, slots=True)
-class AllowList:
+class AllowList(msgspec.Struct, frozen=True):
     """What development may reach although it is not public: networks, addresses, host names."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -76,8 +75,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(msgspec.Struct, frozen=True):
     """A key's record. Times are Unix milliseconds of the Redis clock, `now_ms` that of reading."""
 
     prefix: str
@@ -104,8 +102,7 @@ class ApiKey:
         return (self.expires_ms - self.now_ms) / 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Pepper:
+class Pepper(msgspec.Struct, frozen=True):
     """What the digests are keyed with; its id tells two of them apart and gives neither away."""
 
     secret: bytes

@@ -1,8 +1,8 @@
 """How far the callback of a job is, as its caller may see it: no target, no secret."""
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import redis.asyncio
 
 from contract.callbacks import OutboxState
@@ -12,8 +12,7 @@ from contract.keys import Keys
 _SHOWN = {OutboxState.DELIVERED: "delivered", OutboxState.DEAD: "given_up"}
 
 
-@dataclass(frozen=True, slots=True)
-class CallbackState:
+class CallbackState(msgspec.Struct, frozen=True):
     """`state` is `pending`, `delivered` or `given_up`. `next_attempt_ms` (of Redis): None while an
     attempt is under way, or nothing is to be told yet."""
 

@@ -4,8 +4,9 @@ It is read once, here; whoever connects uses the parts, never the text.
 """
 
 import re
-from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
+
+import msgspec
 
 from contract.addresses import Address, AllowList, is_host_name, why_blocked
 
@@ -24,8 +25,7 @@ class BadCallbackUrl(ValueError):
     """A URL that callbacks are not sent to. The message is one clause and quotes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallbackUrl:
+class CallbackUrl(msgspec.Struct, frozen=True):
     """The parts of a URL. `host` is lower case, without brackets; `address` where it is one."""
 
     scheme: str

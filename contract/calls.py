@@ -1,9 +1,10 @@
 """What the functions are told and what they answer, as types. The calls are in functions.py."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
+
+import msgspec
 
 from contract.callbacks import Callback
 from contract.errors import JobRefused
@@ -25,8 +26,7 @@ class Verdict(StrEnum):
 WorkerState = Literal["up", "draining", "gone"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits:
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one tenant may ask of all models together; 0: no limit."""
 
     requests_per_min: int = 0
@@ -41,8 +41,7 @@ class TenantLimits:
             raise ValueError(f"lane_share is a share, not {self.lane_share}")
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     """What `submit` is told beside the job itself. Tokens, seconds.
 
     A job's cost is its prompt and the output to expect: the functions know what outputs were like.
@@ -60,12 +59,11 @@ class Submission:
     idempotency_key: str = ""
     body_hash: str = ""
     attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
-    metadata: Mapping[str, str] = field(default_factory=dict)  # the caller's, to find it by
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, to find it by
     callback: Callback | None = None  # whom to tell of the end
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """What goes before a waiting job, nearly: fairness mixes tenants as their costs come.
 
     `eta_s`: seconds until it starts, from the measured rates; None where none was measured.
@@ -76,8 +74,7 @@ class Position:
     eta_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RateLimit:
+class RateLimit(msgspec.Struct, frozen=True):
     """A limit per minute: what is left of it, and when all of it will be there again."""
 
     limit: int
@@ -85,16 +82,14 @@ class RateLimit:
     reset_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RateLimits:
+class RateLimits(msgspec.Struct, frozen=True):
     """A tenant's limits per minute as they stand after a call; None: it has no such limit."""
 
     requests: RateLimit | None = None
     tokens: RateLimit | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(msgspec.Struct, frozen=True):
     """An accepted job; `is_new` is False where the same call was accepted before, which says
     nothing of its place."""
 
@@ -104,8 +99,7 @@ class Submitted:
     rates: RateLimits = RateLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class Quote:
+class Quote(msgspec.Struct, frozen=True):
     """What submit would answer now: where it would refuse, why, and how long all would take."""
 
     refusal: JobRefused | None
@@ -115,8 +109,7 @@ class Quote:
     rates: RateLimits
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCapacity:
+class WorkerCapacity(msgspec.Struct, frozen=True):
     """What a worker says of its speed and its room; 0: not measured, not known."""
 
     tokens_per_s: float = 0.0  # of jobs' costs, when it has all the work that it can take
@@ -124,7 +117,7 @@ class WorkerCapacity:
     max_tokens: int = 0  # of jobs that it holds at once
     max_jobs: int = 0
     lanes: tuple[str, ...] = ()  # most urgent first
-    min_shares: Mapping[str, float] = field(default_factory=dict)  # guaranteed to lanes
+    min_shares: Mapping[str, float] = msgspec.field(default_factory=dict)  # guaranteed to lanes
 
     @property
     def lanes_with_shares(self) -> str:
@@ -133,8 +126,7 @@ class WorkerCapacity:
         return " ".join(f"{lane}={share}" if share else lane for lane, share in shares.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(msgspec.Struct, frozen=True):
     """A job handed to a worker, with its fencing token and where its log ends."""
 
     job: Job
@@ -148,8 +140,7 @@ class Claimed:
     cost_tokens: int = 0  # prompt and the output to expect
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
+class Append(msgspec.Struct, frozen=True):
     """One job's part of an append: an event, an end, or both."""
 
     job_id: str
@@ -163,8 +154,7 @@ class Append:
     result: ObjectRef | None = None  # with an end: where the log before it is kept from now on
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """One job given back: `drain` leaves its attempts as they were, `error` uses one up."""
 
     job_id: str
@@ -174,8 +164,7 @@ class Release:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(msgspec.Struct, frozen=True):
     """One job of a step in which the engine died; `about` is JSON of sizes and hashes."""
 
     job_id: str
@@ -183,8 +172,7 @@ class Blame:
     about: str
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True):
     """What a sweep found: leases lapsed, deadlines passed, callers gone, retentions over."""
 
     num_lapsed: int
@@ -193,19 +181,17 @@ class Swept:
     num_forgotten: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """Which of a tenant's jobs a list shows; what is empty admits all."""
 
     statuses: frozenset[JobStatus] = frozenset()
     lane: str = ""
     model: str = ""
     created_after_ms: int = 0
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(msgspec.Struct, frozen=True):
     """Jobs of a list, the youngest first. `position` is the id after which the search
     goes on, empty at the end; a page may be short, or empty, before that.
     """
@@ -214,8 +200,7 @@ class Page:
     position: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobView:
+class JobView(msgspec.Struct, frozen=True):
     """A job as its caller may see it. Times are Unix milliseconds of the Redis clock."""
 
     job: Job

@@ -3,9 +3,9 @@
 A gateway needs nothing but Redis: card and tokenizer come from here, the tokenizer by its hash.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import redis.asyncio
 
 from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
@@ -17,8 +17,7 @@ from contract.redis_clock import now_ms
 WORKER_TTL_S = 15.0  # a worker unheard of for so long does not count as live
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
+class Catalogue(msgspec.Struct, frozen=True):
     """The models of one partition. Every method raises BrokerUnavailable."""
 
     client: redis.asyncio.Redis

@@ -1,11 +1,11 @@
 """A model as it stands at one moment: its lanes, its workers, and what has happened so far."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class LaneSight:
+class LaneSight(msgspec.Struct, frozen=True):
     """What waits and runs in a lane. Costs in tokens; 0 s where nothing waits."""
 
     num_queued: int
@@ -15,8 +15,7 @@ class LaneSight:
     oldest_wait_s: float  # since the first waiting job was submitted
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSight:
+class WorkerSight(msgspec.Struct, frozen=True):
     """A live worker as it last said of itself, and how long ago that was."""
 
     incarnation: str
@@ -35,8 +34,7 @@ class WorkerSight:
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Glance:
+class Glance(msgspec.Struct, frozen=True):
     """`totals` by field, see contract/lua/_totals.lua; `deliveries` of callbacks by outcome."""
 
     now_s: float  # of the Redis clock

@@ -4,11 +4,10 @@ All keys of a partition share one hash tag, so that they live in one slot of a c
 function may touch them all. docs/protocol.md says what each holds.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """Names under `{bw:<namespace>:<partition>}`."""
 
     namespace: str = "default"

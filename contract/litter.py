@@ -5,17 +5,16 @@ off it only when the store has answered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import redis.asyncio
 
 from contract.connection import broker_errors
 from contract.keys import Keys
 
 
-@dataclass(frozen=True, slots=True)
-class Litter:
+class Litter(msgspec.Struct, frozen=True):
     """The list of one partition. Every method raises BrokerUnavailable."""
 
     client: redis.asyncio.Redis

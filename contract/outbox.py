@@ -4,10 +4,10 @@ Records come into it with a job's transitions, see `post` in lua/_shared.lua. Wh
 deliver them is workers/callbacks.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+import msgspec
 import redis.asyncio
 
 from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
@@ -16,16 +16,14 @@ from contract.keys import Keys
 from contract.library import LIBRARY
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """A job whose message a relay has taken; `attempt` fences what is said of it."""
 
     job_id: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class OutboxRecord:
+class OutboxRecord(msgspec.Struct, frozen=True):
     """What a job's caller is to be told, and how that went so far. Times in ms of Redis."""
 
     job_id: str
@@ -52,8 +50,7 @@ class OutboxRecord:
         return f"{self.job_id}-{self.number}"
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(msgspec.Struct, frozen=True):
     """A message that was given up, and when (ms of Redis)."""
 
     record: OutboxRecord

@@ -9,7 +9,9 @@ Over 300 lines: it is one table of states, which is checked against the function
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from contract.admission import (
     MIN_LENGTHS,

@@ -6,7 +6,8 @@ What can never run is refused here, with 400 and the parameter named.
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from contract.callbacks import Callback
 from contract.calls import Submission
@@ -24,8 +25,7 @@ _DEFAULT_LANE = "standard"
 _SMALL_CHARS = 4_096  # a text up to here is tokenised faster than a thread takes over
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What a job is accepted under, beside its body."""
 
     caller: Caller
@@ -36,7 +36,7 @@ class Terms:
     lane: str | None = None  # None: by the body's service tier
     idempotency_key: str = ""
     body_hash: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     callback: Callback | None = None
 
 

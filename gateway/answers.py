@@ -5,8 +5,9 @@ prompt apart), so that a stream resumed at any event goes on with the same bytes
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.jobs import Endpoint, FinishReason, Job
@@ -152,13 +153,12 @@ def _role(choice: int) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(msgspec.Struct):
     """What came of one choice so far."""
 
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    texts: list[str] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
 
 

@@ -2,9 +2,9 @@
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from fastapi import Depends, Request
 
 from contract.api_keys import KeyTerms, Scope, prefix_of
@@ -22,8 +22,7 @@ _NO_KEY = ""
 _EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Who is served, and under which terms. `key_name` tells keys apart and gives none away."""
 
     terms: KeyTerms

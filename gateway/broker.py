@@ -10,8 +10,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from contract.api_keys import ApiKeys, Pepper
 from contract.callback_state import CallbackState, callback_state
@@ -44,15 +45,13 @@ SWEEP_EVERY_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True):
     """Nothing new for a while; the job as it was last read, None while Redis is away."""
 
     view: JobView | None
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(msgspec.Struct, frozen=True):
     """The log is not the one that was read so far: what follows starts at its first event."""
 
 
@@ -285,8 +284,7 @@ class Broker:
                 del self._followed[job_id]
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
+class _Page(msgspec.Struct, frozen=True):
     """A job, what is new in its log, and whether that is all there is just now."""
 
     view: JobView

@@ -1,8 +1,8 @@
 """Where a reader of a log stands, as callers say it: `Last-Event-ID`, or `?starting_after=`."""
 
 import re
-from dataclasses import dataclass
 
+import msgspec
 from fastapi import Request
 
 from gateway.errors import invalid_value
@@ -10,8 +10,7 @@ from gateway.errors import invalid_value
 _EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """The last event that a caller has, and the hash of the log there where it said so."""
 
     number: int = 0

@@ -7,8 +7,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from contract.api_keys import ApiKey, ApiKeys, KeyTerms, is_same_key, prefix_of
 
@@ -26,8 +27,7 @@ class Guard(Protocol):
     async def __call__(self, function: Callable[[], Awaitable[T]], /) -> T: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True):
     record: ApiKey | None
     found_s: float
 

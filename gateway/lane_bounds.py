@@ -6,13 +6,14 @@ A number is tokens (prompts and output to expect), one with an `s` the predicted
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
 
 
-@dataclass(frozen=True, slots=True)
-class LaneBound:
+class LaneBound(msgspec.Struct, frozen=True):
     """Of one lane; 0: no bound."""
 
     tokens: int = 0

@@ -6,16 +6,15 @@ Knows the `Prefer` header (RFC 7240), and the time that the platform leaves a re
 import math
 import re
 import time
-from dataclasses import dataclass
 
+import msgspec
 from fastapi import Request
 
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 TIME_LEFT = "time_left_s"  # in a request's state: seconds until the platform ends it
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
+class Preference(msgspec.Struct, frozen=True):
     """What `Prefer` says of waiting. What it says otherwise is ignored, as the RFC has it."""
 
     is_async: bool = False
@@ -44,8 +43,7 @@ class Preference:
         return {"preference-applied": ", ".join(parts)} if parts else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True):
     """Until when a call may go on as a call; `time.monotonic`, `inf` without an end."""
 
     result_by_s: float = math.inf  # wished: what has begun to be sent is not cut by it

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
@@ -24,8 +24,7 @@ from gateway.tokens import ModelTokenizer
 from telemetry.tracing import traced
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
+class Gateway(msgspec.Struct, frozen=True):
     """What every route needs; one for each app."""
 
     settings: GatewaySettings

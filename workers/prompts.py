@@ -3,7 +3,6 @@ renewed and room is kept; a prompt that cannot be had is an error of its job alo
 """
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -65,7 +64,7 @@ class PromptFetcher:
                 prompt_ids = await self._prompt_ids(job.stored_prompt)
             if self._holding.get(job.id, claimed.epoch) is place:
                 whole = replace(job, prompt_ids=prompt_ids)
-                await self._run(dataclasses.replace(claimed, job=whole))
+                await self._run(replace(claimed, job=whole))
         except PayloadLost as exc:
             log.error("prompt lost job_id=%s: %s", job.id, exc)
             self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt is lost")

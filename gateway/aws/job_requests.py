@@ -9,9 +9,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
 from starlette.types import ASGIApp, Message
 
 log = logging.getLogger("batchway.gateway")
@@ -20,12 +20,11 @@ _PATH = "/v1/jobs"
 _ACCEPTED = 202
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest:
+class JobRequest(msgspec.Struct, frozen=True):
     """A body of `POST /v1/jobs` and the headers that go with it, names in lower case."""
 
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self:

@@ -9,10 +9,11 @@ import hmac
 import http.client
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self
 from urllib.parse import urlsplit
+
+import msgspec
 
 from contract.errors import BatchwayError
 
@@ -25,8 +26,7 @@ class SecretUnavailable(BatchwayError):
     """Secrets Manager did not give the secret; the message says why, never what is in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
+class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     """The function's own, as Lambda puts them into the environment."""
 
     region: str
