@@ -4,9 +4,11 @@ Decodes as workers do: characters come when they are whole, special tokens have 
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
 
 # A first token such as "▁world" only keeps its space where something stands before it.
 _NUM_CONTEXT_IDS = 6
@@ -16,12 +18,10 @@ class TextStream:
     """Text behind `context_ids`, whose first character has the number `offset`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, context_ids: Sequence[int] = (), offset: int = 0
+        self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(
-            ids=list(context_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=True
-        )
+        self._stream = _stream_after(context_ids[-_NUM_CONTEXT_IDS:])
         self._undecoded: list[int] = []  # ids that have not yet made a whole character
         self._offset = offset
 
@@ -32,7 +32,7 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare ones: ids that no text has
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = _stream_after(())
             piece = self._decoded()
         if piece is None:
             return start, ""
@@ -50,3 +50,9 @@ class TextStream:
     def _decoded(self) -> str:
         text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         return text
+
+
+def _stream_after(context_ids: Sequence[int]) -> "DecodeStream":
+    from tokenizers.decoders import DecodeStream  # functions start without it: see tokens.py
+
+    return DecodeStream(ids=list(context_ids), skip_special_tokens=True)

@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
-
 from contract.jobs import TokenizerFiles
 from gateway.text_stream import TextStream
 
@@ -20,6 +18,8 @@ class ModelTokenizer:
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
+        from tokenizers import Tokenizer  # functions start without it: most only read of jobs
+
         try:
             self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
         except Exception as exc:  # tokenizers raises bare Exceptions

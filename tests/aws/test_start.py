@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BY_A_SNAPSHOT = {"AWS_LAMBDA_INITIALIZATION_TYPE": "snap-start"}
 HEAVY = {
     "boto3", "botocore", "gateway.openapi", "httpx", "jinja2", "numpy",
-    "prometheus_client", "pydantic.v1", "rq", "torch", "uvicorn",
+    "prometheus_client", "pydantic.v1", "rq", "tokenizers", "torch", "uvicorn",
 }  # fmt: skip
 
 # As in the artifact, which does not have pydantic.v1.
@@ -60,7 +60,7 @@ def cold() -> Any:
 
 
 def test_a_cold_start_loads_nothing_that_can_wait(cold: Any) -> None:
-    """Templates, pages for Prometheus, the OpenAPI document, clients of AWS: none is needed yet."""
+    """Tokenizers, templates, pages for Prometheus, clients of AWS: none is needed yet."""
     assert "gateway.app" in cold["loaded"]
     assert not sorted(HEAVY.intersection(cold["loaded"]))
 
@@ -72,9 +72,9 @@ def test_a_cold_start_builds_no_model_of_ours(cold: Any) -> None:
 
 
 def test_what_a_first_call_needs_is_in_the_snapshot() -> None:
-    """Where nobody waits, templates and bodies are there before the first call."""
+    """Where nobody waits, tokenizers, templates and bodies are there before the first call."""
     ahead = said(START, BY_A_SNAPSHOT)
-    assert {"gateway.chat_template", "jinja2"} <= set(ahead["loaded"])
+    assert {"gateway.chat_template", "jinja2", "tokenizers.decoders"} <= set(ahead["loaded"])
     assert ahead["built"].count("gateway.schemas") >= 4
 
 
@@ -88,6 +88,21 @@ def test_garbage_is_collected_again_before_anybody_is_answered(entry: str) -> No
         told = "print(json.dumps([before, gc.get_threshold()]))"
         before, after = said(program % entry + told, {})
         assert before == after
+
+
+def test_what_imports_made_is_no_work_for_the_collector() -> None:
+    """Nothing is left for its next round, and none was made while they lasted."""
+    program = """
+import gc, json
+rounds = []
+gc.callbacks.append(lambda phase, about: rounds.append(phase))
+gc.collect()
+import gateway.aws.handler
+print(json.dumps([len(rounds), len(gc.get_objects()), gc.get_freeze_count()]))
+"""
+    num_phases, num_left, num_frozen = said(program, {})
+    assert num_phases == 2  # of our own round: it began and ended
+    assert num_left < 1_000 < num_frozen
 
 
 def test_models_that_are_built_late_say_the_same() -> None:
