@@ -1,5 +1,6 @@
 """Real parts for tests: a Redis of their own, the function library, a client for each test."""
 
+import gc
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,22 @@ from infra.embedded_redis import EmbeddedRedis
 # Without a GPU, Triton's kernels run in its interpreter; it must know before its first import.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection() -> None:
+    """What is imported stays: no search for garbage in it."""
+    gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of whole processes come first: they wait most, and others use that time."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Nor later: torch and three thousand tests are objects enough to search for half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Answer, Caller, fleet
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 SLOW = HashModelOptions(step_s=0.02, eos_rate=0.0)
 NUM_JOBS = 8

@@ -18,7 +18,7 @@ from tests.contract.test_functions import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 ABOUT = {"prompt_sha256": "ab12", "prompt_tokens": 3, "model": "m", "lane": "standard"}
 

@@ -13,7 +13,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import Answer, Caller, WorkerProcess, fleet
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
 NUM_TOKENS = 100
 MODEL = HashModelOptions(step_s=0.015, eos_rate=0.0, num_blocks=256)

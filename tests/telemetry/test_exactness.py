@@ -18,7 +18,7 @@ from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.telemetry.test_metrics import samples
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 SLOW = HashModelOptions(step_s=0.01, eos_rate=0.0, num_blocks=96)
 DEFAULT_TENANT = "default"

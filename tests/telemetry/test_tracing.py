@@ -20,7 +20,7 @@ from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.telemetry.collector import Collector, running_collector
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"

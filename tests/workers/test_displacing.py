@@ -13,7 +13,7 @@ from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 from tests.workers.test_supervisor import assert_exact
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 NUM_PLACES = 4
 SLOW = HashModelOptions(num_blocks=256, step_s=0.02, eos_rate=0.0)
@@ -23,7 +23,7 @@ lanes:
   interactive: {{priority: 0}}
   batch: {{priority: 2, minimum_share: 0.25}}
 """
-NUM_OUT = 300
+NUM_OUT = 150
 
 
 @pytest.fixture

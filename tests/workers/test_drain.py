@@ -20,7 +20,7 @@ from tests.workers.test_supervisor import SLOW, assert_exact, children_of, is_al
 from workers.drain import Drain
 from workers.spot_notice import BadNoticeSource, SpotNotice
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 from tests.workers.test_supervisor import assert_exact
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 SLOW = HashModelOptions(num_blocks=64, step_s=1.0, eos_rate=0.0)
 BATCHING = """

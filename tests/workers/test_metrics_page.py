@@ -18,7 +18,7 @@ from tests.telemetry.test_exactness import page_of, summed
 from workers.meter import Meter
 from workers.metrics_page import MetricsPage, MetricsUnservable
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 
 def free_port() -> int:

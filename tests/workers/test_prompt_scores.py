@@ -22,7 +22,7 @@ from tests.fleet import Answer, Caller, fleet, until
 from workers.held_job import HeldJob
 from workers.messages import PromptLogprobs, TokenOut
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 # A prompt of 300 tokens takes 19 steps, about a second.
 SLOW = HashModelOptions(step_s=0.05, eos_rate=0.0)

@@ -13,7 +13,7 @@ from tests.workers.test_supervisor import assert_exact, caller
 from workers import configuration
 from workers.supervisor import EXIT_LOAD_FAILED
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 __all__ = ["caller"]
 

@@ -13,7 +13,7 @@ from tests.fleet import Caller, fleet, until
 from tests.telemetry.test_exactness import page_of, summed
 from tests.workers.test_metrics_page import free_port
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 MODEL = HashModelOptions(step_s=0.005, eos_rate=0.0)
 NUM_WAITED = 40  # tokens

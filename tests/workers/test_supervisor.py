@@ -20,7 +20,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import Answer, Caller, fleet, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 SLOW = HashModelOptions(step_s=0.02, eos_rate=0.0)
 
