@@ -5,7 +5,6 @@ is somebody else's: Hypothesis, or a random walk.
 """
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
+from msgspec.structs import replace
 
 from contract.callbacks import Callback, CallbackKind
 from contract.calls import (
@@ -426,7 +426,7 @@ def _refusal(refused: JobRefused) -> tuple[Any, ...]:
 def _comparable(reply: Any) -> Any:
     """Exceptions are equal to themselves only: a quote's becomes what it says."""
     if isinstance(reply, Quote) and reply.refusal is not None:
-        return dataclasses.replace(reply, refusal=_refusal(reply.refusal))  # type: ignore[arg-type]
+        return replace(reply, refusal=_refusal(reply.refusal))
     return reply
 
 
