@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from gateway.aws.handler import Function
+from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.lambda_events import KEY
 from tests.gateway import conftest as gateway_conftest
@@ -21,7 +23,15 @@ Invoke = Callable[[dict[str, Any]], Any]
 @pytest.fixture
 async def invoke(redis_server: EmbeddedRedis) -> AsyncIterator[Invoke]:
     """Invokes ApiFunction. Its loop stands still between invocations, as on Lambda."""
-    settings = gateway_conftest.make_settings(redis_server.url, api_key=KEY)
+    async with running_function(
+        gateway_conftest.make_settings(redis_server.url, api_key=KEY)
+    ) as invoke:
+        yield invoke
+
+
+@asynccontextmanager
+async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
+    """ApiFunction in a thread of its own."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1) as thread:
         function = await loop.run_in_executor(thread, Function, settings)

@@ -10,6 +10,10 @@ from typing import Any
 
 import h11
 
+from contract.tasks import end
+from gateway.aws.runtime_api import RuntimeApi
+from gateway.aws.stream_loop import serve
+
 _PRELUDE_END = b"\0" * 8
 
 
@@ -139,3 +143,12 @@ async def running_runtime_api() -> AsyncIterator[RuntimeServer]:
         yield runtime
     finally:
         server.close()
+
+
+@asynccontextmanager
+async def looping(app: Any) -> AsyncIterator[RuntimeServer]:
+    """The loop around an app, and the Runtime API that it asks for events."""
+    async with running_runtime_api() as runtime:
+        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address)))
+        yield runtime
+        await end(loop)

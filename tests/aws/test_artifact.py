@@ -48,21 +48,42 @@ def pins() -> set[str]:
     return {normal(line.partition("==")[0]) for line in lines}
 
 
-def test_the_artifact_holds_all_that_the_functions_import() -> None:
-    """They import where nothing can be but the pinned packages and what the script copies."""
+def _copied() -> list[str]:
+    """Our packages that the script puts into the artifact."""
     script = (ROOT / "scripts" / "build-gateway").read_text()
     copied = re.search(r"^cp -R (.*) \"\$target\"$", script, re.M)
     assert copied is not None
+    return copied[1].split()
+
+
+def test_the_artifact_holds_all_that_the_functions_import() -> None:
+    """They import where nothing can be but the pinned packages and what the script copies."""
     owners = importlib.metadata.packages_distributions()
     pinned = pins()
     # Several distributions may share a name: opentelemetry's API is there, its SDK need not be.
     packages = {top for top, names in owners.items() if pinned & {normal(name) for name in names}}
-    program = IMPORT_FROM.format(allowed=packages | set(copied[1].split()), names=ENTRY_POINTS)
+    program = IMPORT_FROM.format(allowed=packages | set(_copied()), names=ENTRY_POINTS)
 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
     assert not {"torch", "numpy", "boto3", "rq"} & packages
+
+
+def test_the_artifact_is_small() -> None:
+    """Under 50 MB unzipped, with compiled files, counted where the same packages are installed."""
+    left_out = ("pydantic/v1/", "../")  # by the script: see above, and programs
+    num_bytes = 0
+    for name in pins():
+        files = importlib.metadata.files(name)
+        assert files, name
+        here = [file.locate() for file in files if not str(file).startswith(left_out)]
+        num_bytes += sum(
+            Path(str(path)).stat().st_size for path in here if Path(str(path)).exists()
+        )
+    for package in _copied():
+        num_bytes += sum(f.stat().st_size for f in (ROOT / package).rglob("*") if f.is_file())
+    assert 20e6 < num_bytes < 50e6
 
 
 def test_what_is_pinned_is_what_is_tested() -> None:

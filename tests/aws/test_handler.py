@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import redis.asyncio
 
@@ -13,7 +12,7 @@ from contract.keys import Keys
 from gateway.aws import handler
 from tests.aws.conftest import Invoke
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
-from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
 
@@ -126,37 +125,6 @@ async def test_a_message_brings_headers_as_attributes(
     assert stranger["batchItemFailures"] == [{"itemIdentifier": "m1"}]
     assert named["batchItemFailures"] == [{"itemIdentifier": "m2"}]  # no bearer
     assert taken["batchItemFailures"] == []
-
-
-async def test_the_same_job_has_the_same_body_here_and_behind_uvicorn(
-    invoke: Invoke, worker: FakeWorker, redis_server: Any
-) -> None:
-    """Byte by byte, apart from ids and times."""
-    from tests.gateway.conftest import make_settings, running_gateway
-
-    worker.script = says("Ünï", "code", "\u2028", "{}")
-    bodies = {
-        "/v1/completions": COMPLETION | {"seed": 1, "logprobs": 2},
-        "/v1/chat/completions": {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "n": 2,
-        },
-    }
-    with running_gateway(make_settings(redis_server.url, api_key=KEY)) as url:
-        async with httpx.AsyncClient(
-            base_url=url, headers={"authorization": f"Bearer {KEY}"}
-        ) as http:
-            for path, body in bodies.items():
-                local = (await http.post(path, json=body)).content
-                on_lambda = (await invoke(rest_event("POST", path, body)))["body"].encode()
-                assert without_ids(local) == without_ids(on_lambda)
-
-
-def without_ids(body: bytes) -> bytes:
-    """The answer with its id and time blanked, as the bytes that were sent."""
-    found = json.loads(body)
-    return body.replace(found["id"].encode(), b"ID").replace(str(found["created"]).encode(), b"T")
 
 
 async def test_a_call_becomes_a_job_where_the_function_has_no_time(

@@ -4,35 +4,22 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from contract.functions import Functions
 from contract.jobs import JobStatus
-from contract.tasks import end
 from gateway.app import create_app
-from gateway.aws.runtime_api import RuntimeApi
-from gateway.aws.stream_loop import serve
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
-from tests.aws.runtime_server import RuntimeServer, running_runtime_api
+from tests.aws.runtime_server import RuntimeServer, looping
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
 pytestmark = pytest.mark.anyio
 
 CALL = rest_event("POST", "/v1/completions", {"model": MODEL, "prompt": "ab", "stream": True})
-
-
-@asynccontextmanager
-async def looping(app: Any) -> AsyncIterator[RuntimeServer]:
-    """The loop around an app, and the Runtime API that it asks for events."""
-    async with running_runtime_api() as runtime:
-        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address)))
-        yield runtime
-        await end(loop)
 
 
 @pytest.fixture
