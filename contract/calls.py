@@ -126,6 +126,15 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
         return " ".join(f"{lane}={share}" if share else lane for lane, share in shares.items())
 
 
+class LaneRoom(msgspec.Struct, frozen=True):
+    """What a worker could start of a lane: its next job comes only while all that was claimed
+    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share."""
+
+    max_jobs: int
+    max_tokens: int
+    max_owed: int = 2**31
+
+
 class Claimed(msgspec.Struct, frozen=True):
     """A job handed to a worker, with its fencing token and where its log ends."""
 

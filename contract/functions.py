@@ -15,6 +15,7 @@ from contract.calls import (
     Blame,
     Claimed,
     JobView,
+    LaneRoom,
     Page,
     Quote,
     Release,
@@ -44,6 +45,7 @@ from contract.terms import asked
 FIRST_HASH = "00000000"
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
+_NO_ROOM = LaneRoom(0, 0)
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
 
@@ -100,10 +102,10 @@ class Functions:
         is_idle: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
-        rooms: Mapping[str, tuple[int, int]] | None = None,
+        rooms: Mapping[str, LaneRoom] | None = None,
     ) -> list[Claimed]:
         """Takes waiting jobs, at most so many and of at most so many tokens in all; `rooms`, both
-        by lane: its next job comes only while all that was taken leaves room for it.
+        by lane, and nothing of a lane that is not named.
 
         Lanes come most urgent first; one with a minimum share gets that much of the tokens that
         are handed out while it has work. An idle worker may be handed one job under suspicion,
@@ -288,10 +290,10 @@ class Functions:
 
 
 def _claim_terms(
-    lane: str, shares: Mapping[str, float], rooms: Mapping[str, tuple[int, int]] | None
+    lane: str, shares: Mapping[str, float], rooms: Mapping[str, LaneRoom] | None
 ) -> str:
     share = str(shares.get(lane, 0.0))
     if rooms is None:
         return share
-    num_jobs, num_tokens = rooms.get(lane, (0, 0))
-    return f"{share} {num_jobs} {num_tokens}"
+    room = rooms.get(lane, _NO_ROOM)
+    return f"{share} {room.max_jobs} {room.max_tokens} {room.max_owed}"

@@ -30,6 +30,7 @@ from contract.calls import (
     Blame,
     Claimed,
     JobView,
+    LaneRoom,
     Page,
     Position,
     Quote,
@@ -313,7 +314,7 @@ class Reference:
         is_idle: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
-        rooms: Mapping[str, tuple[int, int]] | None = None,
+        rooms: Mapping[str, LaneRoom] | None = None,
     ) -> list[Claimed]:
         lease_ms = int(lease_s * 1000)
         if self._has_turn(model, incarnation, lease_ms):
@@ -321,16 +322,21 @@ class Reference:
         claimed: list[Claimed] = []
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
         if rooms is None:
-            rooms = dict.fromkeys(lanes, (max_jobs, max_tokens))
+            rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
         num_tokens = 0
+        num_taken: Counter[str] = Counter()
         while True:
             skipped: list[Record] = []
-            open_lanes = {
-                lane: room - num_tokens
-                for lane, (num_jobs, room) in rooms.items()
-                if len(claimed) < num_jobs
+            left = {
+                lane: LaneRoom(
+                    room.max_jobs - len(claimed),
+                    room.max_tokens - num_tokens,
+                    room.max_owed - num_taken[lane],
+                )
+                for lane, room in rooms.items()
+                if len(claimed) < room.max_jobs
             }
-            found = self._choose(model, shares, open_lanes, skipped)
+            found = self._choose(model, shares, left, skipped)
             if found is None:
                 break
             taken = self._take(found, incarnation, lease_ms)
@@ -338,6 +344,7 @@ class Reference:
                 continue
             claimed.append(taken)
             num_tokens += found.cost
+            num_taken[found.lane] += 1
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -632,23 +639,24 @@ class Reference:
         self,
         model: str,
         shares: list[tuple[str, float]],
-        rooms: Mapping[str, int],
+        rooms: Mapping[str, LaneRoom],
         skipped: list[Record],
     ) -> Record | None:
         """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
         shares = [(lane, share) for lane, share in shares if lane in rooms]
         for lane, share in shares:
             owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
-            if owed > 0:
+            if owed > 0 and rooms[lane].max_owed > 0:
                 passed: list[Record] = []
-                found, is_blocked = self._next_in_lane(model, lane, rooms[lane], passed)
+                num_tokens = rooms[lane].max_tokens
+                found, is_blocked = self._next_in_lane(model, lane, num_tokens, passed)
                 if is_blocked:
                     return None
                 if found is not None and found.cost <= owed:
                     skipped += passed
                     return found
         for lane, _ in shares:
-            found, is_blocked = self._next_in_lane(model, lane, rooms[lane], skipped)
+            found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
             if found is not None or is_blocked:
                 return found
         return None

@@ -7,15 +7,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from contract.calls import LaneRoom
 from workers.lane_shares import UNKNOWN_LANE, LaneTerms
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a worker could start now."""
-
-    max_jobs: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +24,8 @@ def rooms_by_lane(
     terms: Mapping[str, LaneTerms],
     held: Collection[Held],
     waiting_lanes: Iterable[str],
-    whole: Room,
-) -> dict[str, Room]:
+    whole: LaneRoom,
+) -> dict[str, LaneRoom]:
     """The lanes with room, of the `whole` that the worker has.
 
     A lane finds all of it but what is held, and of the least urgent ones that are held, if it goes
@@ -43,11 +36,13 @@ def rooms_by_lane(
     """
     waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
     first_waiting = min(waiting, default=math.inf)
-    sums: dict[str, Room] = {}
+    sums: dict[str, LaneRoom] = {}
     for job in held:
-        before = sums.get(job.lane, Room(0, 0))
-        sums[job.lane] = Room(before.max_jobs + job.num_places, before.max_tokens + job.num_tokens)
-    rooms = {name: _room(lane.priority, terms, sums, whole) for name, lane in terms.items()}
+        before = sums.get(job.lane, LaneRoom(0, 0))
+        sums[job.lane] = LaneRoom(
+            before.max_jobs + job.num_places, before.max_tokens + job.num_tokens
+        )
+    rooms = {name: _room(name, terms, sums, whole) for name in terms}
     return {
         name: room
         for name, room in rooms.items()
@@ -56,8 +51,9 @@ def rooms_by_lane(
 
 
 def _room(
-    priority: int, terms: Mapping[str, LaneTerms], held: Mapping[str, Room], whole: Room
-) -> Room:
+    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+) -> LaneRoom:
+    priority = terms[asking].priority
     lanes = {name: terms.get(name, UNKNOWN_LANE) for name in held}
     last = max((lane.priority for lane in lanes.values()), default=priority)
     shares = [lane.min_share for lane in lanes.values() if lane.priority == last]
@@ -70,12 +66,33 @@ def _room(
             kept = _guaranteed(kept, lane.min_share, whole)
         num_jobs -= kept.max_jobs
         num_tokens -= kept.max_tokens
-    return Room(num_jobs, num_tokens)
+    return LaneRoom(num_jobs, num_tokens, _num_owed(asking, terms, held, whole))
 
 
-def _guaranteed(has: Room, min_share: float, whole: Room) -> Room:
+def _num_owed(
+    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+) -> int:
+    """How many of the lane's jobs may go first while it is owed its share: in the lane that the
+    engine takes from first, one beyond the guaranteed places would be displaced before it ran, and
+    keep others of its lane away while it waits in the engine."""
+    lane = terms[asking]
+    others = [terms.get(name, UNKNOWN_LANE).priority for name in held if name != asking]
+    is_first = lane.priority == min(other.priority for other in terms.values())
+    if is_first or max(others, default=-1) >= lane.priority:
+        return whole.max_jobs
+    num_held = held[asking].max_jobs if asking in held else 0
+    return max(0, _num_guaranteed(lane.min_share, whole) - num_held)
+
+
+def _guaranteed(has: LaneRoom, min_share: float, whole: LaneRoom) -> LaneRoom:
     """What of it no more urgent lane may take."""
-    return Room(
-        min(has.max_jobs, math.ceil(min_share * whole.max_jobs)),
+    return LaneRoom(
+        min(has.max_jobs, _num_guaranteed(min_share, whole)),
         min(has.max_tokens, math.ceil(min_share * whole.max_tokens)),
     )
+
+
+def _num_guaranteed(min_share: float, whole: LaneRoom) -> int:
+    """Places: the next number above the share, never the share itself, for with no place to spare
+    a lane could not catch up on a step in which one of them was empty."""
+    return math.floor(min_share * whole.max_jobs) + 1 if min_share > 0 else 0

@@ -8,9 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from contract.calls import LaneRoom
 from contract.jobs import JobStatus
 from telemetry.tracing import Tracing
-from workers.displacing import Held, Room, rooms_by_lane
+from workers.displacing import Held, rooms_by_lane
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.job_spans import JobSpans
@@ -139,14 +142,14 @@ class Holding:
         ready = self.engine.ready
         return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
 
-    def rest_s(self, now_s: float) -> float:
+    def rest_s(self, now_s: float, looked_s: float) -> float:
         """Seconds until the last call for the places that come free with the step under way;
-        infinite where it is over, or none does."""
-        left_s = self.engine.steps.last_call_s - now_s
+        infinite where none does, or where room was looked for since, at `looked_s`."""
+        last_call_s = self.engine.steps.last_call_s
         has_ending = any(job.num_going_on < job.num_open for job in self.jobs.values())
-        return left_s if has_ending and left_s > 0 else math.inf
+        return last_call_s - now_s if has_ending and looked_s < last_call_s else math.inf
 
-    def room(self, now_s: float) -> Room | None:
+    def room(self, now_s: float) -> LaneRoom | None:
         """What this worker could start now; None where it should wait. From the last call of a
         step on, places that come free with it count too."""
         ready = self.engine.ready
@@ -157,14 +160,14 @@ class Holding:
         max_jobs = self.engine.options.max_num_seqs - sum(self._places(now_s).values())
         if not self.jobs:
             # What can never fit is claimed and refused by the engine, not left waiting.
-            return Room(min(max_jobs, _MAX_CLAIM), 2**53)
+            return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
         held_tokens = sum(job.cost_tokens for job in self.jobs.values())
         max_tokens = self.max_tokens - held_tokens
         if max_jobs <= 0 or max_tokens <= 0:
             return None
-        return Room(min(max_jobs, _MAX_CLAIM), max_tokens)
+        return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
 
-    def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, Room]:
+    def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, LaneRoom]:
         """What it could start of each lane, as `room`; nothing of those that are not named."""
         room, ready = self.room(now_s), self.engine.ready
         if ready is None or not self.jobs or not self._displaces:
@@ -173,10 +176,10 @@ class Holding:
             return {}
         places = self._places(now_s)
         held = [Held(j.lane, places[j.job.id], j.cost_tokens) for j in self.jobs.values()]
-        whole = Room(self.engine.options.max_num_seqs, self.max_tokens)
+        whole = LaneRoom(self.engine.options.max_num_seqs, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {
-            name: Room(min(lane.max_jobs, _MAX_CLAIM), lane.max_tokens)
+            name: replace(lane, max_jobs=min(lane.max_jobs, _MAX_CLAIM))
             for name, lane in rooms.items()
         }
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 
-from contract.calls import Append, Blame, Claimed, Release, Verdict, WorkerCapacity, WorkerState
+from contract.calls import (
+    Append,
+    Blame,
+    Claimed,
+    LaneRoom,
+    Release,
+    Verdict,
+    WorkerCapacity,
+    WorkerState,
+)
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.connection import broker_errors, connect
@@ -63,11 +72,11 @@ class Lane:
         self,
         *,
         lanes: Mapping[str, float],
-        rooms: Mapping[str, tuple[int, int]],
+        rooms: Mapping[str, LaneRoom],
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
-        """From these lanes, with the minimum share of each; `rooms` are jobs and tokens of each."""
+        """From these lanes, with the minimum share of each, as far as there is room for it."""
         return await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,

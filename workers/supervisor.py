@@ -85,6 +85,7 @@ class Supervisor:
         self._page = MetricsPage(settings, self._meter)
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
+        self._looked_s = 0.0  # for room, the last time
 
     def drain(self, why: str = "signal") -> None:
         """Claims no more; ends when the running jobs have ended or the budget is spent."""
@@ -151,14 +152,14 @@ class Supervisor:
     async def _claim_while_room(self) -> None:
         while not self._drain.begun.is_set():
             terms = self._settings.lane_terms(self._engine.options)
-            started_s = time.monotonic()
+            started_s = self._looked_s = time.monotonic()
             rooms = self._holding.rooms(terms, started_s)
             if not rooms:
                 return
             has_room = self._holding.room(started_s) is not None
             claimed = await self._lane.claim(
                 lanes={name: lane.min_share for name, lane in terms.items()},
-                rooms={name: (room.max_jobs, room.max_tokens) for name, room in rooms.items()},
+                rooms=rooms,
                 is_idle=not self._holding.jobs,
                 config_version=self._engine.options.batching_version,
             )
@@ -170,9 +171,9 @@ class Supervisor:
                 return
 
     async def _woken(self) -> None:
-        rest_s = min(_POLL_S, self._holding.rest_s(time.monotonic()))
+        rest_s = self._holding.rest_s(time.monotonic(), self._looked_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(rest_s):
+            async with asyncio.timeout(min(_POLL_S, rest_s)):
                 await self._holding.wake.wait()
         self._holding.wake.clear()
 

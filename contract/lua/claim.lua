@@ -8,8 +8,10 @@
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
 --       6 '1' where the worker holds nothing  7 version of its configuration
 --       8… lanes, most urgent first: name, `<minimum share of the tokens handed out>`, or
---          `<share> <jobs> <tokens>`: one of its jobs is handed out only while the call has handed
---          out less than so many jobs, and fits into so many tokens, of all lanes together
+--          `<share> <jobs> <tokens> <owed>`: one of its jobs is handed out only while the call has
+--          handed out less than so many jobs, and fits into so many tokens, of all lanes together;
+--          the lane goes first, where it is owed its share, only while the call has handed out less
+--          than `owed` jobs of it
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
@@ -46,14 +48,14 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   return {}
 end
 
--- The lanes of the call: {name, share, jobs, room}, …
+-- The lanes of the call: {name, share, jobs, room, owed, taken}, …
 local function lanes_of(argv)
   local lanes = {}
   for i = 8, #argv, 2 do
-    local share, jobs, tokens = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*)$')
+    local share, jobs, tokens, owed = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*) ?(%d*)$')
     table.insert(lanes, {
       name = argv[i], share = tonumber(share), jobs = tonumber(jobs) or tonumber(argv[4]),
-      room = tonumber(tokens) or tonumber(argv[5]),
+      room = tonumber(tokens) or tonumber(argv[5]), owed = tonumber(owed) or ANY, taken = 0,
     })
   end
   return lanes
@@ -63,7 +65,7 @@ end
 local function choose(tag, model, lanes, num_claimed, skipped)
   for _, lane in ipairs(lanes) do
     local owed = 0
-    if num_claimed < lane.jobs and lane.share > 0 then
+    if num_claimed < lane.jobs and lane.taken < lane.owed and lane.share > 0 then
       owed = tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
     end
     if owed > 0 then
@@ -113,7 +115,10 @@ local function claim(keys, argv)
     if not found then return claimed end
     local job = take(tag, found, incarnation, lease_ms, now, argv[7])
     if job then
-      for _, served in ipairs(lanes) do served.room = served.room - found.cost end
+      for _, served in ipairs(lanes) do
+        served.room = served.room - found.cost
+        if served.name == lane then served.taken = served.taken + 1 end
+      end
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       book(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)

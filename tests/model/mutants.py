@@ -178,9 +178,10 @@ MUTANTS = [
     Mutant("a lane takes places that are kept", "if lane.jobs > num_claimed then", "if true then"),
     Mutant(
         "a lane that is owed takes any place",
-        "if num_claimed < lane.jobs and lane.share",
-        "if lane.share",
+        "if num_claimed < lane.jobs and lane.taken",
+        "if lane.taken",
     ),
+    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", ""),
     Mutant("every lane has the room of the first", "room = tonumber(tokens) or", "room ="),
     Mutant("a share is not used up", "if lane.name == name then owed = owed - tokens end", ""),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from contract.calls import TenantLimits, Wanted, WorkerCapacity
+from contract.calls import LaneRoom, TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
@@ -213,7 +213,10 @@ class Walk:
         if self._stage is _QUEUES:
             rooms = [(1, 30), (1, 14), (2, 14), (2, 9), (3, 1000)]
         room = rng.choice(rooms)
-        by_lane = {"interactive": room, "standard": rng.choice([(0, 0), (1, 9), (2, 30)])}
+        by_lane = {
+            "interactive": LaneRoom(*room),
+            "standard": LaneRoom(*rng.choice([(0, 0), (1, 9), (2, 30)]), rng.choice([0, 1, 8])),
+        }
         self._world.claim(
             worker,
             *room,

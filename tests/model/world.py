@@ -19,6 +19,7 @@ from contract.calls import (
     Append,
     Blame,
     Claimed,
+    LaneRoom,
     Page,
     Quote,
     Release,
@@ -211,7 +212,7 @@ class World:
         *,
         is_idle: bool,
         loses_reply: bool,
-        rooms: dict[str, tuple[int, int]] | None = None,
+        rooms: dict[str, LaneRoom] | None = None,
     ) -> None:
         room: dict[str, Any] = {"max_jobs": max_jobs, "max_tokens": max_tokens, "is_idle": is_idle}
         room |= {"lease_s": LEASE_S, "min_shares": MIN_SHARES, "rooms": rooms}

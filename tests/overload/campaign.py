@@ -93,7 +93,7 @@ class _Overload:
         with self._phase("unloaded"):
             rng = random.Random(f"{self.options.seed} unloaded")
             for _ in range(self.options.num_unloaded):
-                ask = replace(draw(rng, rng.choice(LIGHT), {"batch": 1.0}), num_output=1)
+                ask = replace(draw(rng, rng.choice(LIGHT), {"standard": 1.0}), num_output=1)
                 await self.callers.call(ask)
                 await self._until_all_ended()
 

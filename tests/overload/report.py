@@ -60,6 +60,15 @@ class Ended:
     num_prompt: int
     num_output: int
 
+    def num_tokens_in(self, phase: Phase) -> int:
+        """Computed in it: the prompt with the first token, the others evenly from there to the
+        end."""
+        num_gaps = max(1, self.num_output - 1)
+        gap_s = (self.finished_s - self.first_token_s) / num_gaps
+        times_s = [self.first_token_s + gap_s * number for number in range(self.num_output)]
+        num_output = sum(phase.has(at_s) for at_s in times_s)
+        return num_output + self.num_prompt * phase.has(self.first_token_s)
+
 
 @dataclass
 class OverloadReport:
@@ -105,7 +114,12 @@ class OverloadReport:
             and self.phases[phase].has(one.created_s)
         ]
 
-    def light_ttft_ratio(self, lane: str = "") -> float:
+    @property
+    def light_ttft_ratios(self) -> dict[str, float]:
+        """Of all lanes whose callers wait together (''), and of each."""
+        return {lane: self._light_ttft_ratio(lane) for lane in ("", "interactive", "standard")}
+
+    def _light_ttft_ratio(self, lane: str) -> float:
         """p99 under overload to p99 alone; 0 where nothing was measured."""
         alone = percentile(self.light_ttfts("light tenants alone", lane), 0.99)
         loaded = percentile(self.light_ttfts("overload", lane), 0.99)
@@ -118,11 +132,11 @@ class OverloadReport:
 
     @property
     def tokens(self) -> Counter[str]:
-        """That were computed under overload, by lane."""
+        """That were computed under overload, by lane: of who was at it when it began or ended, a
+        part."""
         by_lane: Counter[str] = Counter()
         for one in self.ended:
-            if self.phases["overload"].has(one.finished_s):
-                by_lane[one.ask.lane] += one.num_prompt + one.num_output
+            by_lane[one.ask.lane] += one.num_tokens_in(self.phases["overload"])
         return by_lane
 
     @property
@@ -181,7 +195,10 @@ class OverloadReport:
         interactive = percentile(self.interactive_ttfts, 0.99)
         goals = (
             ("goodput", self.goodput_ratio >= GOODPUT_GOAL),
-            ("p99 of light tenants' TTFT", 0 < self.light_ttft_ratio() <= LIGHT_TTFT_GOAL),
+            *(
+                (f"p99 of light tenants' TTFT, {lane or 'all'}", 0 < ratio <= LIGHT_TTFT_GOAL)
+                for lane, ratio in self.light_ttft_ratios.items()
+            ),
             ("p99 of interactive TTFT", interactive is not None and interactive <= TTFT_TARGET_S),
             ("p99 of admission, unloaded", admission is not None and admission <= ADMISSION_GOAL_S),
             ("share of the batch lane", self.is_share_kept),
@@ -221,8 +238,8 @@ class OverloadReport:
                 for name, phase in (("alone", "light tenants alone"), ("overload", "overload"))
             }
             | {
-                f"ratio of p99, {lane or 'all'}": round(self.light_ttft_ratio(lane), 2)
-                for lane in ("", "interactive", "standard")
+                f"ratio of p99, {lane or 'all'}": round(ratio, 2)
+                for lane, ratio in self.light_ttft_ratios.items()
             }
             | {
                 f"from the queue on, {name}": _ms(self.light_waits(phase))
@@ -268,7 +285,7 @@ def _ms(values: Sequence[float]) -> str:
     p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
     if p50 is None or p99 is None:
         return "-"
-    return f"{1000 * p50:.1f}, p99 {1000 * p99:.1f}"
+    return f"{1000 * p50:.1f}, p99 {1000 * p99:.1f} of {len(values)}"
 
 
 def _seconds(values: Sequence[float]) -> str:

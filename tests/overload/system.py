@@ -16,8 +16,8 @@ from tests.fakes import HashModelOptions
 from tests.overload.arrivals import TENANTS
 
 NUM_GATEWAYS = 2
-NUM_SLOTS = 40  # sequences that run at once
-STEP_S = 0.3
+NUM_SLOTS = 45  # sequences that run at once
+STEP_S = 0.27
 TTFT_TARGET_S = 1.0  # of the interactive lane
 BATCH_SHARE = 0.1  # of all tokens, guaranteed
 BATCHING = f"""

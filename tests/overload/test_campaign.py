@@ -78,6 +78,14 @@ def test_jobs_memory_and_audit_are_told() -> None:
     assert report_of(GOOD, audit=["I5"]).faults() == ["I5"]
 
 
+def test_tokens_count_where_they_were_computed() -> None:
+    """Of a job that began before the overload, or goes on after it, those in between."""
+    asks = dataclasses.replace(ENDED, first_token_s=-1.0, finished_s=2.0)
+    assert report_of(ended=[asks]).tokens["interactive"] == 3
+    asks = dataclasses.replace(ENDED, first_token_s=9.0, finished_s=12.0)
+    assert report_of(ended=[asks]).tokens["interactive"] == ENDED.num_prompt + 1
+
+
 def test_a_lane_short_of_its_share_is_told() -> None:
     """By more than the one job that it may be behind: a tenth of 1,000 tokens is 100."""
     rest = dataclasses.replace(ENDED, num_prompt=900, num_output=0)

@@ -7,6 +7,7 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
+from contract.calls import LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.tasks import end
@@ -49,7 +50,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     publishing = asyncio.create_task(publisher.run())
     job = await caller.submit("stop me", max_tokens=100)
     [claimed] = await lane.claim(
-        lanes={job.lane: 0.0}, rooms={job.lane: (1, 10**6)}, is_idle=True, config_version=""
+        lanes={job.lane: 0.0}, rooms={job.lane: LaneRoom(1, 10**6)}, is_idle=True, config_version=""
     )
     held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
     holding.jobs[job.id] = held

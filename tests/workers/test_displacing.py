@@ -21,7 +21,7 @@ BATCHING = f"""
 max_num_seqs: {NUM_PLACES}
 lanes:
   interactive: {{priority: 0}}
-  batch: {{priority: 2, minimum_share: 0.25}}
+  batch: {{priority: 2, minimum_share: 0.2}}
 """
 NUM_OUT = 150
 

@@ -75,15 +75,25 @@ def test_a_place_that_comes_free_is_given_away_at_the_last_call(holding: Holding
     job = start(holding, "ends", max_tokens=2, lane="interactive")
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
-    assert holding.rest_s(10.0) == math.inf  # nothing ends with this step
+    assert holding.rest_s(10.0, looked_s=9.0) == math.inf  # nothing ends with this step
     job.take(TokenOut("ends", 1, 0, 0, 97))
     last_call_s = holding.engine.steps.last_call_s
-    assert holding.rest_s(10.0) == last_call_s - 10.0
+    assert holding.rest_s(10.0, looked_s=9.0) == last_call_s - 10.0
     assert places(holding, 10.0) == NUM_PLACES - 1
     assert places_of(holding, 10.0) == dict.fromkeys(TERMS, NUM_PLACES - 1)
     assert places(holding, last_call_s) == NUM_PLACES
     assert places_of(holding, last_call_s) == dict.fromkeys(TERMS, NUM_PLACES)
-    assert holding.rest_s(last_call_s) == math.inf
+    assert holding.rest_s(last_call_s, looked_s=last_call_s) == math.inf
+
+
+def test_a_last_call_that_passed_since_the_last_look_is_due(holding: Holding) -> None:
+    """Who looked a moment before it found no place: to wait on would cost one its next step."""
+    job = start(holding, "ends", max_tokens=2)
+    holding.engine.steps.end(1.0)
+    holding.engine.steps.begin(10.0)
+    job.take(TokenOut("ends", 1, 0, 0, 97))
+    last_call_s = holding.engine.steps.last_call_s
+    assert holding.rest_s(last_call_s + 0.001, looked_s=last_call_s - 0.001) < 0
 
 
 def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
@@ -121,7 +131,7 @@ TERMS = {
     "interactive": LaneTerms(0, 0.0),
     "standard": LaneTerms(1, 0.0),
     "scoring": LaneTerms(1, 0.0),
-    "batch": LaneTerms(2, 0.25),
+    "batch": LaneTerms(2, 0.2),
 }
 
 
@@ -162,6 +172,29 @@ def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
     assert list(holding.rooms(terms, 0.0)) == ["interactive"]
 
 
+@pytest.mark.parametrize(("share", "num_kept"), [(0.0, 0), (0.2, 1), (0.25, 2), (0.3, 2)])
+def test_a_share_keeps_the_next_number_of_places_above_it(
+    holding: Holding, share: float, num_kept: int
+) -> None:
+    """Also where it is a number of places itself: with exactly those it could never catch up."""
+    for number in range(NUM_PLACES):
+        start(holding, str(number), lane="batch")
+    terms = {"interactive": LaneTerms(0, 0.0), "batch": LaneTerms(2, share)}
+    assert holding.rooms(terms, 0.0)["interactive"].max_jobs == NUM_PLACES - num_kept
+
+
+def test_what_is_owed_goes_first_where_nobody_displaces_it(holding: Holding) -> None:
+    """Batch in the places that are its own alone, standard only while batch holds none, and
+    interactive, which nobody displaces, in all."""
+    terms = TERMS | {"standard": LaneTerms(1, 0.4)}
+    start(holding, "urgent", lane="interactive")
+    first = {name: room.max_owed for name, room in holding.rooms(terms, 0.0).items()}
+    assert first == {"interactive": NUM_PLACES, "standard": 2, "scoring": 0, "batch": 1}
+    start(holding, "batch", lane="batch")
+    then = {name: room.max_owed for name, room in holding.rooms(terms, 0.0).items()}
+    assert then == dict.fromkeys(("interactive", "standard", "scoring"), NUM_PLACES) | {"batch": 0}
+
+
 def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) -> None:
     """Three come in the places of batch; for a fourth there is none."""
     for number in range(NUM_PLACES):
@@ -195,7 +228,7 @@ def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:
     whole = holding.max_tokens
     start(holding, "long", lane="batch", cost_tokens=whole)
     assert holding.room(0.0) is None
-    assert holding.rooms(TERMS, 0.0)["interactive"].max_tokens == whole - whole // 4
+    assert holding.rooms(TERMS, 0.0)["interactive"].max_tokens == whole - math.ceil(0.2 * whole)
 
 
 @pytest.mark.parametrize(
