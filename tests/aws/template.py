@@ -1,5 +1,6 @@
 """template.yaml as CloudFormation gets it: after SAM's transform, not as it is written."""
 
+import copy
 import functools
 import re
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = ROOT / "template.yaml"
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.CSafeLoader):  # type: ignore[misc]
     """YAML with CloudFormation's short forms of functions."""
 
 
@@ -33,6 +34,7 @@ def _function(loader: Any, suffix: str, node: Any) -> dict[str, Any]:
 _Loader.add_multi_constructor("!", _function)
 
 
+@functools.cache
 def written() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.load(TEMPLATE.read_text(), _Loader)
     return loaded
@@ -44,7 +46,7 @@ def transformed() -> dict[str, Any]:
     from samtranslator.parser.parser import Parser
     from samtranslator.translator.translator import Translator
 
-    template = written()
+    template = copy.deepcopy(written())
     for function in ("ApiFunction", "StreamFunction", "HousekeeperFunction"):
         code = "s3://bucket/gateway.zip"  # what `sam package` would put here
         template["Resources"][function]["Properties"]["CodeUri"] = code

@@ -1,5 +1,6 @@
 """What this machine can do at best, measured: bytes read per second, and products per second."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +27,17 @@ class Machine:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Takes some seconds."""
+    """Takes some seconds, once in a process."""
+    return _measure(device, dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Machine:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Machine(
         name,
         str(dtype).removeprefix("torch."),
-        torch.get_num_threads(),
+        num_threads,
         _bytes_per_s(device, dtype),
         _flops_per_s(device, dtype),
     )
