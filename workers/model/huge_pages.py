@@ -6,8 +6,9 @@ whether there are any: nothing is asked of a system that says `never`.
 """
 
 import ctypes
+import mmap
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +22,7 @@ _MAPPINGS = Path("/proc/self/smaps")
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(\[heap\])?$")
 _RESIDENT = re.compile(r"Rss: +(\d+) kB$")
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 
 
@@ -39,6 +41,16 @@ def use_huge_pages(untouched: Iterable[Tensor]) -> int:
     return num_bytes
 
 
+def touch(tensors: Sequence[Tensor], num_bytes: int) -> None:
+    """Has the system give `num_bytes` of pages now, at the beginning of each of the tensors, whose
+    content stays what it is. Where it cannot it gives them as ever, when they are written to.
+    """
+    for tensor in tensors:
+        begin = tensor.data_ptr()
+        end = begin + min(tensor.nbytes, num_bytes // len(tensors))
+        _advise(begin, end, _MADV_POPULATE_WRITE, page_bytes=mmap.PAGESIZE)
+
+
 def _filled_mappings() -> Iterator[tuple[int, int]]:
     """Addresses of large anonymous mappings, with enough in them."""
     span = None
@@ -52,9 +64,9 @@ def _filled_mappings() -> Iterator[tuple[int, int]]:
             yield from [span] * is_filled
 
 
-def _advise(begin: int, end: int, advice: int) -> bool:
+def _advise(begin: int, end: int, advice: int, page_bytes: int = _PAGE_BYTES) -> bool:
     """Of the whole pages within; whether the system has taken it."""
-    first, last = -(-begin // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
+    first, last = -(-begin // page_bytes) * page_bytes, end // page_bytes * page_bytes
     if last <= first:
         return False
     libc = ctypes.CDLL(None)

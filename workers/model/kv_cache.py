@@ -117,17 +117,17 @@ class PagedStep:
     ) -> None:
         """`slot_mapping` (T,): the cache slot of each flat token."""
         self._layers = cache.layers
-        self._slot_mapping = slot_mapping
+        self.slot_mapping = slot_mapping
         self._kernels = kernels
-        self._prepared = prepared
+        self.prepared = prepared
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See AttentionStep.attend."""
         layer = self._layers[call.module]
         keys, values = layer.key_slots, layer.value_slots
-        keys.index_copy_(0, self._slot_mapping, call.key.to(keys.dtype))
-        values.index_copy_(0, self._slot_mapping, call.value.to(values.dtype))
-        return self._prepared.attend(call.query, keys, values, call.flags)
+        keys.index_copy_(0, self.slot_mapping, call.key.to(keys.dtype))
+        values.index_copy_(0, self.slot_mapping, call.value.to(values.dtype))
+        return self.prepared.attend(call.query, keys, values, call.flags)
 
     def turn_and_attend(
         self,
@@ -144,7 +144,7 @@ class PagedStep:
         layer = self._layers[module]
         keys, values = layer.key_slots, layer.value_slots
         self._kernels.rotate_and_keep(
-            qkv, num_heads, cos, sin, norms, self._slot_mapping, keys, values
+            qkv, num_heads, cos, sin, norms, self.slot_mapping, keys, values
         )
         query = qkv[:, : num_heads * keys.shape[-1]].view(len(qkv), num_heads, -1)
-        return self._prepared.attend(query, keys, values, flags)
+        return self.prepared.attend(query, keys, values, flags)

@@ -26,7 +26,7 @@ from workers.model.checkpoint import (
 )
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps, recorder
-from workers.model.huge_pages import use_huge_pages
+from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
 from workers.model.probe import check_parity, probe_layers, streamline
@@ -46,6 +46,10 @@ DEFAULT_BLOCK_SIZE = 16
 _CPU_STEP_TOKENS = 256
 # Weights of less than this lie in the caches, whatever pages they are on.
 _LEAST_HUGE_BYTES = 2**24
+# Of the KV cache, so much lies ready before the first step: up to some times the weights' bytes, so
+# that a small model starts as fast as before.
+_MOST_READY_BYTES = 2**29
+_READY_PER_WEIGHT = 8
 # For models without a limit of their own, where the operator sets none.
 DEFAULT_CONTEXT_LENGTH = 8192
 
@@ -191,6 +195,8 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
     if options.fused and num_weight_bytes >= _LEAST_HUGE_BYTES:
         num_bytes = use_huge_pages(cache.tensors)
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
+    if loaded.device.type == "cpu":
+        touch(cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * num_weight_bytes))
     return runner, backend
 
 

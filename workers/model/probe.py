@@ -174,7 +174,7 @@ def check_parity(
 @torch.inference_mode()
 def streamline(runner: ModelRunner, decoder: Any, config: PretrainedConfig) -> bool:
     """Lets a stack compute in the decoder's place where it gives the same; says whether it does."""
-    stack = stack_of(decoder, runner.max_model_len)
+    stack = stack_of(decoder, runner.max_model_len, runner.cache)
     if stack is None:
         return False
     prompts = [probe_ids(config, n, next(decoder.parameters()).device) for n in _PROBE_LENGTHS]

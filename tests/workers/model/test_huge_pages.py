@@ -3,12 +3,13 @@
 import platform
 import re
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
 from torch import Tensor
 
-from workers.model.huge_pages import use_huge_pages
+from workers.model.huge_pages import touch, use_huge_pages
 
 _NUM_BYTES = 2**26  # more than an allocator keeps to hand out again
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -41,6 +42,27 @@ def test_what_is_filled_moves_and_stays_what_it_was() -> None:
 
     assert _huge_bytes(weights) > 0
     assert torch.equal(weights, torch.arange(_NUM_BYTES // 4, dtype=torch.float32))
+
+
+@pytest.mark.skipif(
+    [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [5, 14],
+    reason="Linux gives pages ahead since 5.14",
+)
+def test_what_is_touched_lies_ready_and_no_more() -> None:
+    """Writing there asks the system for nothing; what was written before is still there."""
+    keys, values = torch.empty(_NUM_BYTES // 4), torch.empty(_NUM_BYTES // 4)
+    keys[:4] = 7.0
+
+    touch([keys, values], _NUM_BYTES)
+
+    assert keys[:4].tolist() == [7.0] * 4
+    for cache in (keys, values):
+        before = getrusage(RUSAGE_SELF).ru_minflt
+        cache[4 : len(cache) // 2 - 4096] = 1.0
+        ready = getrusage(RUSAGE_SELF).ru_minflt
+        cache[len(cache) // 2 + 4096 :] = 1.0
+        assert ready - before < 64
+        assert getrusage(RUSAGE_SELF).ru_minflt - ready >= _NUM_BYTES // 2 // 2**22
 
 
 def _huge_bytes(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from tests.workers.model.test_surgeon import wide
 from workers.model.attention.interface import ATTENTION_NAME, Span, register_attention
 from workers.model.backend import choose_backend
 from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.native.library import load_library
 from workers.model.probe import probe_layers, streamline
 from workers.model.runner import ModelRunner
 from workers.model.surgery.stack import Stack
@@ -49,6 +50,44 @@ def test_families_of_the_common_shape_run_as_one_loop(family: str, dtype: torch.
 
     assert streamline(runner, decoder, decoder.config)
     assert isinstance(runner.stack, Stack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [[], [5], [0, 2, 5], [0, 1, 2, 3, 4, 5]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_one_call_of_the_kernels_is_the_loop(
+    family: str, wanted: list[int], dtype: torch.dtype
+) -> None:
+    """The same logits for whichever rows are wanted, and the same keys and values."""
+    decoder, runner = merged(family, dtype, num_hidden_layers=3)
+    assert streamline(runner, decoder, decoder.config)
+    native = runner.stack._native
+    if not load_library().multiplies_well():
+        pytest.skip("the products are not the kernels' on this processor")
+    assert native is not None
+    ids, index = torch.arange(6)[None] + 3, torch.tensor(wanted, dtype=torch.int64)
+    found, kept = [], []
+    for runner.stack._native in (native, None):
+        for layer in runner.cache.tensors:
+            layer.zero_()
+        logits = runner.forward(ids, ids - 3, index, _step(runner, 6))
+        found.append(logits.float())
+        kept.append([layer[0].float() for layer in runner.cache.tensors])
+
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    assert len(found[0]) == len(wanted)
+    torch.testing.assert_close(found[0], found[1], **close)
+    torch.testing.assert_close(kept[0], kept[1], **close)
+
+
+def test_a_bias_keeps_the_layers_apart() -> None:
+    """The call has no place for it; the loop has."""
+    decoder, runner = merged("llama", attention_bias=True)
+    for layer in decoder.model.layers:
+        layer.self_attn.qkv.bias = torch.randn(layer.self_attn.qkv.num_out)
+
+    assert streamline(runner, decoder, decoder.config)
+    assert runner.stack._native is None
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
@@ -98,7 +137,7 @@ def test_only_wanted_rows_reach_the_head() -> None:
     seen: list[int] = []
 
     class Head(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, before: Any) -> Tensor:
             seen.append(len(x))
             return x
 

@@ -7,12 +7,15 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
 from workers.model.attention.packed import PackedAttention
 from workers.model.native.kernels import Kernels, can_attend
+
+_Column = npt.NDArray[np.int64]
 
 _ROWS = 64  # query rows in a tile: queries times heads of a group
 
@@ -23,15 +26,17 @@ class NativeAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> "_PreparedNative":
-        return _PreparedNative(self._kernels, spans)
+    def prepare(self, spans: Seq[Span], device: torch.device) -> "PreparedNative":
+        return PreparedNative(self._kernels, spans)
 
 
-class _PreparedNative:
+class PreparedNative:
+    """A step's work in tiles, each of some queries of one sequence, as the kernel takes them."""
+
     def __init__(self, kernels: Kernels, spans: Seq[Span]) -> None:
         self._kernels = kernels
         self._spans = spans
-        self._slots = torch.from_numpy(np.concatenate([span.slots for span in spans]))
+        self.slots = torch.from_numpy(np.concatenate([span.slots for span in spans]))
         # (4, num_spans): first row, number of rows, position of the first, begin in the slots.
         lengths = [len(span.slots) for span in spans]
         begins = accumulate(lengths[:-1], initial=0)
@@ -52,21 +57,37 @@ class _PreparedNative:
             return self._packed.attend(query, keys, values, flags)
         if query.stride()[1:] != (k_dim, 1):
             query = query.contiguous()
-        tiles = self._tiles_of(max(1, _ROWS // (num_heads // kv_heads)))
-        return self._kernels.attend(tiles, self._slots, query, keys, values, flags)
+        tiles = self.tiles(num_heads // kv_heads)
+        return self._kernels.attend(tiles, self.slots, query, keys, values, flags)
 
-    def _tiles_of(self, num_queries: int) -> Tensor:
-        """int64 (num_tiles, 4), see Kernels.attend; at most so many queries in each, the longest
-        work first, so that no thread is left with it at the end.
+    def tiles(self, group: int) -> Tensor:
+        """int64 (num_tiles, 4), see Kernels.attend: of all rows, where so many query heads share a
+        KV head; the longest work first, so that no thread is left with it at the end.
         """
+        num_queries = max(1, _ROWS // group)
         if num_queries not in self._tiles:
             counts = -(-self._parts[1] // num_queries)  # of tiles in each span
             first, rows, start, begin = np.repeat(self._parts, counts, axis=1)
             number = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
             skipped = number * num_queries
             rows = np.minimum(num_queries, rows - skipped)
-            tiles = np.stack([first + skipped, rows, start + skipped, begin], axis=1)
-            cost = rows * (start + skipped + rows)
-            ordered = np.ascontiguousarray(tiles[np.argsort(-cost, kind="stable")])
-            self._tiles[num_queries] = torch.from_numpy(ordered)
+            self._tiles[num_queries] = _ordered(first + skipped, rows, start + skipped, begin)
         return self._tiles[num_queries]
+
+    def tiles_of_rows(self, wanted: Tensor, group: int) -> Tensor:
+        """The same of rows `wanted` int64 (num_wanted,) alone, and of others where those are more
+        than the spans.
+        """
+        if len(wanted) > self._parts.shape[1]:
+            return self.tiles(group)
+        first, _, start, begin = self._parts
+        rows = wanted.numpy()
+        span = np.searchsorted(first, rows, side="right") - 1
+        ones = np.ones_like(rows)
+        return _ordered(rows, ones, start[span] + rows - first[span], begin[span])
+
+
+def _ordered(first: _Column, rows: _Column, position: _Column, begin: _Column) -> Tensor:
+    tiles = np.stack([first, rows, position, begin], axis=1)
+    order = np.argsort(-rows * (position + rows), kind="stable")
+    return torch.from_numpy(np.ascontiguousarray(tiles[order]))

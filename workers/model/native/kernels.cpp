@@ -14,8 +14,10 @@
 #include <limits>
 
 #include "attention.h"
+#include "layers.h"
 #include "linear.h"
 #include "rows.h"
+#include "turn.h"
 #include "vectors.h"
 
 namespace {
@@ -25,39 +27,6 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t dim, fl
               int num_threads) {
 #pragma omp parallel for num_threads(num_threads)
   for (int64_t r = 0; r < rows; r++) norm_row(x + r * dim, weight, out + r * dim, dim, eps);
-}
-
-// One head: the first `rotary` dimensions turn as two halves, by cos and sin (rotary,).
-template <class T>
-void rotate_head(T* x, const T* cos, const T* sin, int64_t rotary) {
-  const int64_t half = rotary / 2;
-  for (int64_t d = 0; d < half; d += W) {
-    const vec a = load(x + d), b = load(x + half + d);
-    store(x + d, a * load(cos + d) - b * load(sin + d));
-    store(x + half + d, b * load(cos + half + d) + a * load(sin + half + d));
-  }
-}
-
-// Rows of queries, keys and values side by side: queries and keys are normalised where weights are
-// given and turned in place, keys and values go to their slots of the cache.
-template <class T>
-void rotate_and_keep(T* qkv, int64_t rows, int64_t num_heads, int64_t kv_heads, int64_t dim,
-                     const T* cos, const T* sin, int64_t rotary, const T* q_norm, const T* k_norm,
-                     float eps, const int64_t* slots, T* keys, T* values, int num_threads) {
-  const int64_t stride = (num_heads + 2 * kv_heads) * dim;
-#pragma omp parallel for num_threads(num_threads)
-  for (int64_t r = 0; r < rows; r++) {
-    T* row = qkv + r * stride;
-    for (int64_t head = 0; head < num_heads + kv_heads; head++) {
-      T* x = row + head * dim;
-      const T* norm = head < num_heads ? q_norm : k_norm;
-      if (norm) norm_row(x, norm, x, dim, eps);
-      rotate_head(x, cos + r * rotary, sin + r * rotary, rotary);
-    }
-    const int64_t width = kv_heads * dim;
-    std::memcpy(keys + slots[r] * width, row + num_heads * dim, width * sizeof(T));
-    std::memcpy(values + slots[r] * width, row + num_heads * dim + width, width * sizeof(T));
-  }
 }
 
 // gate_up (rows, 2 * dim) -> silu(gate) * up (rows, dim).
@@ -158,6 +127,14 @@ extern "C" int multiplies_well() {
            num_threads);                                                                         \
   }
 
+#define EXPORT_LAYERS(T, name)                                                                   \
+  extern "C" void run_layers_##name(const Layer<T>* layers, int64_t num_layers,                  \
+                                    const Sizes* sizes, const Step<T>* step, int num_threads) {  \
+    run_layers<T>(layers, num_layers, *sizes, *step, num_threads);                               \
+  }
+
+EXPORT_LAYERS(float, float32)
+EXPORT_LAYERS(bf16, bfloat16)
 EXPORT_LINEAR(float, float32)
 EXPORT_LINEAR(bf16, bfloat16)
 EXPORT(float, float32)

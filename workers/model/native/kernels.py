@@ -1,6 +1,7 @@
 """The CPU kernels on tensors: shapes and types are checked here, once, and nowhere below."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Kernels:
         self._silu_gate = getattr(library, f"silu_gate_{name}")
         self._likeliest = getattr(library, f"likeliest_{name}")
         self._linear = getattr(library, f"linear_{name}")
+        self._run_layers = getattr(library, f"run_layers_{name}")
         self._multiplies = bool(library.multiplies_well())
         self._num_threads = torch.get_num_threads()
 
@@ -214,6 +216,18 @@ class Kernels:
             self._threads(panels.numel()),
         )
         return out
+
+    def run_layers(
+        self,
+        layers: ctypes.Array[Any],
+        num_layers: int,
+        sizes: ctypes.Structure,
+        step: ctypes.Structure,
+    ) -> None:
+        """See NativeLayers, whose structs these are."""
+        self._run_layers(
+            layers, num_layers, ctypes.byref(sizes), ctypes.byref(step), self._num_threads
+        )
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """See DecoderKernels.likeliest."""

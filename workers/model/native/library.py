@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = ("attention.h", "linear.h", "rows.h", "vectors.h")
+_HEADERS = ("attention.h", "layers.h", "linear.h", "rows.h", "turn.h", "vectors.h")
 _FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "silu_gate": (_P, _P, _I, _I, _N),
     "likeliest": (_P, _P, _I, _I, _N),
     "linear": (_P, _I, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P, _N),
+    "run_layers": (_P, _I, _P, _P, _N),
 }
 
 

@@ -49,12 +49,12 @@ class MergedAttention(nn.Module):
         self, old: Any, flags: AttentionFlags, layout: Layout, *, turns_natively: bool
     ) -> None:
         super().__init__()
-        self._head_dim = int(old.head_dim)
-        self._num_heads = old.q_proj.out_features // self._head_dim
-        self._kv_heads = old.k_proj.out_features // self._head_dim
-        self._flags = flags
-        self._norms = head_norms(old)
-        self._turns_natively = turns_natively
+        self.head_dim = int(old.head_dim)
+        self.num_heads = old.q_proj.out_features // self.head_dim
+        self.kv_heads = old.k_proj.out_features // self.head_dim
+        self.flags = flags
+        self.norms = head_norms(old)
+        self.turns_natively = turns_natively
         self.qkv = layout.merged([old.q_proj, old.k_proj, old.v_proj])
         self.o_proj = layout.linear(old.o_proj.weight, old.o_proj.bias)
 
@@ -76,20 +76,20 @@ class MergedAttention(nn.Module):
         return out.reshape(len(out), -1)
 
     def _attend(self, step: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self._turns_natively:
+        if self.turns_natively:
             found: Tensor = step.turn_and_attend(
-                self, qkv, self._num_heads, cos, sin, self._norms, self._flags
+                self, qkv, self.num_heads, cos, sin, self.norms, self.flags
             )
             return found
-        heads = qkv.view(len(qkv), -1, self._head_dim)
-        sizes = [self._num_heads, self._kv_heads, self._kv_heads]
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        sizes = [self.num_heads, self.kv_heads, self.kv_heads]
         query, key, value = torch.split(heads, sizes, dim=1)
-        if self._norms is not None:
-            q_weight, k_weight, eps = self._norms
-            query = F.rms_norm(query, (self._head_dim,), q_weight, eps)
-            key = F.rms_norm(key, (self._head_dim,), k_weight, eps)
+        if self.norms is not None:
+            q_weight, k_weight, eps = self.norms
+            query = F.rms_norm(query, (self.head_dim,), q_weight, eps)
+            key = F.rms_norm(key, (self.head_dim,), k_weight, eps)
         query, key = _turn(query, cos, sin), _turn(key, cos, sin)
-        call = AttentionCall(self, query, key, value, self._flags, has_mask=False, extra={})
+        call = AttentionCall(self, query, key, value, self.flags, has_mask=False, extra={})
         attended: Tensor = step.attend(call)
         return attended
 

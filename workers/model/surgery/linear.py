@@ -78,24 +78,24 @@ class NativeLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
-        self._num_out = len(weight)
-        self._panels = kernels.lay_out(weight.detach())
-        self._bias = None if bias is None else bias.detach()
+        self.num_out = len(weight)
+        self.panels = kernels.lay_out(weight.detach())
+        self.bias = None if bias is None else bias.detach()
         self._kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
         flat = x.reshape(-1, x.shape[-1])
-        out = self._kernels.linear(flat, self._panels, self._num_out, norm=_parts(before))
-        if self._bias is not None:
-            out += self._bias
-        return out.view(*x.shape[:-1], self._num_out)
+        out = self._kernels.linear(flat, self.panels, self.num_out, norm=_parts(before))
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.num_out)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
         """x (T, in), to (T, out) -> to + forward(x), rounded once."""
-        if self._bias is not None:
-            to = to + self._bias
-        return self._kernels.linear(x, self._panels, self._num_out, to)
+        if self.bias is not None:
+            to = to + self.bias
+        return self._kernels.linear(x, self.panels, self.num_out, to)
 
 
 class NativeGates(nn.Module):
@@ -103,15 +103,13 @@ class NativeGates(nn.Module):
 
     def __init__(self, gate: Tensor, up: Tensor, kernels: Kernels) -> None:
         super().__init__()
-        self._num_out = len(gate)
-        self._panels = kernels.lay_out_gated(gate.detach(), up.detach())
-        self._kernels = kernels
+        self.num_out = len(gate)
+        self.panels = kernels.lay_out_gated(gate.detach(), up.detach())
+        self.kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
-        return self._kernels.linear(
-            x, self._panels, self._num_out, norm=_parts(before), is_gated=True
-        )
+        return self.kernels.linear(x, self.panels, self.num_out, norm=_parts(before), is_gated=True)
 
 
 def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:

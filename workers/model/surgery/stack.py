@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workers.model.attention.native import PreparedNative
+from workers.model.kv_cache import KVCache
+from workers.model.native.kernels import Kernels
+from workers.model.native.layers import LayerSizes, LayerWeights, NativeLayers
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
-from workers.model.surgery.linear import NativeLinear, PackedLinear, PlainLinear
+from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, nn.Linear)
 _MAX_TABLE_BYTES = 2**25  # for the turns of all positions; beyond, each step computes its own
@@ -30,10 +34,16 @@ class Stack:
     """What a ForCausalLM's forward computes, on a flat batch."""
 
     def __init__(
-        self, decoder: Any, layers: tuple[_Layer, ...], num_positions: int, vocab_size: int
+        self,
+        decoder: Any,
+        layers: tuple[_Layer, ...],
+        num_positions: int,
+        vocab_size: int,
+        native: NativeLayers | None,
     ) -> None:
         self._embedding: nn.Embedding = decoder.model.embed_tokens
         self._layers = layers
+        self._native = native
         self._norm: NativeRMSNorm = decoder.model.norm
         self._head: nn.Module = decoder.lm_head
         self._vocab_size = vocab_size
@@ -47,17 +57,30 @@ class Stack:
         """
         x: Tensor = self._embedding(input_ids[0])
         cos, sin = self._turns.at(position_ids)
+        if self._native is not None and isinstance(step.prepared, PreparedNative):
+            x = self._native.run(x, cos, sin, step.slot_mapping, step.prepared, logits_index)
+        else:
+            x = self._run(x, cos, sin, logits_index, step)
+        if len(x) == 0:
+            return x.new_empty(0, self._vocab_size)
+        if isinstance(self._head, nn.Linear):
+            plain: Tensor = self._head(self._norm(x))
+            return plain
+        logits: Tensor = self._head(x, self._norm)
+        return logits
+
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, logits_index: Tensor, step: Any) -> Tensor:
+        """x (T, hidden) -> the last layer's output of the rows in logits_index."""
         for layer in self._layers:
             mixed = layer.attention.mix(x, cos, sin, step, layer.before_attention)
             if layer is self._layers[-1]:
                 if len(logits_index) == 0:
-                    return x.new_empty(0, self._vocab_size)
+                    return x[:0]
                 if len(logits_index) < len(x):
                     mixed, x = mixed[logits_index], x[logits_index]
             x = layer.attention.o_proj.add(mixed, x)
             x = layer.mlp.down_proj.add(layer.mlp.gated(x, layer.before_mlp), x)
-        logits: Tensor = self._head(self._norm(x))
-        return logits
+        return x
 
 
 class _Turns:
@@ -82,7 +105,7 @@ class _Turns:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-def stack_of(decoder: Any, num_positions: int) -> Stack | None:
+def stack_of(decoder: Any, num_positions: int, cache: KVCache) -> Stack | None:
     """A loop in place of the decoder's forward where all of its modules are ones that it knows;
     None elsewhere. Whether the forward does more than these modules, a comparison must show.
     """
@@ -108,7 +131,49 @@ def stack_of(decoder: Any, num_positions: int) -> Stack | None:
         for layer in decoder.model.layers
     )
     vocab_size = int(decoder.config.get_text_config().vocab_size)
-    return Stack(decoder, layers, num_positions, vocab_size)
+    native = _native_layers(layers, cache)
+    return Stack(decoder, layers, num_positions, vocab_size, native)
+
+
+def _native_layers(layers: tuple[_Layer, ...], cache: KVCache) -> NativeLayers | None:
+    """The layers for the kernels, where these compute all of every layer; all have one size."""
+    weights = [_weights(layer, cache) for layer in layers]
+    found = [each for each in weights if each is not None]
+    if len(found) < len(layers) or len({sizes for _, sizes, _ in found}) != 1:
+        return None
+    _, sizes, kernels = found[0]
+    return NativeLayers([each for each, _, _ in found], sizes, kernels)
+
+
+def _weights(layer: _Layer, cache: KVCache) -> tuple[LayerWeights, LayerSizes, Kernels] | None:
+    """None where something is not the kernels', or has a bias."""
+    attention, mlp, kept = layer.attention, layer.mlp, cache.layers[layer.attention]
+    gates = mlp.gate_up
+    qkv, out, down = map(_unbiased, (attention.qkv, attention.o_proj, mlp.down_proj))
+    if qkv is None or out is None or down is None or not isinstance(gates, NativeGates):
+        return None
+    if not attention.turns_natively:
+        return None
+    weights = LayerWeights(
+        before_attention=(layer.before_attention.weight, layer.before_attention.eps),
+        qkv=qkv.panels,
+        head_norms=attention.norms,
+        out=out.panels,
+        before_mlp=(layer.before_mlp.weight, layer.before_mlp.eps),
+        gate_up=gates.panels,
+        down=down.panels,
+        keys=kept.key_slots,
+        values=kept.value_slots,
+        flags=attention.flags,
+    )
+    num_heads, kv_heads, dim = attention.num_heads, attention.kv_heads, attention.head_dim
+    sizes = LayerSizes(out.num_out, num_heads, kv_heads, dim, gates.num_out)
+    return weights, sizes, gates.kernels
+
+
+def _unbiased(linear: nn.Module) -> NativeLinear | None:
+    """The layer, where it is the kernels' and has no bias."""
+    return linear if isinstance(linear, NativeLinear) and linear.bias is None else None
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -1,0 +1,167 @@
+"""All layers of a decoder in one call of the kernels: what they need of a step, and what they keep.
+
+Between two kernels of a layer Python would have to be fetched anew from a memory that the weights
+have just passed through. The structs are those of layers.h, field by field.
+"""
+
+import ctypes
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.model.attention.interface import AttentionFlags
+from workers.model.attention.native import PreparedNative
+from workers.model.native.kernels import Kernels
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What all layers share; `inner` is the width of the gated MLP."""
+
+    hidden: int
+    num_heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer: weights of its RMSNorms with their eps, panels of its products, and its KV
+    (num_slots, kv_heads, dim). `head_norms`: of each query and each key head.
+    """
+
+    before_attention: tuple[Tensor, float]
+    qkv: Tensor
+    head_norms: tuple[Tensor, Tensor, float] | None
+    out: Tensor
+    before_mlp: tuple[Tensor, float]
+    gate_up: Tensor
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+    flags: AttentionFlags
+
+
+class NativeLayers:
+    """The layers, ready to be run."""
+
+    def __init__(self, layers: Seq[LayerWeights], sizes: LayerSizes, kernels: Kernels) -> None:
+        self._layers = tuple(layers)  # keeps alive what the structs point to
+        self._sizes = sizes
+        self._kernels = kernels
+        self._sinks = [
+            None if layer.flags.sinks is None else layer.flags.sinks.float().contiguous()
+            for layer in layers
+        ]
+        structs = [_layer(layer, at) for layer, at in zip(layers, self._sinks, strict=True)]
+        self._table = (_Layer * len(layers))(*structs)
+        self._room = torch.empty(0, dtype=kernels.dtype)
+
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kept_at: Tensor,
+        prepared: PreparedNative,
+        wanted: Tensor,
+    ) -> Tensor:
+        """x (T, hidden), overwritten; cos and sin (T, rotary); kept_at int64 (T,): the cache slot
+        of each row -> (num_wanted, hidden): the last layer's output of rows `wanted` int64.
+        """
+        s = self._sizes
+        assert all(part.is_contiguous() for part in (x, cos, sin, kept_at, wanted))
+        assert all(part.dtype == self._kernels.dtype for part in (x, cos, sin))
+        found = x.new_empty(len(wanted), s.hidden)
+        tiles = prepared.tiles(s.num_heads // s.kv_heads)
+        last_tiles = prepared.tiles_of_rows(wanted, s.num_heads // s.kv_heads)
+        step = _Step(
+            rows=len(x),
+            num_wanted=len(wanted),
+            num_tiles=len(tiles),
+            num_last_tiles=len(last_tiles),
+            x=x.data_ptr(),
+            found=found.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            kept_at=kept_at.data_ptr(),
+            slots=prepared.slots.data_ptr(),
+            tiles=tiles.data_ptr(),
+            last_tiles=last_tiles.data_ptr(),
+            wanted=wanted.data_ptr(),
+        )
+        self._give_room(step, len(x))
+        sizes = _Sizes(s.hidden, s.num_heads, s.kv_heads, s.dim, s.inner, cos.shape[1])
+        self._kernels.run_layers(self._table, len(self._layers), sizes, step)
+        return found
+
+    def _give_room(self, step: "_Step", num_rows: int) -> None:
+        """Points to memory that steps use one after the other."""
+        s = self._sizes
+        widths = {
+            "normed": s.hidden,
+            "qkv": (s.num_heads + 2 * s.kv_heads) * s.dim,
+            "attended": s.num_heads * s.dim,
+            "inner": s.inner,
+        }
+        num_elements = num_rows * sum(widths.values())
+        if len(self._room) < num_elements:
+            self._room = self._room.new_empty(num_elements)
+        at = self._room.data_ptr()
+        for name, width in widths.items():
+            setattr(step, name, at)
+            at += num_rows * width * self._room.element_size()
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("before_attention", "qkv", "q_norm", "k_norm")),
+        *((name, _P) for name in ("out", "before_mlp", "gate_up", "down")),
+        *((name, _P) for name in ("keys", "values", "sinks")),
+        ("window", _I),
+        *((name, _F) for name in ("attention_eps", "head_eps", "mlp_eps", "scale", "softcap")),
+    ]
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [
+        (name, _I) for name in ("hidden", "num_heads", "kv_heads", "dim", "inner", "rotary")
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _I) for name in ("rows", "num_wanted", "num_tiles", "num_last_tiles")),
+        *((name, _P) for name in ("x", "found", "cos", "sin", "kept_at")),
+        *((name, _P) for name in ("slots", "tiles", "last_tiles", "wanted")),
+        *((name, _P) for name in ("normed", "qkv", "attended", "inner")),
+    ]
+
+
+def _layer(layer: LayerWeights, sinks: Tensor | None) -> _Layer:
+    q_norm, k_norm, head_eps = layer.head_norms or (None, None, 0.0)
+    flags = layer.flags
+    return _Layer(
+        before_attention=layer.before_attention[0].data_ptr(),
+        qkv=layer.qkv.data_ptr(),
+        q_norm=None if q_norm is None else q_norm.data_ptr(),
+        k_norm=None if k_norm is None else k_norm.data_ptr(),
+        out=layer.out.data_ptr(),
+        before_mlp=layer.before_mlp[0].data_ptr(),
+        gate_up=layer.gate_up.data_ptr(),
+        down=layer.down.data_ptr(),
+        keys=layer.keys.data_ptr(),
+        values=layer.values.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        window=flags.window or 0,
+        attention_eps=layer.before_attention[1],
+        head_eps=head_eps,
+        mlp_eps=layer.before_mlp[1],
+        scale=flags.scale,
+        softcap=flags.softcap or 0.0,
+    )
