@@ -74,10 +74,10 @@ def test_one_call_of_the_kernels_is_the_loop(
         found.append(logits.float())
         kept.append([layer[0].float() for layer in runner.cache.tensors])
 
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    most = 1e-4 if dtype == torch.float32 else 0.1
     assert len(found[0]) == len(wanted)
-    torch.testing.assert_close(found[0], found[1], **close)
-    torch.testing.assert_close(kept[0], kept[1], **close)
+    torch.testing.assert_close(found[0], found[1], rtol=most, atol=most)
+    torch.testing.assert_close(kept[0], kept[1], rtol=most, atol=most)
 
 
 def test_a_bias_keeps_the_layers_apart() -> None:
