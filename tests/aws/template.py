@@ -36,6 +36,7 @@ _Loader.add_multi_constructor("!", _function)
 
 @functools.cache
 def written() -> dict[str, Any]:
+    """As it stands in the file, to be read only."""
     loaded: dict[str, Any] = yaml.load(TEMPLATE.read_text(), _Loader)
     return loaded
 
