@@ -55,9 +55,10 @@ def test_letting_one_in_costs_hardly_more_where_many_wait() -> None:
     assert many < 1.1 * few
 
 
-def test_who_runs_costs_its_own_part() -> None:
+@pytest.mark.parametrize("load", [Load.STEADY, Load.TURNOVER])
+def test_who_runs_costs_its_own_part(load: Load) -> None:
     """Four times as many sequences that run cost at most four times as much."""
-    few, many = (num_operations(Load.STEADY, num_running, 40) for num_running in (16, 64))
+    few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
     assert few < many <= 4 * few
 
 

@@ -100,13 +100,11 @@ def chunk_features(start: int, num_tokens: int) -> tuple[float, float, float]:
 
 def step_features(chunks: Iterable[Chunk | Padding]) -> tuple[float, float, float]:
     """The sums of `chunk_features` over the chunks of a step."""
-    tokens = kv_read = products = 0.0
-    for chunk in chunks:
-        num = chunk.num_tokens
-        tokens += num
-        kv_read += chunk.start + num
-        products += (num - 1) * (chunk.start + num / 2)
-    return tokens, kv_read, products
+    sizes = [(chunk.start, chunk.num_tokens) for chunk in chunks]
+    tokens = float(sum([num for _, num in sizes]))
+    kv_read = tokens + sum([start for start, _ in sizes])
+    products = sum([(num - 1) * (start + num / 2) for start, num in sizes if num > 1])
+    return tokens, kv_read, float(products)
 
 
 def _solve_positive(

@@ -211,13 +211,13 @@ class Engine:
                 self._drop(job_id)
 
     def _count(self, plan: StepPlan, report: StepReport) -> None:
-        chunks, scheduler = plan.chunks.values(), self._scheduler
+        num_each, scheduler = [c.num_tokens for c in plan.chunks.values()], self._scheduler
         report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
-        report.num_step_seqs = len(chunks)
-        report.num_step_tokens = plan.num_tokens
-        report.num_decode_tokens = sum(chunk.num_tokens == 1 for chunk in chunks)
+        report.num_step_seqs = len(num_each)
+        report.num_step_tokens = sum(num_each)
+        report.num_decode_tokens = num_each.count(1)
         report.num_preemptions = len(plan.preempted)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
@@ -238,18 +238,15 @@ class Engine:
             self._jobs[sequence.job_id] = job
 
     def _apply(
-        self,
-        chunks: list[Chunk],
-        rows: Seq[Row],
-        report: StepReport,
-        now_s: float,
+        self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float
     ) -> None:
         """Books what the model computed. A failed row takes its whole job with it."""
+        book, num_recomputed = self._scheduler.book, 0
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
             if report.failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
-            report.num_recomputed_tokens += self._scheduler.book(chunk, num_out=chunk.samples)
+            num_recomputed += book(chunk, num_out=chunk.samples)
             if (found := prompt_logprobs_of(row)) is not None:
                 report.prompt_logprobs.append((sequence, found))
             if isinstance(row, RowFailed):
@@ -262,11 +259,13 @@ class Engine:
                 report.outputs.append(self._extend(sequence, row))
                 if sequence.finish_reason is not None:
                     self._finish(sequence, report, now_s)
+        report.num_recomputed_tokens = num_recomputed
 
     def _extend(self, sequence: Sequence, sample: Sample) -> Output:
         """Appends the new token; it may be the last one."""
-        position, token_id = sequence.num_output, sample.token_id
-        sequence.token_ids.append(token_id)
+        token_ids, token_id = sequence.token_ids, sample.token_id
+        position = len(token_ids) - sequence.num_prompt
+        token_ids.append(token_id)
         end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
         return Output(sequence, position, token_id, end, sample.logprob, sample.top_logprobs)
 

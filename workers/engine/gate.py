@@ -66,10 +66,6 @@ class Gate:
             num_running < self.limits.max_num_seqs and self._blocks.num_used < num_allowed
         )
 
-    def _yields(self, sequence: Sequence) -> bool:
-        """Whether it makes room for a higher lane: not in the step in which it was its turn."""
-        return not self.is_pinned(sequence) and not self._lanes.is_overdue(sequence)
-
     def is_pinned(self, sequence: Sequence) -> bool:
         """Whether it has been preempted often enough."""
         return sequence.num_preemptions >= self.limits.max_preemptions
@@ -179,36 +175,39 @@ class Gate:
         """Who must go for the candidate, no one where there is room; None where it must wait.
 
         Only sequences of lower lanes go, the least to lose first, and none that is pinned. They
-        will yield later too, so how much they may grow is no reason to wait.
+        will yield later too, so how much they may grow is no reason to wait. Alone it may always
+        run.
+        """
+        num_running, num_blocks = len(self._running), self._blocks.num_blocks
+        num_places_lacking = num_running + 1 - self.limits.max_num_seqs
+        num_allowed = int(self.limits.kv_high_water * num_blocks)
+        num_lacking = forecast.num_known(need) - num_allowed
+        is_room = num_places_lacking <= 0 and num_lacking <= 0
+        grows_at_will = forecast.num_at_most(need) <= num_blocks
+        if num_running == 0 or (is_room and grows_at_will):
+            return []
+        yielding = self._yielding_to(candidate)
+        may_grow = grows_at_will or forecast.peak(need, set(yielding)) <= num_blocks
+        if is_room and may_grow:
+            return []
+        yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
+        for num_victims, victim in enumerate(yielding, start=1):
+            num_lacking -= forecast.num_blocks_of(victim)
+            is_room = num_places_lacking <= num_victims and num_lacking <= 0
+            if num_victims == num_running or (is_room and may_grow):
+                return yielding[:num_victims]
+        return None
+
+    def _yielding_to(self, candidate: Sequence) -> list[Sequence]:
+        """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's
+        turn it is in this step.
         """
         priority, priority_of = self._lanes.of(candidate).priority, self._lanes.priority_of
         lower = {name for name in {s.lane for s in self._running} if priority_of(name) > priority}
-        yielding = [s for s in self._running if s.lane in lower and self._yields(s)]
-        yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
-        without: set[Sequence] = set()
-        if self._fits(need, forecast, set(yielding), without):
-            return []
-        if not yielding or not self._fits(need, forecast, set(yielding), set(yielding)):
-            return None
-        for victim in yielding:
-            without.add(victim)
-            if self._fits(need, forecast, set(yielding), without):
-                break
-        return yielding[: len(without)]
-
-    def _fits(
-        self, need: Need, forecast: KVForecast, yielding: set[Sequence], without: set[Sequence]
-    ) -> bool:
-        """Whether one more may run; alone it always may."""
-        num_running = len(self._running) - len(without)
-        if num_running == 0:
-            return True
-        num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
-        return (
-            num_running < self.limits.max_num_seqs
-            and forecast.num_known(need, without) <= num_allowed
-            and forecast.peak(need, yielding, without) <= self._blocks.num_blocks
-        )
+        below = [s for s in self._running if s.lane in lower and not self.is_pinned(s)]
+        one_of = {(s.lane, s.tenant): s for s in below}
+        overdue = {account for account, s in one_of.items() if self._lanes.is_overdue(s)}
+        return [s for s in below if (s.lane, s.tenant) not in overdue]
 
 
 def _num_common(leader: Sequence, candidate: Sequence) -> int:

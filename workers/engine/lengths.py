@@ -63,12 +63,12 @@ class RecentLengths:
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()
 
     def predict(self, sequence: Sequence) -> int:
-        num_output, cap = sequence.num_output, sequence.max_output
-        place = (sequence.arrival + 1) * _GOLDEN % 1.0
+        num_output = sequence.num_output
         for names in _scopes(sequence):
             history = self._histories.get(names)
             if history is not None and history.num_seen >= self._num_needed:
-                return min(cap, history.draw(place, over=num_output))
+                place = (sequence.arrival + 1) * _GOLDEN % 1.0
+                return min(sequence.max_output, history.draw(place, over=num_output))
         return num_output
 
     def observe(self, sequence: Sequence) -> None:

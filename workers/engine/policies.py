@@ -48,6 +48,8 @@ class Composed(Policy):
 
     def __init__(self, *policies: Policy) -> None:
         self._policies = policies
+        # Asked for each token: those alone that keep account.
+        self._charged = [p.charge for p in policies if type(p).charge is not Policy.charge]
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
         key: Key = ()
@@ -63,8 +65,8 @@ class Composed(Policy):
             policy.arrive(sequence)
 
     def charge(self, sequence: Sequence, num_in: int, num_out: int) -> None:
-        for policy in self._policies:
-            policy.charge(sequence, num_in, num_out)
+        for charge in self._charged:
+            charge(sequence, num_in, num_out)
 
     def leave(self, sequence: Sequence) -> None:
         for policy in self._policies:

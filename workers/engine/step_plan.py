@@ -36,10 +36,6 @@ class StepPlan:
     def num_on_offer(self) -> int:
         return self.num_tokens_left - self.num_kept_back
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks.values())
-
     def num_planned(self, sequence: Sequence) -> int:
         chunk = self.chunks.get(sequence)
         return 0 if chunk is None else chunk.num_tokens
