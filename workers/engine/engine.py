@@ -237,9 +237,7 @@ class Engine:
             self._batches.add(sequence)
             self._jobs[sequence.job_id] = job
 
-    def _apply(
-        self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float
-    ) -> None:
+    def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
         """Books what the model computed. A failed row takes its whole job with it."""
         book, num_recomputed = self._scheduler.book, 0
         for chunk, row in zip(chunks, rows, strict=True):

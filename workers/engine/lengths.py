@@ -63,8 +63,8 @@ class RecentLengths:
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()
 
     def predict(self, sequence: Sequence) -> int:
-        num_output = sequence.num_output
-        for names in _scopes(sequence):
+        num_output = len(sequence.token_ids) - sequence.num_prompt
+        for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
             history = self._histories.get(names)
             if history is not None and history.num_seen >= self._num_needed:
                 place = (sequence.arrival + 1) * _GOLDEN % 1.0
@@ -72,7 +72,7 @@ class RecentLengths:
         return num_output
 
     def observe(self, sequence: Sequence) -> None:
-        for names in _scopes(sequence):
+        for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
             history = self._histories.setdefault(names, _History(self._num_kept))
             history.add(sequence.num_output)
             self._histories.move_to_end(names)
@@ -105,7 +105,3 @@ class _History:
         if num_longer == 0:
             return 2 * over + 1
         return self._sorted[first + int(place * num_longer)]
-
-
-def _scopes(sequence: Sequence) -> tuple[tuple[str, ...], ...]:
-    return (sequence.lane, sequence.tenant), (sequence.lane,), ()
