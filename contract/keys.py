@@ -78,6 +78,9 @@ class Keys(msgspec.Struct, frozen=True):
     def owned(self, incarnation: str) -> str:
         return f"{self.tag}:own:{incarnation}"
 
+    def running(self, incarnation: str) -> str:
+        return f"{self.tag}:run:{incarnation}"
+
     def workers(self, model: str) -> str:
         return f"{self.tag}:workers:{model}"
 

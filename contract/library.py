@@ -13,6 +13,7 @@ _SHARED = (  # in this order
     "fairness",
     "ledger",
     "outbox",
+    "running",
     "totals",
     "queue",
     "promises",

@@ -31,6 +31,8 @@ def claimed(reply: list[Any]) -> list[Claimed]:
 
 def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
     """One job's part of a worker's call, with its number where it has one."""
+    if part[0] == b"OK" and len(part) > 1:  # what an append nearly always says
+        return Verdict.OK, part[1]
     word = part[0].decode()
     number = part[1] if len(part) > 1 else 0
     return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number

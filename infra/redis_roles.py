@@ -20,7 +20,7 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hget hgetall hincrby hmget hset hsetnx info persist pexpire publish sadd "
+    "del exists get hdel hget hgetall hincrby hmget hset hsetnx info persist pexpire publish sadd "
     "scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups xlen xrange "
     "xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank zscore"
 )
@@ -32,7 +32,7 @@ _READ_COMMANDS = (
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back counters deadlines due idle job jobs kept leases lengths line "
-    "litter log out outbox own poison q quarantine runid tenant totals"
+    "litter log out outbox own poison q quarantine run runid tenant totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
@@ -85,7 +85,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim zadd "
             "zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="due deliveries flying out outbox dead",
-            reads=f"{_SIGHT_KEYS} active counters job line log object_store pool workers",
+            reads=f"{_SIGHT_KEYS} active counters job line log object_store pool run workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(

@@ -29,6 +29,7 @@ local JOB_FIELDS = {
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
 local outbox = {}  -- what callers are to be told; _outbox.lua
+local running = {}  -- how far jobs are that run; _running.lua
 local totals = {}  -- what metrics count; _totals.lua
 
 -- Tests move the clock by an offset, or stop it: '=1700000000000'.
@@ -48,33 +49,35 @@ local function load_job(tag, id)
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
   for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
+  for name, value in pairs(running.progress(tag, job.owner, id) or {}) do job[name] = value end
   return job
 end
 
 -- A job's record for its owner: {field, value, …}.
-local function view(key)
+local function view(tag, id)
+  local key, record = tag .. ':job:' .. id, {}
   local values = redis.call('HMGET', key, unpack(VIEW_FIELDS))
-  local record = {}
+  local progress = running.progress(tag, redis.call('HGET', key, 'owner'), id) or {}
   for i, name in ipairs(VIEW_FIELDS) do
     table.insert(record, name)
-    table.insert(record, values[i] or '')
+    table.insert(record, progress[name] and string.format('%d', progress[name]) or values[i] or '')
   end
   return record
 end
 
--- Appends one event to the job's log and announces it, event and all. The caller writes `next` and
--- `hash` into the record.
-local function write_event(tag, job, event)
-  local number = job.next
-  local hash = string.sub(redis.sha1hex(job.hash .. event), 1, 8)
-  redis.call('XADD', tag .. ':log:' .. job.id, number .. '-0', 'e', event, 'h', hash)
-  redis.call('PUBLISH', tag .. ':ev:' .. job.id, number .. ' ' .. hash .. ' ' .. event)
-  job.next = number + 1
-  job.hash = hash
+-- Appends one event to a job's log and announces it, event and all; returns the hash of the log
+-- up to it. The caller keeps that, and the next event's number. Of a number given as text none has
+-- to be made.
+local function write_event(tag, id, number, hash, event)
+  hash = string.sub(redis.sha1hex(hash .. event), 1, 8)
+  redis.call('XADD', tag .. ':log:' .. id, number .. '-0', 'e', event, 'h', hash)
+  redis.call('PUBLISH', tag .. ':ev:' .. id, number .. ' ' .. hash .. ' ' .. event)
+  return hash
 end
 
 local function log_event(tag, job, event)
-  write_event(tag, job, event)
+  job.hash = write_event(tag, job.id, job.next, job.hash, event)
+  job.next = job.next + 1
   redis.call('HSET', job.key, 'next', job.next, 'hash', job.hash)
 end
 
@@ -104,6 +107,7 @@ end
 
 -- Takes a job out of its stream, and its lease and its owner from it.
 local function leave(tag, job)
+  running.put_back(tag, job)
   local key = tag .. ':' .. job.stream
   redis.call('XACK', key, GROUP, job.entry)
   redis.call('XDEL', key, job.entry)

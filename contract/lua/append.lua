@@ -11,59 +11,45 @@
 --       {'FENCED'}                 the job is another worker's, or waits
 --       {'GONE'}                   no such job
 --       {status}                   the job has ended: succeeded, failed, cancelled, expired
--- A call is made for every step of a worker, so it does little for each job: of the record it reads
--- what follows, and writes once; leases and counters are written for all jobs together.
-local FIELDS = {
-  'state', 'owner', 'hash', 'model', 'lane', 'first_token', 'epoch', 'next', 'tokens', 'deadline',
-  'max_tokens', 'cost', 'prompt_tokens', 'callback_every',
-}
-local FIRST_NUMBER = 7  -- of FIELDS; those from here on are numbers
+-- A call is made for every step of a worker, so it does little for each job: what it must know of
+-- those that go on is read and written for all together, and so are leases and counters. The first
+-- output of a job, its end and whatever is refused go the long way, by the record.
 local MOST_ARGUMENTS = 1000  -- of one command
-
-local function load_part(tag, id)
-  local key = tag .. ':job:' .. id
-  local values = redis.call('HMGET', key, unpack(FIELDS))
-  if not values[1] then return nil end
-  local job = {id = id, key = key}
-  for i = 1, FIRST_NUMBER - 1 do job[FIELDS[i]] = values[i] end
-  for i = FIRST_NUMBER, #FIELDS do job[FIELDS[i]] = tonumber(values[i]) or 0 end
-  return job
-end
+local NUM_OF_JOB = 9  -- arguments
 
 -- What the jobs of one lane have gained in this call: output tokens, and tokens of their cost.
-local function gains_of(said, job)
-  local model = said[job.model] or {}
-  said[job.model] = model
-  model[job.lane] = model[job.lane] or {tokens = 0, done = 0}
-  return model[job.lane]
+local function gains_of(said, model, lane)
+  local lanes = said[model] or {}
+  said[model] = lanes
+  lanes[lane] = lanes[lane] or {tokens = 0, done = 0}
+  return lanes[lane]
 end
 
 -- Appends the event, and writes all that it changes in the record.
 local function progress(tag, job, event, num_tokens, now, said)
-  local gains, done = gains_of(said, job), ledger.done(job)
+  local gains, done = gains_of(said, job.model, job.lane), ledger.done(job)
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done
-  write_event(tag, job, event)
-  if num_tokens > 0 and not job.first_token then
-    redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens, 'next', job.next,
-      'hash', job.hash, 'first_token', now)
+  job.hash = write_event(tag, job.id, job.next, job.hash, event)
+  job.next = job.next + 1
+  redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash',
+    job.hash)
+  if num_tokens > 0 and redis.call('HSETNX', job.key, 'first_token', now) == 1 then
     totals.began(tag, job, now)
-  else
-    redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens, 'next', job.next,
-      'hash', job.hash)
   end
+  running.note(tag, job)
 end
 
 local function append_one(tag, now, incarnation, id, epoch, number, event, num_tokens,
                           fin, code, message, result, said, renewed)
-  local job = load_part(tag, id)
+  local job = load_job(tag, id)
   local refusal = fence(job, incarnation, epoch)
   if refusal then return {refusal} end
   if number < job.next then return {'OK', job.next} end
   if number > job.next then return {'GAP', job.next} end
   if now >= job.deadline then
-    terminal(tag, load_job(tag, id), 'expired', '', '', now)
+    terminal(tag, job, 'expired', '', '', now)
     return {'expired'}
   end
   if job.tokens + num_tokens > job.max_tokens then return {'OVER', job.tokens} end
@@ -72,39 +58,90 @@ local function append_one(tag, now, incarnation, id, epoch, number, event, num_t
     progress(tag, job, event, num_tokens, now, said)
     local every = fin == '' and job.callback_every or 0
     if every > 0 and job.tokens % every < num_tokens then
-      outbox.post(tag, load_job(tag, id), 'progress', now, '', '')
+      outbox.post(tag, job, 'progress', now, '', '')
     end
   end
   if fin == '' then
     table.insert(renewed, id)
-    return {'OK', job.next}
+  else
+    terminal(tag, job, fin, code, message, now, result)
   end
-  job = load_job(tag, id)
-  terminal(tag, job, fin, code, message, now, result)
   return {'OK', job.next}
 end
 
-local function renew(tag, ids, lapses)
-  for first = 1, #ids, MOST_ARGUMENTS / 2 do
-    local arguments = {}
-    for i = first, math.min(#ids, first + MOST_ARGUMENTS / 2 - 1) do
-      table.insert(arguments, lapses)
-      table.insert(arguments, ids[i])
+-- The short way, for a job that goes on with output: the number of its next event, and how far it
+-- is now, packed; nil where it must go the long one.
+local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
+  local its_epoch, next_number, tokens, hash, deadline, max_tokens, cost, prompt_tokens, model,
+    lane = running.unpack(packed)
+  local all_tokens = tokens + num_tokens
+  if tonumber(epoch) ~= its_epoch or tonumber(number) ~= next_number then return nil end
+  if now >= deadline or all_tokens > max_tokens then return nil end
+  hash = write_event(tag, id, number, hash, event)
+  local gains = gains_of(said, model, lane)
+  gains.tokens = gains.tokens + num_tokens
+  gains.done = gains.done + math.min(cost, prompt_tokens + all_tokens)
+    - math.min(cost, prompt_tokens + tokens)
+  return next_number + 1, running.pack(its_epoch, next_number + 1, all_tokens, hash, deadline,
+    max_tokens, cost, prompt_tokens, model, lane)
+end
+
+-- How far those of the call's jobs are that go on, packed, by id.
+local function those_running(tag, incarnation, argv)
+  local found = {}
+  for first = 3, #argv, NUM_OF_JOB * MOST_ARGUMENTS do
+    local ids = {}
+    for i = first, math.min(#argv, first + NUM_OF_JOB * MOST_ARGUMENTS - 1), NUM_OF_JOB do
+      table.insert(ids, argv[i])
     end
-    redis.call('ZADD', tag .. ':leases', unpack(arguments))
+    local values = redis.call('HMGET', running.key(tag, incarnation), unpack(ids))
+    for i, id in ipairs(ids) do found[id] = values[i] or nil end
+  end
+  return found
+end
+
+-- Gives a command its arguments, as many at a time as it may have.
+local function write(name, key, arguments)
+  for first = 1, #arguments, MOST_ARGUMENTS do
+    local last = math.min(#arguments, first + MOST_ARGUMENTS - 1)
+    redis.call(name, key, unpack(arguments, first, last))
   end
 end
 
 local function append(keys, argv)
   local tag, now = keys[1], now_ms(keys[1])
-  local incarnation, lease_ms = argv[1], tonumber(argv[2])
+  local incarnation, lapses = argv[1], now + tonumber(argv[2])
   local verdicts, said, renewed = {}, {}, {}  -- said: gains by model and lane
-  for i = 3, #argv, 9 do
-    table.insert(verdicts, append_one(tag, now, incarnation, argv[i], argv[i + 1],
-      tonumber(argv[i + 2]), argv[i + 3], tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
-      argv[i + 7], argv[i + 8], said, renewed))
+  local found, gone_on = those_running(tag, incarnation, argv), {}
+  for i = 3, #argv, NUM_OF_JOB do
+    local id, event = argv[i], argv[i + 3]
+    local packed = found[id]
+    found[id] = nil  -- a second event of a job in one call goes the long way
+    local next_number
+    if packed and event ~= '' and argv[i + 5] == '' then
+      next_number, packed = go_on(tag, now, packed, id, argv[i + 1], argv[i + 2], event,
+        tonumber(argv[i + 4]), said)
+    end
+    if next_number then
+      table.insert(gone_on, id)
+      table.insert(gone_on, packed)
+      table.insert(renewed, id)
+      table.insert(verdicts, {'OK', next_number})
+    else
+      write('HSET', running.key(tag, incarnation), gone_on)
+      gone_on = {}
+      table.insert(verdicts, append_one(tag, now, incarnation, id, argv[i + 1],
+        tonumber(argv[i + 2]), event, tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
+        argv[i + 7], argv[i + 8], said, renewed))
+    end
   end
-  renew(tag, renewed, now + lease_ms)
+  write('HSET', running.key(tag, incarnation), gone_on)
+  local leases = {}
+  for _, id in ipairs(renewed) do
+    table.insert(leases, lapses)
+    table.insert(leases, id)
+  end
+  write('ZADD', tag .. ':leases', leases)
   for model, lanes in pairs(said) do
     for lane, gains in pairs(lanes) do
       if gains.tokens > 0 then

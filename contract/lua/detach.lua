@@ -8,6 +8,7 @@ local function detach(keys, argv)
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
+  running.put_back(tag, job)
   local deadline = math.max(job.deadline, now + tonumber(argv[3]))
   redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
     'ttl_ms', math.max(job.ttl_ms, tonumber(argv[4])))

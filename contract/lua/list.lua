@@ -40,7 +40,7 @@ local function list(keys, argv)
     local key = tag .. ':job:' .. id
     if matches(key, argv) then
       if #found == max_jobs then return {'OK', rows[i - 2], found} end
-      table.insert(found, view(key))
+      table.insert(found, view(tag, rows[i]))
     end
   end
   return {'OK', #rows == 2 * max_looks and rows[#rows - 1] or '', found}

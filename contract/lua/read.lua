@@ -36,7 +36,7 @@ local function read(keys, argv)
       end
     end
   end
-  return {'OK', view(key), entries, place(tag, id, key)}
+  return {'OK', view(tag, id), entries, place(tag, id, key)}
 end
 redis.register_function{
   function_name = 'batchway_v1_read', callback = read, flags = {'no-writes'},

@@ -7,6 +7,7 @@ local function reprioritise(keys, argv)
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
+  running.put_back(tag, job)
   if argv[4] ~= '' then
     job.deadline = now + tonumber(argv[4])
     redis.call('HSET', job.key, 'deadline', job.deadline)

@@ -1,6 +1,7 @@
 """Checks the invariants of docs/protocol.md on what really lies in Redis."""
 
 import hashlib
+import struct
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,7 @@ class Audit:
                 *passing,
                 *("outbox", "due:*", "flying:*"),
                 "own:*",
+                "run:*",
                 "q:*",
                 "back:*",
                 "alone:*",
@@ -120,7 +122,26 @@ class Audit:
             jobs[job_id] = {name.decode(): value.decode() for name, value in raw.items()}
             self._rows[job_id] = rows
             self._ttls[job_id] = (job_ttl, log_ttl)
+        self._complete(jobs)
         return jobs
+
+    def _complete(self, jobs: dict[str, dict[str, str]]) -> None:
+        """How far jobs are that go on, from what their workers' hashes hold, packed; what else is
+        packed must be what the record says.
+        """
+        prefix = self.keys.running("")
+        for key in self.client.keys(f"{prefix}*"):
+            packed: Any = self.client.hgetall(key)
+            for raw_id, raw in packed.items():
+                job = jobs[raw_id.decode()]
+                epoch, number, tokens, hash_, *rest = struct.unpack_from(">ddd8sdddd", raw)
+                model, lane, _ = raw[struct.calcsize(">ddd8sdddd") :].split(b"\0")
+                assert job["owner"] == key.decode()[len(prefix) :], "what is packed is its owner's"
+                names = ("epoch", "deadline", "max_tokens", "cost", "prompt_tokens")
+                assert [epoch, *rest] == [int(job[name]) for name in names], "packed as on record"
+                assert [model.decode(), lane.decode()] == [job["model"], job["lane"]]
+                job |= {"next": str(int(number)), "tokens": str(int(tokens))}
+                job["hash"] = hash_.decode()
 
     def _queue_entries(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Where jobs have an entry that no worker was handed, and where one that is pending."""

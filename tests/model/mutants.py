@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt counts with every output",
-        "  if num_tokens > 0 and not job.first_token then",
+        "  if num_tokens > 0 and redis.call('HSETNX', job.key, 'first_token', now) == 1 then",
         "  if num_tokens > 0 then",
     ),
     Mutant(
@@ -79,8 +79,48 @@ MUTANTS = [
     ),
     Mutant(
         "an append does not renew the lease",
-        "    table.insert(renewed, id)\n    return",
-        "    return",
+        "    table.insert(renewed, id)\n  else",
+        "    local _\n  else",
+    ),
+    Mutant(
+        "an append of one that goes on does not renew the lease",
+        "      table.insert(renewed, id)\n      table.insert(verdicts",
+        "      table.insert(verdicts",
+    ),
+    Mutant(
+        "one that goes on may leave a gap, and say all again",
+        "its_epoch or tonumber(number) ~= next_number then",
+        "its_epoch then",
+    ),
+    Mutant(
+        "one that goes on may do so past its deadline",
+        "  if now >= deadline or all_tokens",
+        "  if all_tokens",
+    ),
+    Mutant(
+        "one that goes on has no cap",
+        "  if now >= deadline or all_tokens > max_tokens then",
+        "  if now >= deadline then",
+    ),
+    Mutant(
+        "how far a job is was forgotten when it left its worker",
+        "redis.call('HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'hash', job.hash)",
+        "redis.call('HSET', job.key, 'hash', job.hash)",
+    ),
+    Mutant(
+        "a job that is moved goes on under its old lane and deadline",
+        "  running.put_back(tag, job)\n  if argv[4] ~= ''",
+        "  if argv[4] ~= ''",
+    ),
+    Mutant(
+        "a caller is told how far the record was",
+        "  local progress = running.progress(tag, redis.call('HGET', key, 'owner'), id) or {}",
+        "  local progress = {}",
+    ),
+    Mutant(
+        "what goes on counts no tokens of its cost",
+        "  gains.done = gains.done + math.min(cost, prompt_tokens + all_tokens)",
+        "  gains.done = gains.done",
     ),
     Mutant(
         "a heartbeat does not renew leases",
@@ -239,7 +279,7 @@ MUTANTS = [
     Mutant(
         "a draining worker counts as one that takes jobs", "if argv[4] == 'up' then", "if true then"
     ),
-    Mutant("the hash forgets the past", "redis.sha1hex(job.hash .. event)", "redis.sha1hex(event)"),
+    Mutant("the hash forgets the past", "redis.sha1hex(hash .. event)", "redis.sha1hex(event)"),
     Mutant(
         "compaction drops an event",
         "if #pack == PACK or i == #entries then",

@@ -1,0 +1,46 @@
+-- Jobs that run and have output: what an append must know of one, packed, by id in one hash of its
+-- worker's, `run:<incarnation>`. So a step reads and writes those of all its jobs in two commands.
+-- As long as a job is there, `next`, `tokens` and `hash` of its record may be old. It comes there
+-- with output, and goes when it leaves its worker, or when what else is packed changes; the next
+-- append of it brings it back.
+local PACKED = '>dddc8ddddss'  -- numbers as doubles, the hash, strings that end in a zero byte
+local PROGRESS = '>dddc8'  -- the beginning of it: epoch, next, tokens, hash
+
+function running.key(tag, owner)
+  return tag .. ':run:' .. owner
+end
+
+function running.pack(epoch, next_number, tokens, hash, deadline, max_tokens, cost, prompt_tokens,
+                      model, lane)
+  return struct.pack(PACKED, epoch, next_number, tokens, hash, deadline, max_tokens, cost,
+    prompt_tokens, model, lane)
+end
+
+function running.unpack(packed)
+  return struct.unpack(PACKED, packed)
+end
+
+-- The job goes on from here. One that tells of its progress has more to do at each event than this.
+function running.note(tag, job)
+  if job.tokens == 0 or job.callback_every > 0 then return end
+  redis.call('HSET', running.key(tag, job.owner), job.id, running.pack(job.epoch, job.next,
+    job.tokens, job.hash, job.deadline, job.max_tokens, job.cost, job.prompt_tokens, job.model,
+    job.lane))
+end
+
+-- How far the job is: {next, tokens, hash}, nil where its record says it.
+function running.progress(tag, owner, id)
+  if not owner or owner == '' then return nil end
+  local packed = redis.call('HGET', running.key(tag, owner), id)
+  if not packed then return nil end
+  local _, next_number, tokens, hash = struct.unpack(PROGRESS, packed)
+  return {next = next_number, tokens = tokens, hash = hash}
+end
+
+-- From now on its record says all of the job again.
+function running.put_back(tag, job)
+  if job.owner == '' then return end
+  if redis.call('HDEL', running.key(tag, job.owner), job.id) == 1 then
+    redis.call('HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'hash', job.hash)
+  end
+end

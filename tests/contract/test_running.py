@@ -1,0 +1,108 @@
+"""How far a job is that goes on: packed in its worker's hash, never to be told from the record."""
+
+import pytest
+import redis.asyncio
+
+from contract.calls import Append, Verdict
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from tests.contract.test_functions import (
+    append,
+    claim,
+    make_job,
+    make_submission,
+    pass_time,
+    tokens,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def running_job(functions: Functions, num_events: int = 2) -> str:
+    """A job of tenant `t` that the worker `w1` holds, with so many tokens, each in its event."""
+    job = make_job()
+    await functions.submit(job, make_submission())
+    await claim(functions)
+    for number in range(1, num_events + 1):
+        said = await append(functions, "w1", said_by(job.id, number))
+        assert said == [(Verdict.OK, number + 1)]
+    return job.id
+
+
+def said_by(job_id: str, number: int, epoch: int = 1) -> Append:
+    return Append(job_id, epoch, number, tokens(number - 1, 7), 1)
+
+
+async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
+    """Numbers and tokens of the record are those of the log, though other commands write them."""
+    job_id = await running_job(functions, num_events=3)
+    found = await functions.read(job_id, "t", max_events=100)
+    assert found is not None
+    view, entries = found
+    assert (view.next_number, view.num_output_tokens) == (4, 3)
+    assert [entry.number for entry in entries] == [1, 2, 3]
+
+
+async def test_a_job_may_be_said_twice_in_one_call(functions: Functions) -> None:
+    """What comes second follows the first, or repeats it."""
+    job_id = await running_job(functions)
+    said = await append(functions, "w1", said_by(job_id, 3), said_by(job_id, 4))
+    assert said == [(Verdict.OK, 4), (Verdict.OK, 5)]
+    again = await append(functions, "w1", said_by(job_id, 5), said_by(job_id, 5))
+    assert again == [(Verdict.OK, 6), (Verdict.OK, 6)]
+
+
+async def test_an_older_claim_of_the_same_worker_is_fenced(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """A job that came back to the worker that lost it takes nothing from the time before."""
+    job_id = await running_job(functions)
+    await pass_time(redis_client, keys, 11)
+    await functions.sweep()
+    await claim(functions)
+    assert await append(functions, "w1", said_by(job_id, 3, epoch=2)) == [(Verdict.OK, 4)]
+    assert await append(functions, "w1", said_by(job_id, 4, epoch=1)) == [(Verdict.FENCED, 0)]
+
+
+async def test_a_later_deadline_counts_for_a_job_that_goes_on(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Detached in the middle of its output, it goes on past its former deadline."""
+    job_id = await running_job(functions)
+    assert await functions.detach(job_id, "t", deadline_s=600, retention_s=600) is Verdict.OK
+    await pass_time(redis_client, keys, 100)
+    assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
+
+
+async def test_nothing_of_it_is_left_once_it_has_ended(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Its worker's hash is gone, and the record says how far it came."""
+    job_id = await running_job(functions)
+    assert await redis_client.exists(keys.running("w1"))
+    await append(functions, "w1", Append(job_id, 1, 3, fin=JobStatus.SUCCEEDED))
+    assert not await redis_client.exists(keys.running("w1"))
+    said = await redis_client.hmget(keys.job(job_id), ["next", "tokens"])
+    assert said == [b"4", b"2"]
+
+
+async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Where only the record says how far it is, as earlier versions left it, the next append
+    finds it there.
+    """
+    job_id = await running_job(functions)
+    await redis_client.hset(keys.job(job_id), mapping={"next": 3, "tokens": 2})
+    await redis_client.hset(keys.job(job_id), "hash", (await hashes(functions, job_id))[-1])
+    await redis_client.delete(keys.running("w1"))
+    assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
+    assert await append(functions, "w1", said_by(job_id, 4)) == [(Verdict.OK, 5)]
+
+
+async def hashes(functions: Functions, job_id: str) -> list[str]:
+    """Of its events, in order."""
+    found = await functions.read(job_id, "t", max_events=100)
+    assert found is not None
+    return [entry.hash for entry in found[1]]
