@@ -210,7 +210,7 @@ def test_every_function_runs_under_every_role_that_has_it(
         make_users(admin, "world")
         monkeypatch.setattr(small_world, "connect", lambda url: RoleClients(url, turns, calls))
         try:
-            for seed in range(4):
+            for seed in range(8):
                 walk(server.url, seed, 150, audit_every=50, draws=Walk)
                 walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
         finally:
