@@ -89,8 +89,9 @@ class _Overload:
         )
 
     async def _unloaded(self) -> None:
-        """One job at a time: what admission takes where nothing else is to be done."""
-        with self._phase("unloaded"):
+        """One call at a time: what admission takes where nothing else is to be done. A gateway's
+        first call, which reads what it keeps from then on, comes before the phase."""
+        with self._phase("unloaded", settles=True):
             rng = random.Random(f"{self.options.seed} unloaded")
             for _ in range(self.options.num_unloaded):
                 ask = replace(draw(rng, rng.choice(LIGHT), {"standard": 1.0}), num_output=1)
