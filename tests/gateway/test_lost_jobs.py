@@ -18,14 +18,17 @@ pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 
 
-async def lose_event(client: redis.asyncio.Redis, keys: Keys, job_id: str, number: int) -> None:
-    """What a power cut does: the log's end and the record of it are as they were before."""
+async def lose_event(
+    client: redis.asyncio.Redis, keys: Keys, worker: FakeWorker, job_id: str, number: int
+) -> None:
+    """What a power cut does: the log's end and what was noted of it are as they were before."""
     log = keys.log(job_id)
     kept: Any = await client.xrange(log, "-", f"{number - 1}-0")
     async with client.pipeline(transaction=True) as transaction:
         transaction.delete(log)
         for entry_id, fields in kept:
             transaction.xadd(log, fields, id=entry_id)
+        transaction.hdel(keys.running(worker.incarnation), job_id)
         transaction.hset(keys.job(job_id), mapping={"next": number, "hash": kept[-1][1][b"h"]})
         await transaction.execute()
 
@@ -51,7 +54,7 @@ async def test_a_log_that_lost_its_end_is_waited_for_and_never_spliced(
         await idle_worker.say(claimed, 2, second)
         while '"text":"b"' not in await anext(lines):
             pass
-        await lose_event(redis_client, keys, job_id, 2)
+        await lose_event(redis_client, keys, idle_worker, job_id, 2)
         assert await idle_worker.say(claimed, 2, rewritten) == (Verdict.OK, 3)
         assert await idle_worker.say(claimed, 3, third) == (Verdict.OK, 4)
         await idle_worker.finish(claimed, 4)
