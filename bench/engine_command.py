@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         engine_options = EngineOptions(
             model_path=options.model,
             dtype=options.dtype,
+            quantization=options.quantization,
             max_num_seqs=options.max_running,
             max_num_batched_tokens=options.max_batched_tokens,
             kv_high_water=1.0,

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from infra.bench_serve_options import add_serve_options
+from infra.computing_options import add_quantization_option
 from infra.option_values import integer
 
 
@@ -32,6 +33,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="of weights and KV; auto: float32 on a CPU (default: auto)",
     )
+    add_quantization_option(engine)
     engine.add_argument(
         "--max-running",
         type=integer(1),

@@ -7,6 +7,16 @@ import argparse
 
 _ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 _STEPS = ("direct", "ahead", "graphs")
+_QUANTIZATIONS = ("none", "int8")
+
+
+def add_quantization_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--quantization",
+        choices=_QUANTIZATIONS,
+        default="none",
+        help="int8: weights of linear layers take a byte each; answers may differ (default: none)",
+    )
 
 
 def add_computing_options(group: argparse._ArgumentGroup) -> None:

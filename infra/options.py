@@ -10,7 +10,7 @@ from typing import get_args
 
 from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
-from infra.computing_options import add_computing_options
+from infra.computing_options import add_computing_options, add_quantization_option
 from infra.option_values import (
     integer,
     lanes,
@@ -135,6 +135,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="of weights and KV cache (default: auto)"
     )
+    add_quantization_option(group)
     group.add_argument(
         "--device", choices=_DEVICES, default="auto", help="where it runs (default: auto)"
     )
@@ -274,6 +275,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     return EngineOptions(
         model_path=options.model,
         dtype=options.dtype,
+        quantization=options.quantization,
         device=options.device,
         attention=options.attention,
         steps=options.steps,
@@ -285,7 +287,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The same model options again, for the command line of a worker."""
     names = (
-        "model", "dtype", "device", "threads", "max_model_len", "max_num_seqs",
+        "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",
         "attention", "steps", "engine_module",
     )  # fmt: skip

@@ -42,15 +42,17 @@ def run(*arguments: object) -> int:
     return main(["bench", "engine", *map(str, arguments)])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("strategy", ["continuous", "static", "dynamic"])
 def test_each_strategy_says_the_same_tokens_and_all_figures(
-    model: Path, tmp_path: Path, strategy: str
+    model: Path, tmp_path: Path, strategy: str, quantization: str
 ) -> None:
     """As torch alone says them, request by request."""
     workload = log_uniform_workload(
         6, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
     )
     options = ["--model", model, "--workload", save(workload, tmp_path), "--dtype", "float32"]
+    options += ["--quantization", quantization]
     out, plain = tmp_path / "out.json", tmp_path / "plain.json"
 
     assert run(*options, "--max-running", 4, "--strategy", strategy, "--json", out) == 0

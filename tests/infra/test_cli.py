@@ -248,7 +248,7 @@ def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
 def test_a_worker_of_up_gets_the_same_options() -> None:
     """What `up` passes on parses to the same engine and the same name."""
     words = ("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead")
-    given = parse("up", "--model=org/m", "--torch-only", *words)
+    given = parse("up", "--model=org/m", "--torch-only", "--quantization=int8", *words)
     again = parse("worker", *options.model_arguments(given))
     assert options.engine_options(again) == options.engine_options(given)
     assert options.served_name(again) == options.served_name(given)

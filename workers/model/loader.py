@@ -27,6 +27,7 @@ from workers.model.checkpoint import (
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps, recorder
 from workers.model.huge_pages import touch, use_huge_pages
+from workers.model.int8_weights import check_quantization, num_weight_bytes, quantize
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
 from workers.model.probe import check_parity, probe_layers, streamline
@@ -105,6 +106,7 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
     check_steps(options.steps, device)
+    check_quantization(options.quantization)
     dtype = _dtype(options.dtype, device, config)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     decoder = load_decoder(path, config, dtype, device, revision)
@@ -141,6 +143,8 @@ def _runner(
     loaded: _Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner | SequentialRunner:
     """By the paged path where the model allows it, else one sequence at a time."""
+    if loaded.options.quantization == "int8":
+        progress(quantize(loaded.decoder))
     try:
         paged, backend = _paged_runner(loaded, progress)
     except CannotShareBatch as reason:
@@ -161,8 +165,7 @@ def _runner(
 
 def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
     """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
-    on_cpu = [p for p in loaded.decoder.parameters() if p.device.type == "cpu"]
-    num_weight_bytes = sum(parameter.nbytes for parameter in on_cpu)
+    weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
     shapes = probe_layers(loaded.decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
     options = loaded.options
@@ -192,11 +195,11 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
         if streamline(runner, loaded.decoder, loaded.config):
             progress("its layers run as one loop")
-    if options.fused and num_weight_bytes >= _LEAST_HUGE_BYTES:
+    if options.fused and weight_bytes >= _LEAST_HUGE_BYTES:
         num_bytes = use_huge_pages(cache.tensors)
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     if loaded.device.type == "cpu":
-        touch(cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * num_weight_bytes))
+        touch(cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * weight_bytes))
     return runner, backend
 
 

@@ -15,9 +15,10 @@ from workers.model.attention.interface import (
     AttentionFlags,
     AttentionStep,
 )
+from workers.model.int8_weights import Norm
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import VECTOR
-from workers.model.surgery.linear import Layout, NativeGates, Norm
+from workers.model.surgery.linear import Layout, NativeGates, are_linear, weight_of
 
 
 class TurningStep(AttentionStep, Protocol):
@@ -56,7 +57,7 @@ class MergedAttention(nn.Module):
         self.norms = head_norms(old)
         self.turns_natively = turns_natively
         self.qkv = layout.merged([old.q_proj, old.k_proj, old.v_proj])
-        self.o_proj = layout.linear(old.o_proj.weight, old.o_proj.bias)
+        self.o_proj = layout.linear(weight_of(old.o_proj), old.o_proj.bias)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
@@ -124,7 +125,7 @@ class MergedMLP(nn.Module):
         self._kernels = kernels if fits else None
         gates = layout.gates(old.gate_proj, old.up_proj) if is_silu else None
         self.gate_up = gates or layout.merged([old.gate_proj, old.up_proj])
-        self.down_proj = layout.linear(old.down_proj.weight, old.down_proj.bias)
+        self.down_proj = layout.linear(weight_of(old.down_proj), old.down_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (1, T, hidden) -> the same shape."""
@@ -173,7 +174,7 @@ def is_attention(module: Any) -> bool:
     """
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return (
-        all(type(getattr(module, name, None)) is nn.Linear for name in names)
+        are_linear([getattr(module, name, None) for name in names])
         and isinstance(getattr(module, "head_dim", None), int)
         and module.q_proj.out_features % module.head_dim == 0
         and module.k_proj.out_features % module.head_dim == 0
@@ -183,9 +184,7 @@ def is_attention(module: Any) -> bool:
 
 def is_gated_mlp(module: Any) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
-    return hasattr(module, "act_fn") and all(
-        type(getattr(module, name, None)) is nn.Linear for name in names
-    )
+    return hasattr(module, "act_fn") and are_linear([getattr(module, name, None) for name in names])
 
 
 def is_rms_norm(module: Any) -> bool:

@@ -8,25 +8,16 @@ weights out anew at each call.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.model.int8_weights import Int8Linear, Int8Weight, Norm
 from workers.model.native.kernels import Kernels
 
 # Rows that the layout is chosen for: a step of a few dozen streams.
 _EXPECTED_ROWS = 32
-
-
-class Norm(Protocol):
-    """An RMSNorm that may come before a layer."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class PackedLinear(nn.Module):
@@ -116,7 +107,19 @@ def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.eps)
 
 
-Linear = NativeLinear | PackedLinear | PlainLinear
+Linear = NativeLinear | PackedLinear | PlainLinear | Int8Linear
+Weight = Tensor | Int8Weight  # (out, in)
+
+
+def are_linear(modules: Seq[object]) -> bool:
+    """Whether all are linear layers as loaded, or all are rounded, and nothing else."""
+    kinds = {type(module) for module in modules}
+    return kinds in ({nn.Linear}, {Int8Linear})
+
+
+def weight_of(linear: nn.Linear | Int8Linear) -> Weight:
+    """As it lies."""
+    return linear.int8_weight if isinstance(linear, Int8Linear) else linear.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,36 +129,59 @@ class Layout:
     packs: bool
     kernels: Kernels | None = None
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """One layer."""
+        if isinstance(weight, Int8Weight):
+            return Int8Linear(weight, bias)
         if not self.packs:
             return PlainLinear(weight, bias)
         if self.kernels is not None and self.kernels.can_multiply(weight):
             return NativeLinear(weight, bias, self.kernels)
         return PackedLinear(weight, bias)
 
-    def merged(self, linears: Seq[nn.Linear]) -> Linear:
-        """One layer whose output is theirs, side by side."""
-        weight = torch.cat([linear.weight for linear in linears])
+    def merged(self, linears: Seq[nn.Linear | Int8Linear]) -> Linear:
+        """One layer whose output is theirs, side by side; all are rounded or none is."""
+        weight = _side_by_side([weight_of(linear) for linear in linears])
         if all(linear.bias is None for linear in linears):
             return self.linear(weight, None)
         biases: list[Tensor] = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            torch.zeros(linear.out_features, dtype=weight.dtype, device=weight.device)
+            if linear.bias is None
+            else linear.bias
             for linear in linears
         ]
         return self.linear(weight, torch.cat(biases))
 
-    def gates(self, gate: nn.Linear, up: nn.Linear) -> NativeGates | None:
+    def gates(self, gate: nn.Linear | Int8Linear, up: nn.Linear | Int8Linear) -> NativeGates | None:
         """SiLU gates and what they let through as one product, where there is one."""
         if self.kernels is None or gate.bias is not None or up.bias is not None:
             return None
-        if not self.packs or not self.kernels.can_multiply(gate.weight):
+        first, second = weight_of(gate), weight_of(up)
+        if isinstance(first, Int8Weight) or isinstance(second, Int8Weight):
             return None
-        return NativeGates(gate.weight, up.weight, self.kernels)
+        if not self.packs or not self.kernels.can_multiply(first):
+            return None
+        return NativeGates(first, second, self.kernels)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch and this processor have the packed product for the type."""
+def _side_by_side(weights: Seq[Weight]) -> Weight:
+    small = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    if not small:
+        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    assert len(small) == len(weights)
+    values = torch.cat([weight.values for weight in small])
+    return Int8Weight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)
+
+
+def can_pack(weight: Weight) -> bool:
+    """Whether this build of torch and this processor have the packed product for the type; what is
+    rounded needs none.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if isinstance(weight, Int8Weight):
+        return True
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
+    has_packed: bool = torch._C._has_mkldnn
+    return has_packed

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.attention.native import PreparedNative
+from workers.model.int8_weights import Int8Linear
 from workers.model.kv_cache import KVCache
 from workers.model.native.kernels import Kernels
 from workers.model.native.layers import LayerSizes, LayerWeights, NativeLayers
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
-_LINEAR = (NativeLinear, PackedLinear, PlainLinear, nn.Linear)
+_LINEAR = (NativeLinear, PackedLinear, PlainLinear, Int8Linear, nn.Linear)
 _MAX_TABLE_BYTES = 2**25  # for the turns of all positions; beyond, each step computes its own
 
 

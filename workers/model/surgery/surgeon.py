@@ -21,6 +21,7 @@ from workers.model.attention.interface import (
     Span,
 )
 from workers.model.backend import Backend
+from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
 from workers.model.native.kernels import Kernels
@@ -35,7 +36,7 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import Layout, can_pack
+from workers.model.surgery.linear import Layout, Weight, can_pack, weight_of
 
 _TOKENS = 7  # of the random input
 # Largest difference of an output's element, as a share of the largest element.
@@ -80,7 +81,7 @@ class _Patch:
     layout: Layout
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
-    def can_take(self, weight: Tensor) -> bool:
+    def can_take(self, weight: Weight) -> bool:
         return can_pack(weight) if self.layout.packs else weight.dtype in _TOLERANCE
 
     def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -120,7 +121,7 @@ class _Surgeon:
             return "gated MLPs", _mlp(old, self.kernels, self.patch)
         if self.kernels is not None and is_rms_norm(old):
             return "norms", _norm(old, self.kernels, self.patch)
-        if type(old) is nn.Linear and self.patch.layout.packs:
+        if type(old) in (nn.Linear, Int8Linear) and self.patch.layout.packs:
             return "other linear layers", _linear(old, self.patch)
         return "", None
 
@@ -132,8 +133,9 @@ def _attention(
     kernels: DecoderKernels | None,
     patch: "_Patch",
 ) -> nn.Module | None:
-    dtype, dim = old.q_proj.weight.dtype, int(old.head_dim)
-    if not patch.can_take(old.q_proj.weight) or (shape.k_dim, shape.v_dim) != (dim, dim):
+    weight, dim = weight_of(old.q_proj), int(old.head_dim)
+    dtype = weight.dtype
+    if not patch.can_take(weight) or (shape.k_dim, shape.v_dim) != (dim, dim):
         return None
     hidden = patch.random((1, _TOKENS, old.q_proj.in_features), dtype)
     angles = patch.random((1, _TOKENS, dim // 2), torch.float32).repeat(1, 1, 2)
@@ -196,7 +198,7 @@ def _tiny_step(
 
 
 def _mlp(old: Any, kernels: DecoderKernels | None, patch: "_Patch") -> nn.Module | None:
-    weight = old.gate_proj.weight
+    weight = weight_of(old.gate_proj)
     if not patch.can_take(weight):
         return None
     x = patch.random((1, _TOKENS, weight.shape[1]), weight.dtype)
@@ -219,11 +221,12 @@ def _norm(old: Any, kernels: DecoderKernels, patch: "_Patch") -> nn.Module | Non
     return None
 
 
-def _linear(old: nn.Linear, patch: "_Patch") -> nn.Module | None:
-    if not patch.can_take(old.weight):
+def _linear(old: Any, patch: "_Patch") -> nn.Module | None:
+    weight = weight_of(old)
+    if not patch.can_take(weight):
         return None
-    x = patch.random((1, _TOKENS, old.in_features), old.weight.dtype)
-    new = patch.layout.linear(old.weight, old.bias)
+    x = patch.random((1, _TOKENS, old.in_features), weight.dtype)
+    new = patch.layout.linear(weight, old.bias)
     return new if _agrees(lambda: new(x), old(x)) else None
 
 

@@ -1,0 +1,152 @@
+"""Weights of one byte: each output of a linear layer is a row of whole numbers and one scale.
+
+What is multiplied by them, sums and the KV cache keep their types. Here torch computes, on any
+device: it widens a layer's weights at each use. Leaves the kernel that multiplies by them as they
+lie to `native`, and what becomes of the modules to `surgery`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.engine.model import ModelRefused
+
+QUANTIZATIONS = ("none", "int8")
+_LARGEST = 127  # of either sign; -128 would have no opposite
+# Less than this of a decoder's matrices in linear layers, and hardly anything would become smaller.
+_LEAST_SHARE = 0.5
+
+
+class Norm(Protocol):
+    """An RMSNorm that may come before a layer."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """values int8 (out, in), -127 … 127, times scales float32 (out,); `dtype`: of what is
+    multiplied by them.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def widened(self) -> Tensor:
+        """(out, in) of `dtype`."""
+        return (self.values * self.scales[:, None]).to(self.dtype)
+
+
+def rounded(weight: Tensor) -> Int8Weight:
+    """weight (out, in), finite. The largest of each row decides its scale, so a number is off by
+    half of its row's scale at most, 1/254 of the largest.
+    """
+    exact = weight.detach().float()
+    scales = exact.abs().amax(dim=1) / _LARGEST
+    scales = torch.where(scales > 0, scales, 1.0)  # a row of zeros
+    values = (exact / scales[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+    return Int8Weight(values, scales, weight.dtype)
+
+
+class Int8Linear(nn.Module):
+    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by torch."""
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.values, self.scales, self.dtype = weight.values, weight.scales, weight.dtype
+        self.bias = None if bias is None else bias.detach()
+
+    @property
+    def int8_weight(self) -> Int8Weight:
+        return Int8Weight(self.values, self.scales, self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), widened: for code of transformers' that reads it."""
+        return self.int8_weight.widened()
+
+    def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
+        """Inference alone: there is no gradient."""
+        x = x if before is None else before(x)
+        if self.dtype == torch.float16:  # whose sums of unscaled products might not be finite
+            return F.linear(x, self.weight, self.bias)
+        # Whole numbers to 127 are exact in bfloat16, scaled ones are not.
+        out = F.linear(x, self.values.to(self.dtype)) * self.scales
+        return (out if self.bias is None else out + self.bias).to(self.dtype)
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """x (T, in), to (T, out) -> to + forward(x)."""
+        return to + self.forward(x)
+
+
+def check_quantization(name: str) -> None:
+    """Raises ModelRefused for one that there is not."""
+    if name not in QUANTIZATIONS:
+        raise ModelRefused(f"quantization {name} is not one of {', '.join(QUANTIZATIONS)}")
+
+
+def quantize(decoder: nn.Module) -> str:
+    """Exchanges the linear layers, one at a time, and says what that came to. Embeddings stay, also
+    one that lends its weight to the head. Raises ModelRefused.
+    """
+    linears = {name: module for name, module in decoder.named_modules() if _is_linear(module)}
+    share = _num_weights(linears.values()) / max(1, _num_weights(decoder.modules()))
+    if share < _LEAST_SHARE:
+        raise ModelRefused(
+            f"quantization int8 is for linear layers, and {type(decoder).__name__} keeps "
+            f"{1 - share:.0%} of its matrices elsewhere"
+        )
+    num_linears, bytes_before, bytes_after = len(linears), 0, 0
+    while linears:
+        name, linear = linears.popitem()
+        if not linear.weight.isfinite().all():
+            raise ModelRefused(f"quantization int8: not all weights of {name} are finite numbers")
+        weight = rounded(linear.weight)
+        bytes_before, bytes_after = bytes_before + linear.weight.nbytes, bytes_after + weight.nbytes
+        decoder.set_submodule(name, Int8Linear(weight, linear.bias))
+    return (
+        f"weights of {num_linears} linear layers are int8: {bytes_after / 2**20:.1f} MiB "
+        f"where they were {bytes_before / 2**20:.1f}"
+    )
+
+
+def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:
+    """Of all that a decoder keeps on a kind of device, each tensor once."""
+    small = [m.int8_weight for m in decoder.modules() if isinstance(m, Int8Linear)]
+    kept = [t for t in decoder.parameters() if t.device.type == device_type]
+    return sum(t.nbytes for t in kept) + sum(
+        weight.nbytes for weight in small if weight.device.type == device_type
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is that and nothing else."""
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not has_hooks
+
+
+def _num_weights(modules: Iterable[Any]) -> int:
+    """Elements of the matrices that steps multiply by: of an embedding they take rows."""
+    own = (m.parameters(recurse=False) for m in modules if not isinstance(m, nn.Embedding))
+    return sum({id(p): p.numel() for part in own for p in part if p.ndim > 1}.values())
