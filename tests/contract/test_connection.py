@@ -1,5 +1,8 @@
 """What a client of ours writes to Redis is what redis-py would write."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import redis.asyncio
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
 from contract.connection import connect
+from infra.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.anyio
 
@@ -36,6 +40,46 @@ def test_commands_are_packed_as_redis_py_packs_them(url: str, kind: type[Connect
     for command in COMMANDS:
         ours = b"".join(connection.pack_command(*command))
         assert ours == b"".join(kind.pack_command(connection, *command))
+
+
+_ECHO = """#!lua name=echo
+redis.register_function('echo', function(_, args) return args[1] end)"""
+
+
+@pytest.fixture
+async def echo(redis_client: redis.asyncio.Redis) -> AsyncIterator[redis.asyncio.Redis]:
+    """A client of a server with a function that gives back its argument."""
+    await redis_client.function_load(_ECHO, replace=True)
+    yield redis_client
+    await redis_client.function_delete("echo")
+
+
+async def test_calls_at_the_same_time_get_their_own_answers(echo: redis.asyncio.Redis) -> None:
+    """And those that follow take the same connections."""
+    for _ in range(3):
+        answers = await asyncio.gather(*(echo.fcall("echo", 0, str(i)) for i in range(20)))
+        assert answers == [b"%d" % i for i in range(20)]
+        assert echo.connection_pool.get_connection_count()[1][0] <= 20
+
+
+async def test_an_answer_that_nobody_waited_for_reaches_nobody(
+    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """A call is given up while the server holds its answer back; the next call has its own."""
+    async with contextlib.aclosing(connect(redis_server.url)) as other:
+        await echo.fcall("echo", 0, "warm")
+        await other.client_pause(60_000, all=False)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await echo.fcall("echo", 0, "old")
+        await other.client_unpause()
+    assert await echo.fcall("echo", 0, "new") == b"new"
+
+
+async def test_a_connection_that_the_server_closed_is_made_anew(echo: redis.asyncio.Redis) -> None:
+    assert await echo.fcall("echo", 0, "1") == b"1"
+    await echo.client_kill_filter(_type="normal", skipme=True)
+    assert await echo.fcall("echo", 0, "2") == b"2"
 
 
 async def test_values_come_back_as_they_were_written(redis_client: redis.asyncio.Redis) -> None:
