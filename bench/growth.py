@@ -177,6 +177,7 @@ def main(argv: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--quantization", default="none", choices=("none", "int8"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="of the model; all cores")
     parser.add_argument("--kv-gib", type=float, default=4.0, help="memory for KV")
@@ -187,6 +188,7 @@ def main(argv: Seq[str] | None = None) -> int:
     options = EngineOptions(
         model_path=given.model,
         dtype=given.dtype,
+        quantization=given.quantization,
         device=given.device,
         num_threads=given.threads,
         kv_memory_bytes=int(given.kv_gib * 2**30),

@@ -58,10 +58,15 @@ def test_a_step_reads_weights_once_and_each_context_once() -> None:
     )
 
 
+@pytest.mark.parametrize(("quantization", "num_bytes"), [("none", 4), ("int8", 1)])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_demo_model_is_counted_whole_however_it_is_laid_out(fused: bool) -> None:
+def test_the_demo_model_is_counted_whole_however_it_is_laid_out(
+    fused: bool, quantization: str, num_bytes: int
+) -> None:
     """Packed and merged weights are the same ones: by its card, all but the embedding's."""
-    options = EngineOptions(model_path=str(demo_model_path()), num_threads=1, fused=fused)
+    options = EngineOptions(
+        model_path=str(demo_model_path()), num_threads=1, fused=fused, quantization=quantization
+    )
     shape = shape_of(load_model(options, lambda _: None).model)  # type: ignore[arg-type]
     config = json.loads((demo_model_path() / "config.json").read_text())
     hidden, inner, layers = (
@@ -73,7 +78,7 @@ def test_the_demo_model_is_counted_whole_however_it_is_laid_out(fused: bool) -> 
     assert shape.num_body_weights == layers * (attention + 3 * hidden * inner)
     assert shape.num_head_weights == hidden * config["vocab_size"]
     assert shape.kv_bytes_per_token == 2 * layers * kv_heads * size * 4
-    assert shape.weight_bytes == 4 * (shape.num_body_weights + shape.num_head_weights)
+    assert shape.weight_bytes == num_bytes * (shape.num_body_weights + shape.num_head_weights)
 
 
 def test_what_bounds_a_step_is_what_takes_most_of_it() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workers.engine.model import Chunk
+from workers.model.native.panels import Panels
 from workers.model.runner import ModelRunner
 
 
@@ -35,9 +36,9 @@ def shape_of(runner: ModelRunner) -> Shape:
     decoder: Any = runner._decoder
     seen: set[int] = set()
     head = decoder.get_output_embeddings()
-    num_head = 0 if head is None else _count(head, seen)
+    num_head, head_bytes = (0, 0) if head is None else _count([head], seen)
     modules = [m for m in decoder.modules() if not isinstance(m, nn.Embedding)]
-    num_body = sum(_count(module, seen) for module in modules)
+    num_body, body_bytes = _count(modules, seen)
     layers = list(runner.cache.layers.values())
     itemsize = layers[0].keys.dtype.itemsize
     elements = sum(layer.keys[0, 0].numel() + layer.values[0, 0].numel() for layer in layers)
@@ -45,7 +46,7 @@ def shape_of(runner: ModelRunner) -> Shape:
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     return Shape(
-        (num_body + num_head) * itemsize,
+        body_bytes + head_bytes,
         num_body,
         num_head,
         elements * itemsize,
@@ -67,14 +68,20 @@ def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
     )
 
 
-def _count(module: nn.Module, seen: set[int]) -> int:
-    """Elements of a module's own matrices; each tensor counts once."""
-    found = [t for t in _tensors(module) if t.dim() > 1 and id(t) not in seen]
+def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
+    """Elements and bytes of modules' own matrices; each tensor counts once."""
+    own = [tensor for module in modules for tensor in _tensors(module)]
+    found = {id(t): t for t in own if t.dim() > 1 and id(t) not in seen}.values()
     seen.update(map(id, found))
-    return sum(tensor.numel() for tensor in found)
+    num_elements = sum(tensor.numel() for tensor in found)
+    return num_elements, sum(tensor.numel() * tensor.dtype.itemsize for tensor in found)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters, and what our own modules keep beside them, packed or not."""
     yield from module.parameters(recurse=False)
-    yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Panels):
+            yield value.weights

@@ -15,6 +15,7 @@ from workers.model.kernels import likeliest
 from workers.model.native import library
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import CannotBuild, load_library
+from workers.model.native.panels import lay_out, lay_out_gated
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "one for all": (8, 1)}
@@ -254,7 +255,7 @@ def test_the_matrix_product_equals_that_of_torch(
     skip_unless_multiplied(kernels, weight)
     x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
     to = torch.randn(num_rows, num_out).to(dtype)
-    panels = kernels.lay_out(weight)
+    panels = lay_out(weight)
     expected = x.double() @ weight.double().T
 
     assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
@@ -272,7 +273,7 @@ def test_gates_and_a_norm_within_the_product_equal_those_of_torch(
     x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(96).to(dtype)
     normed = kernels.rms_norm(x, weight, 1e-5)
     expected = F.silu(normed.double() @ gate.double().T) * (normed.double() @ up.double().T)
-    panels = kernels.lay_out_gated(gate, up)
+    panels = lay_out_gated(gate, up)
 
     found = kernels.linear(x, panels, num_out, norm=(weight, 1e-5), is_gated=True)
 
@@ -286,7 +287,7 @@ def test_a_row_is_multiplied_alike_whoever_stands_beside_it(
     weight = torch.randn(320, 192).to(dtype)
     skip_unless_multiplied(kernels, weight)
     x = torch.randn(100, 192).to(dtype)
-    panels = kernels.lay_out(weight)
+    panels = lay_out(weight)
     together = kernels.linear(x, panels, 320)
 
     for num_rows in range(1, 14):

@@ -118,11 +118,21 @@ extern "C" int multiplies_well() {
 #endif
 }
 
+// Whether it also makes weights of a byte wide quickly enough.
+extern "C" int widens_well() {
+#ifdef __AVX512VBMI__
+  return multiplies_well();
+#else
+  return 0;
+#endif
+}
+
 #define EXPORT_LINEAR(T, name)                                                                   \
-  extern "C" void linear_##name(const T* x, int64_t x_stride, const T* panels, const T* to,      \
-                                T* out, int64_t rows, int64_t in, int64_t outs, int is_gated,    \
-                                const T* norm, float eps, T* normed, int num_threads) {          \
-    linear(Product<T>{x, panels, to, norm, out, normed, x_stride, rows, in, outs, eps,           \
+  extern "C" void linear_##name(const T* x, int64_t x_stride, const void* panels,                \
+                                const float* scales, const T* to, T* out, int64_t rows,          \
+                                int64_t in, int64_t outs, int is_gated, const T* norm,           \
+                                float eps, T* normed, int num_threads) {                         \
+    linear(Product<T>{x, {panels, scales}, to, norm, out, normed, x_stride, rows, in, outs, eps, \
                       bool(is_gated)},                                                           \
            num_threads);                                                                         \
   }

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
+from workers.model.int8_weights import Int8Weight
 from workers.model.kernels import likeliest
+from workers.model.native.panels import Panels, Weight
 
-PANEL = 64  # outputs of a linear layer that are computed at once
 VECTOR = 16  # floats: what the kernels take at once
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of one KV head
@@ -32,6 +33,7 @@ class Kernels:
         self._linear = getattr(library, f"linear_{name}")
         self._run_layers = getattr(library, f"run_layers_{name}")
         self._multiplies = bool(library.multiplies_well())
+        self._widens = bool(library.widens_well())
         self._num_threads = torch.get_num_threads()
 
     def attend(
@@ -155,31 +157,17 @@ class Kernels:
         )
         return out
 
-    def can_multiply(self, weight: Tensor) -> bool:
+    def can_multiply(self, weight: Weight) -> bool:
         """Whether `linear` takes such weights (out, in), and is the fastest product here."""
         num_out, num_in = weight.shape
         fits = num_out % VECTOR == 0 and num_in % VECTOR == 0
-        return self._multiplies and fits and weight.dtype == self.dtype
-
-    def lay_out(self, weight: Tensor) -> Tensor:
-        """weight (out, in) -> panels of 64 outputs, in which each input's (or, in bfloat16, each
-        pair's) weights lie side by side; the last is filled up with zeros.
-        """
-        num_in, pair = weight.shape[1], 2 if self.dtype == torch.bfloat16 else 1
-        filled = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % PANEL))
-        panels = filled.view(-1, PANEL, num_in // pair, pair).transpose(1, 2)
-        return panels.contiguous().view(-1, num_in, PANEL)
-
-    def lay_out_gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate and up (out, in) -> panels of 32 gates and what they let through."""
-        filled = [torch.nn.functional.pad(w, (0, 0, 0, -len(w) % (PANEL // 2))) for w in (gate, up)]
-        halves = [weight.view(-1, PANEL // 2, weight.shape[1]) for weight in filled]
-        return self.lay_out(torch.cat(halves, dim=1).view(-1, gate.shape[1]))
+        does = self._widens if isinstance(weight, Int8Weight) else self._multiplies
+        return does and fits and weight.dtype == self.dtype
 
     def linear(
         self,
         x: Tensor,
-        panels: Tensor,
+        panels: Panels,
         num_out: int,
         to: Tensor | None = None,
         *,
@@ -192,18 +180,20 @@ class Kernels:
         `lay_out_gated`: silu(x @ gate.T) * (x @ up.T).
         """
         weight, eps = norm or (None, 0.0)
-        self._check(*(part for part in (x, panels, to, weight) if part is not None))
+        self._check(*(part for part in (x, to, weight) if part is not None))
         if x.stride(1) != 1:
             x = x.contiguous()
         num_tokens, num_in = x.shape
-        assert num_in == panels.shape[1]
+        assert num_in == panels.weights.shape[1]
+        assert panels.weights.dtype == (self.dtype if panels.scales is None else torch.int8)
         assert to is None or (to.shape == (num_tokens, num_out) and to.is_contiguous())
         out = x.new_empty(num_tokens, num_out)
         normed = None if weight is None else x.new_empty(num_tokens, num_in)
         self._linear(
             x.data_ptr(),
             x.stride(0),
-            panels.data_ptr(),
+            panels.weights.data_ptr(),
+            None if panels.scales is None else panels.scales.data_ptr(),
             None if to is None else to.data_ptr(),
             out.data_ptr(),
             num_tokens,
@@ -213,7 +203,7 @@ class Kernels:
             None if weight is None else weight.data_ptr(),
             eps,
             None if normed is None else normed.data_ptr(),
-            self._threads(panels.numel()),
+            self._threads(panels.weights.numel()),
         )
         return out
 

@@ -19,7 +19,8 @@ constexpr int64_t ELEMENTS_PER_THREAD = 8192;  // below, a second thread is not 
 // What a layer has of its own: weights of norms, panels, its KV and the flags of its attention.
 template <class T>
 struct Layer {
-  const T *before_attention, *qkv, *q_norm, *k_norm, *out, *before_mlp, *gate_up, *down;
+  const T *before_attention, *q_norm, *k_norm, *before_mlp;
+  Weights qkv, out, gate_up, down;
   T *keys, *values;
   const float* sinks;
   int64_t window;

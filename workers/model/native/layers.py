@@ -14,6 +14,7 @@ from torch import Tensor
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.native import PreparedNative
 from workers.model.native.kernels import Kernels
+from workers.model.native.panels import Panels
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -36,12 +37,12 @@ class LayerWeights:
     """
 
     before_attention: tuple[Tensor, float]
-    qkv: Tensor
+    qkv: Panels
     head_norms: tuple[Tensor, Tensor, float] | None
-    out: Tensor
+    out: Panels
     before_mlp: tuple[Tensor, float]
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Panels
+    down: Panels
     keys: Tensor
     values: Tensor
     flags: AttentionFlags
@@ -118,10 +119,14 @@ class NativeLayers:
             at += num_rows * width * self._room.element_size()
 
 
+class _Weights(ctypes.Structure):
+    _fields_ = [("panels", _P), ("scales", _P)]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("before_attention", "qkv", "q_norm", "k_norm")),
-        *((name, _P) for name in ("out", "before_mlp", "gate_up", "down")),
+        *((name, _P) for name in ("before_attention", "q_norm", "k_norm", "before_mlp")),
+        *((name, _Weights) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _P) for name in ("keys", "values", "sinks")),
         ("window", _I),
         *((name, _F) for name in ("attention_eps", "head_eps", "mlp_eps", "scale", "softcap")),
@@ -148,13 +153,13 @@ def _layer(layer: LayerWeights, sinks: Tensor | None) -> _Layer:
     flags = layer.flags
     return _Layer(
         before_attention=layer.before_attention[0].data_ptr(),
-        qkv=layer.qkv.data_ptr(),
+        qkv=_weights(layer.qkv),
         q_norm=None if q_norm is None else q_norm.data_ptr(),
         k_norm=None if k_norm is None else k_norm.data_ptr(),
-        out=layer.out.data_ptr(),
+        out=_weights(layer.out),
         before_mlp=layer.before_mlp[0].data_ptr(),
-        gate_up=layer.gate_up.data_ptr(),
-        down=layer.down.data_ptr(),
+        gate_up=_weights(layer.gate_up),
+        down=_weights(layer.down),
         keys=layer.keys.data_ptr(),
         values=layer.values.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
@@ -165,3 +170,8 @@ def _layer(layer: LayerWeights, sinks: Tensor | None) -> _Layer:
         scale=flags.scale,
         softcap=flags.softcap or 0.0,
     )
+
+
+def _weights(panels: Panels) -> _Weights:
+    scales = panels.scales
+    return _Weights(panels.weights.data_ptr(), None if scales is None else scales.data_ptr())

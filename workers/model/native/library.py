@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = ("attention.h", "layers.h", "linear.h", "rows.h", "turn.h", "vectors.h")
+_HEADERS = ("attention.h", "layers.h", "linear.h", "rows.h", "turn.h", "vectors.h", "widen.h")
 _FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P, _N),
     "silu_gate": (_P, _P, _I, _I, _N),
     "likeliest": (_P, _P, _I, _I, _N),
-    "linear": (_P, _I, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P, _N),
+    "linear": (_P, _I, _P, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P, _N),
     "run_layers": (_P, _I, _P, _P, _N),
 }
 
@@ -63,7 +63,9 @@ def load_library() -> ctypes.CDLL:
         for dtype in _DTYPES:
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
-    library.multiplies_well.argtypes, library.multiplies_well.restype = (), _N
+    for name in ("multiplies_well", "widens_well"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (), _N
     return library
 
 

@@ -47,6 +47,13 @@ inline void store(bf16* p, vec x) {
 #define HAS_PAIRS
 typedef __m512bh pairs;
 inline pairs load_pairs(const bf16* p) { return reinterpret_cast<pairs>(_mm512_loadu_si512(p)); }
+inline vec widen(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+}
+inline void store_pairs(bf16* p, pairs x) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(x));
+}
 inline pairs round_pairs(const float* p) {
   return _mm512_cvtne2ps_pbh(_mm512_loadu_ps(p + W), _mm512_loadu_ps(p));
 }

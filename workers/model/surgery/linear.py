@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from workers.model.int8_weights import Int8Linear, Int8Weight, Norm
 from workers.model.native.kernels import Kernels
+from workers.model.native.panels import Weight, lay_out, lay_out_gated
 
 # Rows that the layout is chosen for: a step of a few dozen streams.
 _EXPECTED_ROWS = 32
@@ -67,10 +68,10 @@ class PlainLinear(nn.Module):
 class NativeLinear(nn.Module):
     """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by the kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
-        self.num_out = len(weight)
-        self.panels = kernels.lay_out(weight.detach())
+        self.num_out = weight.shape[0]
+        self.panels = lay_out(weight)
         self.bias = None if bias is None else bias.detach()
         self._kernels = kernels
 
@@ -92,10 +93,10 @@ class NativeLinear(nn.Module):
 class NativeGates(nn.Module):
     """x (T, in), normed by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by the kernel."""
 
-    def __init__(self, gate: Tensor, up: Tensor, kernels: Kernels) -> None:
+    def __init__(self, gate: Weight, up: Weight, kernels: Kernels) -> None:
         super().__init__()
-        self.num_out = len(gate)
-        self.panels = kernels.lay_out_gated(gate.detach(), up.detach())
+        self.num_out = gate.shape[0]
+        self.panels = lay_out_gated(gate, up)
         self.kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
@@ -108,7 +109,6 @@ def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
 
 
 Linear = NativeLinear | PackedLinear | PlainLinear | Int8Linear
-Weight = Tensor | Int8Weight  # (out, in)
 
 
 def are_linear(modules: Seq[object]) -> bool:
@@ -119,7 +119,7 @@ def are_linear(modules: Seq[object]) -> bool:
 
 def weight_of(linear: nn.Linear | Int8Linear) -> Weight:
     """As it lies."""
-    return linear.int8_weight if isinstance(linear, Int8Linear) else linear.weight
+    return linear.int8_weight if isinstance(linear, Int8Linear) else linear.weight.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,11 @@ class Layout:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """One layer."""
+        if self.packs and self.kernels is not None and self.kernels.can_multiply(weight):
+            return NativeLinear(weight, bias, self.kernels)
         if isinstance(weight, Int8Weight):
             return Int8Linear(weight, bias)
-        if not self.packs:
-            return PlainLinear(weight, bias)
-        if self.kernels is not None and self.kernels.can_multiply(weight):
-            return NativeLinear(weight, bias, self.kernels)
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias) if self.packs else PlainLinear(weight, bias)
 
     def merged(self, linears: Seq[nn.Linear | Int8Linear]) -> Linear:
         """One layer whose output is theirs, side by side; all are rounded or none is."""
@@ -157,8 +155,6 @@ class Layout:
         if self.kernels is None or gate.bias is not None or up.bias is not None:
             return None
         first, second = weight_of(gate), weight_of(up)
-        if isinstance(first, Int8Weight) or isinstance(second, Int8Weight):
-            return None
         if not self.packs or not self.kernels.can_multiply(first):
             return None
         return NativeGates(first, second, self.kernels)

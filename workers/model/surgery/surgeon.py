@@ -25,6 +25,7 @@ from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
 from workers.model.native.kernels import Kernels
+from workers.model.native.panels import Weight
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -36,7 +37,7 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import Layout, Weight, can_pack, weight_of
+from workers.model.surgery.linear import Layout, can_pack, weight_of
 
 _TOKENS = 7  # of the random input
 # Largest difference of an output's element, as a share of the largest element.

@@ -1,0 +1,78 @@
+"""How weights lie for our matrix product: panels of 64 outputs, of floats or of bytes.
+
+linear.h reads panels, widen.h those of bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.model.int8_weights import Int8Weight
+
+PANEL = 64  # outputs of a linear layer that are computed at once
+_HALF = PANEL // 2
+
+Weight = Tensor | Int8Weight  # (out, in)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """weights (num_panels, in, 64) of the product's type; or int8, with scales float32
+    (num_panels * 64,).
+    """
+
+    weights: Tensor
+    scales: Tensor | None = None
+
+
+def lay_out(weight: Weight) -> Panels:
+    """In each panel an input's (or, in bfloat16, a pair of inputs') weights lie side by side; the
+    last is filled up with zeros.
+    """
+    num_inputs = 2 if weight.dtype == torch.bfloat16 else 1
+    if not isinstance(weight, Int8Weight):
+        return Panels(_panels(_filled(weight, PANEL), num_inputs))
+    values, scales = _filled(weight.values, PANEL), _filled(weight.scales, PANEL)
+    if num_inputs == 1:
+        return Panels(_panels(values, 1), scales)
+    panels = _panels(_with_signs(values), 2)
+    # Of 32 weights in a row and the next 32, 8 of each in turn: what unpacklo and unpackhi take.
+    in_turns = panels.view(-1, 2, 4, 8).transpose(1, 2).contiguous()
+    return Panels(in_turns.view(panels.shape), scales)
+
+
+def lay_out_gated(gate: Weight, up: Weight) -> Panels:
+    """gate and up (out, in) -> panels of 32 gates and what they let through."""
+    if not isinstance(gate, Int8Weight):
+        assert not isinstance(up, Int8Weight)
+        return lay_out(_in_halves(gate, up))
+    assert isinstance(up, Int8Weight)
+    values = _in_halves(gate.values, up.values)
+    return lay_out(Int8Weight(values, _in_halves(gate.scales, up.scales), gate.dtype))
+
+
+def _filled(weight: Tensor, multiple: int) -> Tensor:
+    """With zeros, to a multiple of outputs."""
+    beside = (0, 0) * (weight.ndim - 1)
+    return F.pad(weight, (*beside, 0, -len(weight) % multiple))
+
+
+def _in_halves(gate: Tensor, up: Tensor) -> Tensor:
+    """(out, …) each -> 32 outputs of the one and 32 of the other in turn."""
+    halves = [_filled(part, _HALF).view(-1, _HALF, *part.shape[1:]) for part in (gate, up)]
+    return torch.cat(halves, dim=1).flatten(0, 1)
+
+
+def _panels(weight: Tensor, num_inputs: int) -> Tensor:
+    """(out, in) -> (num_panels, in, 64), of `num_inputs` inputs side by side."""
+    num_in = weight.shape[1]
+    panels = weight.view(-1, PANEL, num_in // num_inputs, num_inputs).transpose(1, 2)
+    return panels.contiguous().view(-1, num_in, PANEL)
+
+
+def _with_signs(values: Tensor) -> Tensor:
+    """-127 … 127 -> the magnitude in seven bits, and the sign in the eighth."""
+    magnitudes = values.abs().view(torch.uint8)
+    return (magnitudes | (values < 0).to(torch.uint8) << 7).view(torch.int8)
