@@ -1,7 +1,7 @@
 """A decoder's matrix products by rows, in each type: python -m bench.products --model DIR
 
 All linear layers of the model's shape but the head, with random weights, one after the other as a
-step has them, by whatever multiplies on this processor. The least of some rounds, all types in turns.
+step has them, by whatever multiplies on this processor. The least of some rounds, in turns.
 """
 
 import argparse
