@@ -24,13 +24,14 @@ def build_engine(
     """The engine that the options describe, around a loaded model; `num_step_tokens`: the budget
     of a step that fits its device.
     """
+    weights = f"{options.model_path} {options.revision} {options.dtype} {options.quantization}"
     return Engine(
         model,
         limits_of(options, vocab_size, num_step_tokens),
         strategies_of(options),
         Composed(VirtualTokenCounters(), FirstComeFirstServed()),
         lanes=lanes_of(options),
-        model_revision=f"{options.model_path} {options.revision} {options.dtype}",
+        model_revision=weights,
     )
 
 

@@ -1,0 +1,204 @@
+"""What rounded weights change: python -m bench.quantization [--model DIR]
+
+One text after the other through the engine's own path in every type, the right tokens fed in,
+beside the reference: weights as they are, float32. For the demo model the texts are exercises that
+it was never trained on, and answers are scored; after random prompts any other model goes on as the
+reference does, greedily. So a way that finds the text's own tokens likeliest would have said them.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.engine import run_workload
+from bench.workloads import log_uniform_workload
+from contract.jobs import SamplingParams
+from infra.tables import table
+from models import demo_model_path
+from models.training.documents import answer_ids, prompt_ids
+from models.training.draws import FAMILIES
+from models.training.evaluate import held_out
+from workers.engine.model import Chunk, ModelRefused
+from workers.engine.sequence import Sequence
+from workers.engine_setup import build_engine
+from workers.messages import EngineOptions
+from workers.model.loader import LoadedModel, load_model
+from workers.model.runner import ModelRunner
+from workers.profiling.demand import shape_of
+
+_WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
+_KV_BYTES = 2**27
+_EXERCISE_SEED = 1  # as the demo model's card has it
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens, of which the first `num_given` are not scored."""
+
+    token_ids: tuple[int, ...]
+    num_given: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one way: sums over scored tokens, and counts of texts."""
+
+    num_tokens: int = 0
+    loss: float = 0.0  # nats
+    divergence: float = 0.0  # of its distribution from the reference's, nats
+    difference: float = 0.0  # squares, in shares of the variance of the reference's logits
+    num_same_tokens: int = 0
+    num_same_texts: int = 0  # all of their tokens' likeliest ones are the reference's
+    num_right_texts: int = 0  # and are the text's own
+
+    def add(self, logits: Tensor, reference: Tensor, wanted: Tensor) -> None:
+        """logits and reference (n, vocab_size), wanted (n,): a text's scored tokens."""
+        logits, reference = _centred(logits), _centred(reference)
+        own, true = logits.log_softmax(-1), reference.log_softmax(-1)
+        best = logits.argmax(-1)
+        is_same = best == reference.argmax(-1)
+        spread = reference.square().mean(-1)
+        self.num_tokens += len(wanted)
+        self.loss -= float(own.gather(1, wanted[:, None]).sum())
+        self.divergence += float((true.exp() * (true - own)).sum())
+        self.difference += float(((logits - reference).square().mean(-1) / spread).sum())
+        self.num_same_tokens += int(is_same.sum())
+        self.num_same_texts += bool(is_same.all())
+        self.num_right_texts += bool((best == wanted).all())
+
+
+def exercises(num_each: int) -> list[Text]:
+    """Of the demo model's families, none of which it was trained on."""
+    found = [e for family in FAMILIES for e in held_out(family, _EXERCISE_SEED, num_each)]
+    return [
+        Text((*prompt_ids(exercise), *answer_ids(exercise)), len(prompt_ids(exercise)))
+        for exercise in found
+    ]
+
+
+def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -> list[Text]:
+    """Random prompts, and what the model says after them, greedily."""
+    workload = log_uniform_workload(
+        num_texts, loaded.vocab_size, prompt_tokens=(16, 128), output_tokens=(64, 64)
+    )
+    engine = build_engine(loaded.model, loaded.vocab_size, options, loaded.num_step_tokens)
+    run = run_workload(engine, workload)
+    return [
+        Text((*request.prompt_token_ids, *timeline.token_ids), len(request.prompt_token_ids))
+        for request, timeline in zip(workload.requests, run.timelines, strict=True)
+    ]
+
+
+def logits_of(runner: ModelRunner, text: Text) -> Tensor:
+    """(n, vocab_size): of what follows each token from the last given one on, but for the last."""
+    num_tokens = len(text.token_ids)
+    sequence = Sequence(
+        job_id="text",
+        epoch=1,
+        choice=0,
+        tenant="",
+        lane="",
+        token_ids=list(text.token_ids),
+        num_prompt=num_tokens,
+        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
+        block_ids=list(range(-(-num_tokens // runner.block_size))),
+    )
+    logits = runner.logits([Chunk(sequence, 0, num_tokens, samples=False)])
+    return logits[text.num_given - 1 :].float()
+
+
+def _centred(logits: Tensor) -> Tensor:
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def options_of(model: str, dtype: str, quantization: str, threads: int | None) -> EngineOptions:
+    return EngineOptions(
+        model_path=model,
+        dtype=dtype,
+        quantization=quantization,
+        device="cpu",
+        num_threads=threads,
+        max_num_seqs=32,
+        kv_memory_bytes=_KV_BYTES,
+    )
+
+
+def compare(
+    model: str, num_texts: int, threads: int | None
+) -> tuple[list[Text], list[tuple[str, int, Tally]]]:
+    """The texts; name, bytes that a step reads of the weights, and tally of each way; the reference
+    first. Raises ModelRefused.
+    """
+    options = [options_of(model, *way, threads) for way in _WAYS]
+    loaded = [load_model(each, lambda text: None) for each in options]
+    if model == str(demo_model_path()):
+        texts = exercises(num_texts)
+    else:
+        texts = continuations(loaded[0], options[0], num_texts)
+    runners = [each.model for each in loaded]
+    tallies = [Tally() for _ in runners]
+    for text in texts:
+        wanted = torch.tensor(text.token_ids[text.num_given :])
+        reference: Tensor | None = None
+        for runner, tally in zip(runners, tallies, strict=True):
+            if not isinstance(runner, ModelRunner):
+                raise ModelRefused("only models with paged attention are compared")
+            logits = logits_of(runner, text)
+            reference = logits if reference is None else reference
+            tally.add(logits, reference, wanted)
+    shapes = [shape_of(runner) for runner in runners if isinstance(runner, ModelRunner)]
+    names = [f"{dtype}, int8" if quantized == "int8" else dtype for dtype, quantized in _WAYS]
+    return texts, [
+        (name, shape.weight_bytes, tally)
+        for name, shape, tally in zip(names, shapes, tallies, strict=True)
+    ]
+
+
+def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str, ...]]:
+    """A heading, and a row for each way."""
+    heading = (
+        "weights", "MB a step reads", "logits off by", "divergence (nats)", "loss (nats)",
+        "same token", "same text", "right text",
+    )  # fmt: skip
+    lines = [heading]
+    for name, num_bytes, tally in found:
+        n = tally.num_tokens
+        lines.append(
+            (
+                name,
+                f"{num_bytes / 1e6:.1f}",
+                f"{(tally.difference / n) ** 0.5:.3%}",
+                f"{tally.divergence / n:.6f}",
+                f"{tally.loss / n:.4f}",
+                f"{tally.num_same_tokens / n:.3%}",
+                f"{tally.num_same_texts} of {len(texts)}",
+                f"{tally.num_right_texts} of {len(texts)}",
+            )
+        )
+    return lines
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Compares and prints; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__)
+    parser.add_argument("--model", default=str(demo_model_path()), metavar="DIR")
+    parser.add_argument("--texts", type=int, help="300 of each family, or 64", metavar="N")
+    parser.add_argument("--threads", type=int, help="of the model; all cores")
+    given = parser.parse_args(argv)
+    is_demo = given.model == str(demo_model_path())
+    try:
+        texts, found = compare(given.model, given.texts or (300 if is_demo else 64), given.threads)
+    except ModelRefused as exc:
+        print(f"bench.quantization: {exc}", file=sys.stderr)
+        return 1
+    print(f"{found[0][2].num_tokens} tokens in {len(texts)} texts\n")
+    print(table(rows(texts, found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
