@@ -46,7 +46,7 @@ def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
     assert torch.equal(found, values.T.to(kernels.dtype))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 12, 13, 100])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 9, 10, 11, 13, 100])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272), (16, 1040)])
 def test_the_product_is_that_of_the_widened_weights(
     num_in: int, num_out: int, num_rows: int, kernels: Kernels

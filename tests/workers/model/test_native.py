@@ -245,7 +245,7 @@ def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
     assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 32, 100])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 10, 11, 32, 100])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272)])
 def test_the_matrix_product_equals_that_of_torch(
     num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, kernels: Kernels

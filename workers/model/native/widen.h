@@ -1,5 +1,5 @@
-// Weights of a panel's outputs for one input (in bfloat16: for two), as the product takes them: as
-// they lie, or made wide from a byte each, which is exact.
+// Weights of N times 16 of a panel's outputs for one input (in bfloat16: for two), as the product
+// takes them: as they lie, or made wide from a byte each, which is exact.
 #pragma once
 
 #include <array>
@@ -11,39 +11,39 @@ namespace {
 
 constexpr int PANEL = 64;  // outputs
 
-template <class T>
+template <class T, int N>
 struct Line;
 
-template <>
-struct Line<float> {
+template <int N>
+struct Line<float, N> {
   static constexpr int INPUTS = 1;
-  vec at[PANEL / W];
+  vec at[N];
 
   void read(const float* p) {
-    for (int j = 0; j < PANEL / W; j++) at[j] = load(p + j * W);
+    for (int j = 0; j < N; j++) at[j] = load(p + j * W);
   }
   void read(const int8_t* p) {
 #ifdef HAS_PAIRS  // GCC 12 makes three times the instructions of a conversion by itself
-    for (int j = 0; j < PANEL / W; j++) at[j] = widen(p + j * W);
+    for (int j = 0; j < N; j++) at[j] = widen(p + j * W);
 #endif
   }
   void write(float* p) const {
-    for (int j = 0; j < PANEL / W; j++) store(p + j * W, at[j]);
+    for (int j = 0; j < N; j++) store(p + j * W, at[j]);
   }
   vec add_products(vec sum, const float* x, int j) const { return sum + *x * at[j]; }
 };
 
-template <>
-struct Line<bf16> {
+template <int N>
+struct Line<bf16, N> {
   static constexpr int INPUTS = 2;
 #ifdef HAS_PAIRS
-  pairs at[PANEL / W];
+  pairs at[N];
 
   void read(const bf16* p) {
-    for (int j = 0; j < PANEL / W; j++) at[j] = load_pairs(p + 2 * j * W);
+    for (int j = 0; j < N; j++) at[j] = load_pairs(p + 2 * j * W);
   }
   void write(bf16* p) const {
-    for (int j = 0; j < PANEL / W; j++) store_pairs(p + 2 * j * W, at[j]);
+    for (int j = 0; j < N; j++) store_pairs(p + 2 * j * W, at[j]);
   }
   vec add_products(vec sum, const bf16* x, int j) const {
     return ::add_products(sum, repeat(reinterpret_cast<const uint32_t*>(x)), at[j]);
@@ -61,7 +61,7 @@ struct Line<bf16> {
     const __m512i low[2] = {_mm512_load_si512(&LOW[0]), _mm512_load_si512(&LOW[64])};
     const __m512i high[2] = {_mm512_load_si512(&HIGH[0]), _mm512_load_si512(&HIGH[64])};
     const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
-    for (int j = 0; j < PANEL / W; j += 2) {
+    for (int j = 0; j < N; j += 2) {
       const __m512i bytes = _mm512_loadu_si512(p + 2 * j * W);
       const __m512i lows = _mm512_permutex2var_epi8(low[0], bytes, low[1]);
       const __m512i unsigned_highs = _mm512_permutex2var_epi8(high[0], bytes, high[1]);
