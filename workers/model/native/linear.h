@@ -53,8 +53,8 @@ struct Coming {
   int64_t num_lines;
 };
 
-// R rows of x times N * W columns of a panel of T or of bytes, from `panel` on; sums[i][first] is the
-// first of row i. KEEPS: writes the panel, made wide, to `wide`.
+// R rows of x times N * W columns of a panel of T or of bytes, from `panel` on; sums[i][first] is
+// the first of row i. KEEPS: writes the panel, made wide, to `wide`.
 template <class T, int R, int N, bool KEEPS, class P>
 void multiply(const T* x, int64_t x_stride, const P* panel, int64_t in, Coming coming, T* wide,
               vec (*sums)[PANEL / W], int first = 0) {

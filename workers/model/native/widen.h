@@ -55,8 +55,8 @@ struct Line<bf16, N> {
 #endif
 
 #if defined(HAS_PAIRS) && defined(__AVX512VBMI__)
-  // A byte holds a sign and a magnitude. The magnitude's bfloat16 is looked up, the low and the high
-  // byte apart, and these come together within 16 bytes each: panels.py has weights lie for that.
+  // A byte holds a sign and a magnitude. The magnitude's bfloat16 is looked up, the low and the
+  // high byte apart, and these come together within 16 bytes each: panels.py has weights lie so.
   void read(const int8_t* p) {
     const __m512i low[2] = {_mm512_load_si512(&LOW[0]), _mm512_load_si512(&LOW[64])};
     const __m512i high[2] = {_mm512_load_si512(&HIGH[0]), _mm512_load_si512(&HIGH[64])};
