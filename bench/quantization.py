@@ -164,7 +164,7 @@ def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str
         "weights", "MB a step reads", "logits off by", "divergence (nats)", "loss (nats)",
         "same token", "same text", "right text",
     )  # fmt: skip
-    lines = [heading]
+    lines: list[tuple[str, ...]] = [heading]
     for name, num_bytes, tally in found:
         n = tally.num_tokens
         lines.append(
