@@ -88,7 +88,7 @@ class Caller:
         hang_up_after: int | None = None,
     ) -> None:
         """Notes in the call what comes, to its end; hangs up after so many pieces of output."""
-        path, body = self._body(request)
+        path, body = self.request_of(request)
         call.sent_s = now_s()
         try:
             async with self.client.stream("POST", path, json=body) as response:
@@ -101,8 +101,8 @@ class Caller:
             call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
         call.end_s = now_s()
 
-    def _body(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
-        """Path and body."""
+    def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
+        """Path (below /v1) and body."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,

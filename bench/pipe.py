@@ -2,7 +2,8 @@
 
 The same requests through an engine in this process and through `batchway up`, in turns, with the
 same options: tokens a second with many streams at once, then the time to the first token of one
-request alone. Every prompt is another, so that none is found computed.
+request alone, at a bare socket and through httpx. Every prompt is another, so that none is found
+computed.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from bench.bare_caller import BareCaller
 from bench.calls import Caller, Outcome
 from bench.engine import run_workload, warm_up
 from bench.load import Load, LoadRun, run_load
@@ -55,7 +57,8 @@ class Piped:
     engine_tokens_per_s: list[float]
     server_tokens_per_s: list[float]
     engine_ttft_s: list[float]
-    server_ttft_s: list[float]
+    server_ttft_s: list[float]  # at a bare socket
+    httpx_ttft_s: list[float]  # of the server too: what a common client adds
     processor_s: dict[str, float]
     num_tokens: int  # that the server put out in its rounds
 
@@ -81,12 +84,12 @@ class Piped:
         for number, (engine, server) in enumerate(rounds, start=1):
             lines.append(f"| {number} | {engine:.1f} | {server:.1f} | {server / engine:.1%} |")
         lines.append(f"\nserver of engine, medians: {self.share:.1%}")
-        ttft = (statistics.median(t) * 1000 for t in (self.engine_ttft_s, self.server_ttft_s))
+        ttfts_s = self.engine_ttft_s, self.server_ttft_s, self.httpx_ttft_s
+        engine_ms, server_ms, httpx_ms = (1000 * statistics.median(ttft_s) for ttft_s in ttfts_s)
         lines.append(
-            "first token of one request alone, p50: engine {:.1f} ms, server {:.1f} ms".format(
-                *ttft
-            )
-            + f", added {1000 * self.added_ttft_s:.1f} ms"
+            f"first token of one request alone, p50: engine {engine_ms:.1f} ms, server "
+            f"{server_ms:.1f} ms, added {1000 * self.added_ttft_s:.1f} ms; through httpx "
+            f"{httpx_ms:.1f} ms"
         )
         lines += [
             "",
@@ -153,13 +156,16 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
             num_run = sum(call.num_output_tokens for call in run.calls)
             num_tokens += num_run
             rates[1].append(num_run / run.wall_s)
-        ttfts_s: tuple[list[float], list[float]] = ([], [])
-        for _ in range(size.num_alone):
-            [timeline] = run_workload(engine, draw(1, size.num_prompt, 2)).timelines
-            ttfts_s[0].append(timeline.ttft_s)
-            [call] = (await _serve(caller, draw(1, size.num_prompt, 2), 1)).calls
-            assert call.ttft_from_sending_s is not None
-            ttfts_s[1].append(call.ttft_from_sending_s)
+        ttfts_s: tuple[list[float], list[float], list[float]] = ([], [], [])
+        with BareCaller(server.url, _TIMEOUT_S) as bare:
+            for _ in range(size.num_alone):
+                [timeline] = run_workload(engine, draw(1, size.num_prompt, 2)).timelines
+                ttfts_s[0].append(timeline.ttft_s)
+                [request] = draw(1, size.num_prompt, 2).requests
+                ttfts_s[1].append(bare.ttft_s(*caller.request_of(request)))
+                [call] = (await _serve(caller, draw(1, size.num_prompt, 2), 1)).calls
+                assert call.ttft_from_sending_s is not None
+                ttfts_s[2].append(call.ttft_from_sending_s)
     return Piped(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
 
 

@@ -24,7 +24,7 @@ def test_both_are_measured_in_turns(
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     assert found["num_tokens"] == 2 * 3 * 6
     assert [len(found[f"{who}_tokens_per_s"]) for who in ("engine", "server")] == [2, 2]
-    assert [len(found[f"{who}_ttft_s"]) for who in ("engine", "server")] == [2, 2]
+    assert [len(found[f"{who}_ttft_s"]) for who in ("engine", "server", "httpx")] == [2, 2, 2]
     assert {"engine", "worker's supervisor", "gateway", "Redis", CALLERS} <= set(
         found["processor_s"]
     )
