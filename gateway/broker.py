@@ -9,10 +9,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
-
-import msgspec
 
 from contract.api_keys import ApiKeys, Pepper
 from contract.callback_state import CallbackState, callback_state
@@ -20,7 +18,7 @@ from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
-from contract.events import End, LogEntry
+from contract.events import LogEntry
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
@@ -33,6 +31,7 @@ from gateway.errors import UnknownJob
 from gateway.hints import Hints
 from gateway.key_ring import KeyRing
 from gateway.known_models import KnownModels
+from gateway.log_items import Idle, LogPage, Reset, is_end
 from gateway.payloads import Payloads
 from gateway.settings import GatewaySettings
 
@@ -41,18 +40,9 @@ log = logging.getLogger("batchway.gateway")
 PAGE_EVENTS = 500  # of a log, in one read
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
 SWEEP_EVERY_S = 1.0
+FIRST_LOOK_S = 0.02  # into a new job's log, where no hint comes before
 
 T = TypeVar("T")
-
-
-class Idle(msgspec.Struct, frozen=True):
-    """Nothing new for a while; the job as it was last read, None while Redis is away."""
-
-    view: JobView | None
-
-
-class Reset(msgspec.Struct, frozen=True):
-    """The log is not the one that was read so far: what follows starts at its first event."""
 
 
 class Broker:
@@ -204,9 +194,18 @@ class Broker:
         return status if isinstance(status, JobStatus) else None
 
     async def events(
-        self, job_id: str, tenant: str, after: int = 0, after_hash: str | None = None
+        self,
+        job_id: str,
+        tenant: str,
+        after: int = 0,
+        after_hash: str | None = None,
+        *,
+        is_new: bool = False,
     ) -> AsyncIterator[LogEntry | Idle | Reset]:
         """Follows a job's log from event `after` to its End; Idle at least every poll.
+
+        `is_new`: the job was submitted a moment ago. To look into its log, which is empty, would
+        only stand in the way of the worker that claims it: its first hint is waited for.
 
         Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
         """
@@ -216,6 +215,11 @@ class Broker:
             self._following(job_id),
             self._hints.listen(self.keys.events_channel(job_id)) as mailbox,
         ):
+            if is_new:
+                for entry in cursor.next_of(await mailbox.take(FIRST_LOOK_S) or ()):
+                    yield entry
+                    if is_end(entry):
+                        return
             while True:
                 try:
                     page = await self._next_page(job_id, tenant, cursor)
@@ -228,7 +232,7 @@ class Broker:
                 answered_s = time.monotonic()
                 for item in page.items:
                     yield item
-                    if _is_end(item):
+                    if is_end(item):
                         return
                 if page.is_whole and page.view.is_terminal:
                     return  # the caller has the end already
@@ -240,19 +244,19 @@ class Broker:
                         break
                     for entry in cursor.next_of(hints):
                         yield entry
-                        if _is_end(entry):
+                        if is_end(entry):
                             return
                     if cursor.misses_some_of(hints):
                         break
 
-    async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> "_Page":
+    async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:
         view, entries = await self.read(
             job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
         )
         if not cursor.agrees_with(view, entries):
             cursor.reset()
-            return _Page(view, [Reset()], is_whole=False)
-        return _Page(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
+            return LogPage(view, [Reset()], is_whole=False)
+        return LogPage(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
 
     async def sweep(self) -> None:
         """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
@@ -282,15 +286,3 @@ class Broker:
             self._followed[job_id] -= 1
             if not self._followed[job_id]:
                 del self._followed[job_id]
-
-
-class _Page(msgspec.Struct, frozen=True):
-    """A job, what is new in its log, and whether that is all there is just now."""
-
-    view: JobView
-    items: Sequence[LogEntry | Reset]
-    is_whole: bool
-
-
-def _is_end(item: LogEntry | Reset) -> bool:
-    return isinstance(item, LogEntry) and isinstance(item.event, End)

@@ -68,6 +68,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         patience,
         timing,
         job_retention_s=caller.job_retention_s(gateway.settings),
+        is_new=submitted.is_new,
         may_return=not _ends_with_caller(body, terms.idempotency_key),
         headers=preference.applied() | rate_headers(submitted.rates),
     )

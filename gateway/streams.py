@@ -12,11 +12,12 @@ from contract.events import End, LogEntry
 from contract.jobs import Job, JobStatus
 from gateway import sse
 from gateway.answers import Answer, Chunks, needs_tokenizer
-from gateway.broker import Broker, Idle, Reset
+from gateway.broker import Broker
 from gateway.drain import Drain
 from gateway.errors import ApiError, became_job, draining, failure_of, to_api_error, to_call_error
 from gateway.event_ids import START, Position
 from gateway.job_objects import events_url, job_object, place
+from gateway.log_items import Idle, Reset
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
@@ -73,7 +74,7 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
     """
     job = call.job
     answer = Answer(job, await gateway.tokenizer_for(job))
-    async for item in gateway.broker.events(job.id, job.tenant):
+    async for item in gateway.broker.events(job.id, job.tenant, is_new=call.is_new):
         match item:
             case LogEntry(event=End() as end):
                 failure = failure_of(end)
@@ -118,7 +119,9 @@ async def call_stream(
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id
     try:
-        async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
+        async for item in gateway.broker.events(
+            job.id, job.tenant, position.number, position.hash, is_new=call.is_new
+        ):
             match item:
                 case LogEntry(event=End() as end):
                     failure = failure_of(end)

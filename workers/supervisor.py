@@ -156,7 +156,6 @@ class Supervisor:
             rooms = self._holding.rooms(terms, started_s)
             if not rooms:
                 return
-            has_room = self._holding.room(started_s) is not None
             claimed = await self._lane.claim(
                 lanes={name: lane.min_share for name, lane in terms.items()},
                 rooms=rooms,
@@ -165,10 +164,10 @@ class Supervisor:
             )
             await self._start_all(claimed)
             self._engine.steps.note_claim(time.monotonic() - started_s)
-            if not claimed:
-                if has_room:
+            if len(claimed) < max(room.max_jobs for room in rooms.values()):
+                if self._holding.room(time.monotonic()) is not None:
                     self._engine.speed.note_room()
-                return
+                return  # nothing that waits fits
 
     async def _woken(self) -> None:
         rest_s = self._holding.rest_s(time.monotonic(), self._looked_s)
