@@ -1,8 +1,9 @@
 """What logging a step costs: python -m bench.append
 
 One call of `append` writes a token of each running job, as a worker's supervisor does once a step,
-beside the engine's next step. One connection over a Unix socket to a private server. Beside the
-whole call stands Redis's own part of it, the function's time (`INFO commandstats`).
+beside the engine's next step; one call in ten renews the jobs' leases too. One connection over a
+Unix socket to a private server. Beside the whole call stands Redis's own part of it, the function's
+time (`INFO commandstats`).
 """
 
 import argparse
@@ -29,6 +30,8 @@ from infra.embedded_redis import EmbeddedRedis
 NUM_JOBS = (1, 32, 64, 128, 256)
 _TERMS = Submission(max_output_tokens=100_000, deadline_s=600, retention_s=60)
 _NUM_WARM_UP = 5  # calls
+_LEASE_S = 600
+_RENEWED_CALLS = 10  # from one that renews leases to the next: half a second of a worker's steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ async def measure(num_jobs: int, num_calls: int) -> Figures:
             functions = Functions(client, Keys("bench"))
             claimed = await _claim(functions, num_jobs)
             for number in range(1, _NUM_WARM_UP + 1):
-                await functions.append("w", step_of(claimed, number), lease_s=600)
+                await functions.append("w", step_of(claimed, number), lease_s=_LEASE_S)
             return await _measure(client, functions, claimed, num_calls)
         finally:
             await client.aclose()
@@ -68,7 +71,7 @@ async def _claim(functions: Functions, num_jobs: int) -> list[Claimed]:
     claimed: list[Claimed] = []
     while len(claimed) < num_jobs:
         claimed += await functions.claim(
-            "w", "m", ["standard"], lease_s=600, max_jobs=64, max_tokens=10**9
+            "w", "m", ["standard"], lease_s=_LEASE_S, max_jobs=64, max_tokens=10**9
         )
     return claimed
 
@@ -81,7 +84,8 @@ async def _measure(
     for number in range(_NUM_WARM_UP + 1, _NUM_WARM_UP + 1 + num_calls):
         items = step_of(claimed, number)
         started_s = time.perf_counter()
-        verdicts = await functions.append("w", items, lease_s=600)
+        lease_s = 0 if number % _RENEWED_CALLS else _LEASE_S
+        verdicts = await functions.append("w", items, lease_s=lease_s)
         walls_ms.append(1000 * (time.perf_counter() - started_s))
         assert all(next_number == number + 1 for _, next_number in verdicts)
     stats: Any = await client.info("commandstats")

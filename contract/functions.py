@@ -27,11 +27,7 @@ from contract.calls import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.codec import (
-    decode_entry,
-    encode_event,
-    encode_ref,
-)
+from contract.codec import decode_entry
 from contract.connection import broker_errors
 from contract.errors import BrokerFull, ErrorCode
 from contract.events import LogEntry
@@ -40,6 +36,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import LIBRARY
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
+from contract.steps import decode_verdicts, encode_items
 from contract.terms import asked
 
 FIRST_HASH = "00000000"
@@ -128,15 +125,14 @@ class Functions:
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Appends a step's output; a verdict for each item, with its number where it has one."""
-        args: list[str | bytes | int] = []
-        for item in items:
-            event = encode_event(item.event) if item.event is not None else b""
-            args += [item.job_id, item.epoch, item.number, event, item.num_tokens]
-            args += [item.fin, item.code, item.message]
-            args += [b"" if item.result is None else encode_ref(item.result)]
-        reply = await self._call("append", incarnation, int(lease_s * 1000), *args)
-        return [replies.verdict(part) for part in reply]
+        """Appends a step's output; a verdict for each item, with its number where it has one.
+
+        `lease_s`: how long their leases run from now on; 0: they stay as they are.
+        """
+        ids = [item.job_id for item in items]
+        says = encode_items(items)
+        reply = await self._call("append", incarnation, int(lease_s * 1000), says, *ids)
+        return decode_verdicts(items, reply)
 
     async def heartbeat(
         self,

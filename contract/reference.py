@@ -465,7 +465,8 @@ class Reference:
             return JobStatus.EXPIRED, 0
         if record.num_tokens + item.num_tokens > record.submission.max_output_tokens:
             return Verdict.OVER, record.num_tokens
-        record.lease_ms = self.now_ms + lease_ms
+        if lease_ms > 0:
+            record.lease_ms = self.now_ms + lease_ms
         if item.event is not None:
             record.num_tokens += item.num_tokens
             self._count("generation_tokens_total", record, item.num_tokens)

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import redis.asyncio
 from redis.exceptions import NoPermissionError
@@ -40,19 +41,27 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _READ_EVENTS = 500
 _LITTER_JOBS = 20  # in one go
+_RENEWED_SHARE = 0.05  # of a lease: before so much of it has passed, an append renews none
 
 
 class Lane:
     """All that one incarnation of a worker says to Redis. Raises BrokerUnavailable throughout."""
 
-    def __init__(self, settings: WorkerSettings, incarnation: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
+        self._clock = clock
         self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self._keys)
         self._roster = Roster(self._client, self._keys)
-        self.last_contact_s = time.monotonic()  # when the last answered renewal was sent
+        self.last_contact_s = clock()  # when the last answered renewal was sent
+        self._appends_renewed_s = -math.inf  # when an append last did
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -109,11 +118,15 @@ class Lane:
                 return entries
 
     async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
-        sent_s = time.monotonic()
+        """Renews the leases of its jobs too where that was not done just before."""
+        sent_s, lease_s = self._clock(), self._settings.lease_s
+        renews = sent_s - self._appends_renewed_s >= _RENEWED_SHARE * lease_s
         verdicts = await self._functions.append(
-            self.incarnation, items, lease_s=self._settings.lease_s
+            self.incarnation, items, lease_s=lease_s if renews else 0.0
         )
-        self.last_contact_s = max(self.last_contact_s, sent_s)
+        if renews:
+            self._appends_renewed_s = sent_s
+            self.last_contact_s = max(self.last_contact_s, sent_s)
         return verdicts
 
     async def heartbeat(
@@ -124,7 +137,7 @@ class Lane:
         capacity: WorkerCapacity,
         counted: Mapping[str, int],
     ) -> list[str]:
-        sent_s = time.monotonic()
+        sent_s = self._clock()
         lost = await self._functions.heartbeat(
             self.incarnation,
             self._settings.served_model_name,

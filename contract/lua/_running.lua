@@ -3,29 +3,36 @@
 -- As long as a job is there, `next`, `tokens` and `hash` of its record may be old. It comes there
 -- with output, and goes when it leaves its worker, or when what else is packed changes; the next
 -- append of it brings it back.
-local PACKED = '>dddc8ddddss'  -- numbers as doubles, the hash, strings that end in a zero byte
-local PROGRESS = '>dddc8'  -- the beginning of it: epoch, next, tokens, hash
+local PACKED = '<xdddc8ddds'  -- begins and ends with a zero byte; numbers as doubles, the hash
+local PROGRESS = '<xdddc8'  -- the beginning of it: epoch, next, tokens, hash
+local FORMER_PROGRESS = '>dddc8'  -- of libraries before this one, which began with another byte
 
 function running.key(tag, owner)
   return tag .. ':run:' .. owner
 end
 
-function running.pack(epoch, next_number, tokens, hash, deadline, max_tokens, cost, prompt_tokens,
-                      model, lane)
-  return struct.pack(PACKED, epoch, next_number, tokens, hash, deadline, max_tokens, cost,
-    prompt_tokens, model, lane)
+-- Where it runs: its lane and its model. The blanks make what is packed longer than 64 bytes: a hash
+-- of shorter values is one list to Redis, and each is sought from its beginning.
+function running.place(job)
+  return string.format('%-8s %s', job.lane, job.model)
 end
 
+-- `to_do`: tokens of its cost that are not computed yet.
+function running.pack(epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place)
+  return struct.pack(PACKED, epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place)
+end
+
+-- What was packed, in that order. Nothing where a library before this one packed it.
 function running.unpack(packed)
-  return struct.unpack(PACKED, packed)
+  if string.byte(packed) == 0 then return struct.unpack(PACKED, packed) end
 end
 
 -- The job goes on from here. One that tells of its progress has more to do at each event than this.
 function running.note(tag, job)
   if job.tokens == 0 or job.callback_every > 0 then return end
   redis.call('HSET', running.key(tag, job.owner), job.id, running.pack(job.epoch, job.next,
-    job.tokens, job.hash, job.deadline, job.max_tokens, job.cost, job.prompt_tokens, job.model,
-    job.lane))
+    job.tokens, job.hash, job.deadline, job.max_tokens, job.cost - ledger.done(job),
+    running.place(job)))
 end
 
 -- How far the job is: {next, tokens, hash}, nil where its record says it.
@@ -33,7 +40,8 @@ function running.progress(tag, owner, id)
   if not owner or owner == '' then return nil end
   local packed = redis.call('HGET', running.key(tag, owner), id)
   if not packed then return nil end
-  local _, next_number, tokens, hash = struct.unpack(PROGRESS, packed)
+  local form = string.byte(packed) == 0 and PROGRESS or FORMER_PROGRESS
+  local _, next_number, tokens, hash = struct.unpack(form, packed)
   return {next = next_number, tokens = tokens, hash = hash}
 end
 

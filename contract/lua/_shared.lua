@@ -65,14 +65,28 @@ local function view(tag, id)
   return record
 end
 
--- Appends one event to a job's log and announces it, event and all; returns the hash of the log
+-- Appends one event to a job's log and announces it in the same words; returns the hash of the log
 -- up to it. The caller keeps that, and the next event's number. Of a number given as text none has
 -- to be made.
 local function write_event(tag, id, number, hash, event)
+  local redis = redis  -- to find a global takes Lua longer here than what is then done with it
   hash = string.sub(redis.sha1hex(hash .. event), 1, 8)
-  redis.call('XADD', tag .. ':log:' .. id, number .. '-0', 'e', event, 'h', hash)
-  redis.call('PUBLISH', tag .. ':ev:' .. id, number .. ' ' .. hash .. ' ' .. event)
+  local call, said = redis.call, number .. ' ' .. hash .. ' ' .. event
+  call('XADD', tag .. ':log:' .. id, number, 's', said)
+  call('PUBLISH', tag .. ':ev:' .. id, said)
   return hash
+end
+
+-- The events of a log's entry: {{number, hash, event}, …}. Libraries before this one wrote an event
+-- and its hash as two fields.
+local function events_of(entry)
+  local field, value = entry[2][1], entry[2][2]
+  if field == 'c' then return cmsgpack.unpack(value) end
+  if field == 'e' then
+    return {{tonumber(string.match(entry[1], '^(%d+)-')), entry[2][4], value}}
+  end
+  local number, hash, start = string.match(value, '^(%d+) (%x+) ()')
+  return {{tonumber(number), hash, string.sub(value, start)}}
 end
 
 local function log_event(tag, job, event)
@@ -131,10 +145,10 @@ local function compact(tag, job)
   redis.call('DEL', key)
   local pack = {}
   for i, entry in ipairs(entries) do
-    local number = tonumber(string.match(entry[1], '^(%d+)-'))
-    table.insert(pack, {number, entry[2][4], entry[2][2]})
+    local event = events_of(entry)[1]
+    table.insert(pack, event)
     if #pack == PACK or i == #entries then
-      redis.call('XADD', key, number .. '-0', 'c', cmsgpack.pack(pack))
+      redis.call('XADD', key, event[1], 'c', cmsgpack.pack(pack))
       pack = {}
     end
   end

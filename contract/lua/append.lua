@@ -1,33 +1,43 @@
 -- append: one step's output of all of a worker's jobs; ends those that are done. Renews leases.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 lease (ms)  then 9 for each job:
---       id, epoch, event number, event (msgpack, '': none), output tokens in it,
---       '' | 'succeeded' | 'failed', error code, error message, where its log is kept from its end
---       on (msgpack ObjectRef, '': here)
--- reply one verdict for each job, in order:
---       {'OK', next event number}  appended, or appended before
---       {'GAP', next event number} events are missing before this one
---       {'OVER', output tokens}    more output than the job's cap: not appended
---       {'FENCED'}                 the job is another worker's, or waits
---       {'GONE'}                   no such job
---       {status}                   the job has ended: succeeded, failed, cancelled, expired
+-- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 what is said of the jobs, packed
+--       4… the id of each
+-- packed: a byte, 2, the version of this form; then ITEM for each job: epoch, output tokens in the
+--       event, the event (msgpack, '': none), its number (as text), '' or 'succeeded' or 'failed'.
+--       After these an END: error code, error message, where its log is kept from now on (msgpack
+--       ObjectRef, '': here)
+-- reply {} where all was appended: each job's next event has the number after the one it said.
+--       Else, of the others: {place of the job among them, verdict, number, place, verdict, …}
+--       'OK', next event number    ended beside its event, or appended before
+--       'GAP', next event number   events are missing before this one
+--       'OVER', output tokens      more output than the job's cap: not appended
+--       'FENCED', 0                the job is another worker's, or waits
+--       'GONE', 0                  no such job
+--       status, 0                  the job has ended: succeeded, failed, cancelled, expired
 -- A call is made for every step of a worker, so it does little for each job: what it must know of
--- those that go on is read and written for all together, and so are leases and counters. The first
--- output of a job, its end and whatever is refused go the long way, by the record.
+-- those that go on is read and written for all together, and so are leases and counters; an argument
+-- of its own for each thing said would cost more than the thing. The first output of a job, its end
+-- and whatever is refused go the long way, by the record.
+local ITEM = '<I4I4I4c0ss'
+local END = '<sI4c0I4c0'
+local FORM = 2
 local MOST_ARGUMENTS = 1000  -- of one command
-local NUM_OF_JOB = 9  -- arguments
+local FIRST_ID = 4  -- argument
 
--- What the jobs of one lane have gained in this call: output tokens, and tokens of their cost.
-local function gains_of(said, model, lane)
-  local lanes = said[model] or {}
-  said[model] = lanes
-  lanes[lane] = lanes[lane] or {tokens = 0, done = 0}
-  return lanes[lane]
+-- What the jobs of one place, a lane of a model, have gained in this call: output tokens, and
+-- tokens of their cost.
+local function gains_of(said, place)
+  local gains = said[place]
+  if not gains then
+    gains = {tokens = 0, done = 0}
+    said[place] = gains
+  end
+  return gains
 end
 
 -- Appends the event, and writes all that it changes in the record.
 local function progress(tag, job, event, num_tokens, now, said)
-  local gains, done = gains_of(said, job.model, job.lane), ledger.done(job)
+  local gains, done = gains_of(said, running.place(job)), ledger.done(job)
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done
@@ -41,61 +51,58 @@ local function progress(tag, job, event, num_tokens, now, said)
   running.note(tag, job)
 end
 
-local function append_one(tag, now, incarnation, id, epoch, number, event, num_tokens,
-                          fin, code, message, result, said, renewed)
-  local job = load_job(tag, id)
-  local refusal = fence(job, incarnation, epoch)
-  if refusal then return {refusal} end
-  if number < job.next then return {'OK', job.next} end
-  if number > job.next then return {'GAP', job.next} end
+-- The long way: a verdict and its number.
+local function append_one(tag, now, incarnation, item, said, renewed)
+  local job, num_tokens = load_job(tag, item.id), item.num_tokens
+  local refusal = fence(job, incarnation, item.epoch)
+  if refusal then return refusal, 0 end
+  if item.number < job.next then return 'OK', job.next end
+  if item.number > job.next then return 'GAP', job.next end
   if now >= job.deadline then
     terminal(tag, job, 'expired', '', '', now)
-    return {'expired'}
+    return 'expired', 0
   end
-  if job.tokens + num_tokens > job.max_tokens then return {'OVER', job.tokens} end
+  if job.tokens + num_tokens > job.max_tokens then return 'OVER', job.tokens end
 
-  if event ~= '' then
-    progress(tag, job, event, num_tokens, now, said)
-    local every = fin == '' and job.callback_every or 0
+  if item.event ~= '' then
+    progress(tag, job, item.event, num_tokens, now, said)
+    local every = item.fin == '' and job.callback_every or 0
     if every > 0 and job.tokens % every < num_tokens then
       outbox.post(tag, job, 'progress', now, '', '')
     end
   end
-  if fin == '' then
-    table.insert(renewed, id)
+  if item.fin == '' then
+    table.insert(renewed, item.id)
   else
-    terminal(tag, job, fin, code, message, now, result)
+    terminal(tag, job, item.fin, item.code, item.message, now, item.result)
   end
-  return {'OK', job.next}
+  return 'OK', job.next
 end
 
--- The short way, for a job that goes on with output: the number of its next event, and how far it
--- is now, packed; nil where it must go the long one.
+-- The short way, for a job that goes on with output: how far it is now, packed; nil where it must go
+-- the long one.
 local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
-  local its_epoch, next_number, tokens, hash, deadline, max_tokens, cost, prompt_tokens, model,
-    lane = running.unpack(packed)
-  local all_tokens = tokens + num_tokens
-  if tonumber(epoch) ~= its_epoch or tonumber(number) ~= next_number then return nil end
-  if now >= deadline or all_tokens > max_tokens then return nil end
+  local its_epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place =
+    running.unpack(packed)
+  if epoch ~= its_epoch or tonumber(number) ~= next_number then return nil end
+  tokens = tokens + num_tokens
+  if now >= deadline or tokens > max_tokens then return nil end
   hash = write_event(tag, id, number, hash, event)
-  local gains = gains_of(said, model, lane)
+  local gains, done = said[place] or gains_of(said, place), num_tokens
+  if done > to_do then done = to_do end
   gains.tokens = gains.tokens + num_tokens
-  gains.done = gains.done + math.min(cost, prompt_tokens + all_tokens)
-    - math.min(cost, prompt_tokens + tokens)
-  return next_number + 1, running.pack(its_epoch, next_number + 1, all_tokens, hash, deadline,
-    max_tokens, cost, prompt_tokens, model, lane)
+  gains.done = gains.done + done
+  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, to_do - done,
+    place)
 end
 
 -- How far those of the call's jobs are that go on, packed, by id.
 local function those_running(tag, incarnation, argv)
   local found = {}
-  for first = 3, #argv, NUM_OF_JOB * MOST_ARGUMENTS do
-    local ids = {}
-    for i = first, math.min(#argv, first + NUM_OF_JOB * MOST_ARGUMENTS - 1), NUM_OF_JOB do
-      table.insert(ids, argv[i])
-    end
-    local values = redis.call('HMGET', running.key(tag, incarnation), unpack(ids))
-    for i, id in ipairs(ids) do found[id] = values[i] or nil end
+  for first = FIRST_ID, #argv, MOST_ARGUMENTS do
+    local last = math.min(#argv, first + MOST_ARGUMENTS - 1)
+    local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, first, last))
+    for i, value in ipairs(values) do found[argv[first + i - 1]] = value or nil end
   end
   return found
 end
@@ -108,50 +115,88 @@ local function write(name, key, arguments)
   end
 end
 
+local function renew(tag, lapses, ids)
+  local leases = {}
+  for i, id in ipairs(ids) do leases[2 * i - 1], leases[2 * i] = lapses, id end
+  write('ZADD', tag .. ':leases', leases)
+end
+
+-- Adds what was gained to its lanes' counters.
+local function count(tag, said)
+  for place, gains in pairs(said) do
+    local lane, model = string.match(place, '^(%S+) +(.*)$')
+    if gains.tokens > 0 then
+      totals.add(tag, model, 'generation_tokens_total:' .. lane, gains.tokens)
+    end
+    ledger.progress(tag, {model = model, lane = lane}, gains.done)
+  end
+end
+
 local function append(keys, argv)
   local tag, now = keys[1], now_ms(keys[1])
-  local incarnation, lapses = argv[1], now + tonumber(argv[2])
-  local verdicts, said, renewed = {}, {}, {}  -- said: gains by model and lane
-  local found, gone_on = those_running(tag, incarnation, argv), {}
-  for i = 3, #argv, NUM_OF_JOB do
-    local id, event = argv[i], argv[i + 3]
+  local incarnation, lease_ms = argv[1], tonumber(argv[2])
+  local odd, said, renewed = {}, {}, {}  -- said: gains by place
+  local found, gone_on, num_gone_on = those_running(tag, incarnation, argv), {}, 0
+  local says, from, unpack_struct = argv[3], 2, struct.unpack  -- from: after the version
+  for i = FIRST_ID, #argv do
+    local id = argv[i]
+    local epoch, num_tokens, event, number, fin, after = unpack_struct(ITEM, says, from)
+    from = after
     local packed = found[id]
     found[id] = nil  -- a second event of a job in one call goes the long way
-    local next_number
-    if packed and event ~= '' and argv[i + 5] == '' then
-      next_number, packed = go_on(tag, now, packed, id, argv[i + 1], argv[i + 2], event,
-        tonumber(argv[i + 4]), said)
+    if packed and event ~= '' and fin == '' then
+      packed = go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
+    else
+      packed = nil
     end
-    if next_number then
-      table.insert(gone_on, id)
-      table.insert(gone_on, packed)
-      table.insert(renewed, id)
-      table.insert(verdicts, {'OK', next_number})
+    if packed then
+      gone_on[num_gone_on + 1] = id
+      gone_on[num_gone_on + 2] = packed
+      num_gone_on = num_gone_on + 2
+      renewed[#renewed + 1] = id
     else
       write('HSET', running.key(tag, incarnation), gone_on)
-      gone_on = {}
-      table.insert(verdicts, append_one(tag, now, incarnation, id, argv[i + 1],
-        tonumber(argv[i + 2]), event, tonumber(argv[i + 4]), argv[i + 5], argv[i + 6],
-        argv[i + 7], argv[i + 8], said, renewed))
+      gone_on, num_gone_on = {}, 0
+      local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
+        num_tokens = num_tokens, fin = fin}
+      if fin ~= '' then
+        item.code, item.message, item.result, from = struct.unpack(END, says, from)
+      end
+      local verdict, its_number = append_one(tag, now, incarnation, item, said, renewed)
+      if verdict ~= 'OK' or its_number ~= item.number + 1 then
+        table.insert(odd, i - FIRST_ID + 1)
+        table.insert(odd, verdict)
+        table.insert(odd, its_number)
+      end
     end
   end
   write('HSET', running.key(tag, incarnation), gone_on)
-  local leases = {}
-  for _, id in ipairs(renewed) do
-    table.insert(leases, lapses)
-    table.insert(leases, id)
-  end
-  write('ZADD', tag .. ':leases', leases)
-  for model, lanes in pairs(said) do
-    for lane, gains in pairs(lanes) do
-      if gains.tokens > 0 then
-        totals.add(tag, model, 'generation_tokens_total:' .. lane, gains.tokens)
-      end
-      ledger.progress(tag, {model = model, lane = lane}, gains.done)
+  if lease_ms > 0 then renew(tag, now + lease_ms, renewed) end
+  count(tag, said)
+  return odd
+end
+
+-- As workers of the version before say it: nine arguments for each job, and a verdict for each back.
+local function append_listed(keys, argv)
+  local form, parts, verdicts = {argv[1], argv[2]}, {string.char(FORM)}, {}
+  for i = 3, #argv, 9 do
+    local id, epoch, number, event, num_tokens, fin, code, message, result = unpack(argv, i, i + 8)
+    table.insert(parts, struct.pack(ITEM, epoch, num_tokens, #event, event, number, fin))
+    if fin ~= '' then
+      table.insert(parts, struct.pack(END, code, #message, message, #result, result))
     end
+    table.insert(verdicts, {'OK', number + 1})
+    form[FIRST_ID + #verdicts - 1] = id
   end
+  form[3] = table.concat(parts)
+  local odd = append(keys, form)
+  for i = 1, #odd, 3 do verdicts[odd[i]] = {odd[i + 1], odd[i + 2]} end
   return verdicts
 end
+
 redis.register_function{
-  function_name = 'batchway_v1_append', callback = append, flags = {'allow-oom'},
+  function_name = 'batchway_v1_append', flags = {'allow-oom'}, callback = function(keys, argv)
+    if string.byte(argv[3] or '') == FORM then return append(keys, argv) end
+    return append_listed(keys, argv)
+  end,
 }

@@ -25,13 +25,7 @@ local function read(keys, argv)
     local after, max_events = tonumber(argv[3]), tonumber(argv[4])
     local from = string.format('%d-0', after + 1)
     for _, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
-      local events
-      if entry[2][1] == 'c' then
-        events = cmsgpack.unpack(entry[2][2])
-      else
-        events = {{tonumber(string.match(entry[1], '^(%d+)-')), entry[2][4], entry[2][2]}}
-      end
-      for _, event in ipairs(events) do
+      for _, event in ipairs(events_of(entry)) do
         if event[1] > after and #entries < max_events then table.insert(entries, event) end
       end
     end

@@ -29,7 +29,8 @@ async def lose_event(
         for entry_id, fields in kept:
             transaction.xadd(log, fields, id=entry_id)
         transaction.hdel(keys.running(worker.incarnation), job_id)
-        transaction.hset(keys.job(job_id), mapping={"next": number, "hash": kept[-1][1][b"h"]})
+        last_hash = kept[-1][1][b"s"].split(b" ")[1]
+        transaction.hset(keys.job(job_id), mapping={"next": number, "hash": last_hash})
         await transaction.execute()
 
 

@@ -134,12 +134,13 @@ class Audit:
             packed: Any = self.client.hgetall(key)
             for raw_id, raw in packed.items():
                 job = jobs[raw_id.decode()]
-                epoch, number, tokens, hash_, *rest = struct.unpack_from(">ddd8sdddd", raw)
-                model, lane, _ = raw[struct.calcsize(">ddd8sdddd") :].split(b"\0")
+                epoch, number, tokens, hash_, *rest = struct.unpack_from("<xddd8sddd", raw)
+                place = raw[struct.calcsize("<xddd8sddd") :]
                 assert job["owner"] == key.decode()[len(prefix) :], "what is packed is its owner's"
-                names = ("epoch", "deadline", "max_tokens", "cost", "prompt_tokens")
-                assert [epoch, *rest] == [int(job[name]) for name in names], "packed as on record"
-                assert [model.decode(), lane.decode()] == [job["model"], job["lane"]]
+                to_do = max(0, int(job["cost"]) - int(job["prompt_tokens"]) - int(tokens))
+                on_record = [int(job[name]) for name in ("epoch", "deadline", "max_tokens")]
+                assert [epoch, *rest] == [*on_record, to_do], "packed as on record"
+                assert place == f"{job['lane']:8} {job['model']}\0".encode()
                 job |= {"next": str(int(number)), "tokens": str(int(tokens))}
                 job["hash"] = hash_.decode()
 

@@ -66,11 +66,11 @@ MUTANTS = [
     Mutant("a finished job can be written", "if TERMINAL[job.state] then return job.state end", ""),
     Mutant(
         "a repeated event is appended again",
-        "if number < job.next then return {'OK', job.next} end",
+        "if item.number < job.next then return 'OK', job.next end",
         "",
     ),
     Mutant(
-        "a gap is closed silently", "if number > job.next then return {'GAP', job.next} end", ""
+        "a gap is closed silently", "if item.number > job.next then return 'GAP', job.next end", ""
     ),
     Mutant(
         "the output cap is off by one",
@@ -79,13 +79,13 @@ MUTANTS = [
     ),
     Mutant(
         "an append does not renew the lease",
-        "    table.insert(renewed, id)\n  else",
+        "    table.insert(renewed, item.id)\n  else",
         "    local _\n  else",
     ),
     Mutant(
         "an append of one that goes on does not renew the lease",
-        "      table.insert(renewed, id)\n      table.insert(verdicts",
-        "      table.insert(verdicts",
+        "      renewed[#renewed + 1] = id\n",
+        "",
     ),
     Mutant(
         "one that goes on may leave a gap, and say all again",
@@ -94,13 +94,33 @@ MUTANTS = [
     ),
     Mutant(
         "one that goes on may do so past its deadline",
-        "  if now >= deadline or all_tokens",
-        "  if all_tokens",
+        "  if now >= deadline or tokens > max_tokens then return nil end",
+        "  if tokens > max_tokens then return nil end",
     ),
     Mutant(
         "one that goes on has no cap",
-        "  if now >= deadline or all_tokens > max_tokens then",
-        "  if now >= deadline then",
+        "  if now >= deadline or tokens > max_tokens then return nil end",
+        "  if now >= deadline then return nil end",
+    ),
+    Mutant(
+        "an append renews leases that are to stay",
+        "  if lease_ms > 0 then renew(",
+        "  if true then renew(",
+    ),
+    Mutant(
+        "what is refused is told of the job beside it",
+        "        table.insert(odd, i - FIRST_ID + 1)\n",
+        "        table.insert(odd, math.max(1, i - FIRST_ID))\n",
+    ),
+    Mutant(
+        "an end beside an event is not told",
+        "      if verdict ~= 'OK' or its_number ~= item.number + 1 then",
+        "      if verdict ~= 'OK' then",
+    ),
+    Mutant(
+        "what one that goes on has to do yet never gets less",
+        "tokens, hash, deadline, max_tokens, to_do - done,",
+        "tokens, hash, deadline, max_tokens, to_do,",
     ),
     Mutant(
         "how far a job is was forgotten when it left its worker",
@@ -119,8 +139,8 @@ MUTANTS = [
     ),
     Mutant(
         "what goes on counts no tokens of its cost",
-        "  gains.done = gains.done + math.min(cost, prompt_tokens + all_tokens)",
-        "  gains.done = gains.done",
+        "  gains.done = gains.done + done\n",
+        "",
     ),
     Mutant(
         "a heartbeat does not renew leases",

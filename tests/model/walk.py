@@ -238,6 +238,8 @@ class Walk:
             shift=self._rng.choice([0, 0, 0, 0, 0, 0, -1, 1]),
             loses_reply=self._flip(0.1),
             is_kept_elsewhere=self._flip(0.2),
+            beside=sorted(self._world.beliefs[worker])[-3:] if self._flip(0.3) else (),
+            renews=self._flip(0.6),
         )
 
     def _heartbeat(self) -> None:

@@ -6,7 +6,7 @@ is somebody else's: Hypothesis, or a random walk.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -234,13 +234,37 @@ class World:
         shift: int,
         loses_reply: bool,
         is_kept_elsewhere: bool = False,
+        beside: Sequence[str] = (),
+        renews: bool = True,
     ) -> None:
-        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap."""
+        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap. A token of each job that is
+        said `beside` comes first.
+        """
+        result = REF if fin and is_kept_elsewhere else None
+        items = [self._said(worker, other, 1) for other in beside if other != job_id]
+        items.append(self._said(worker, job_id, num_tokens, shift, fin, result))
+        lease_s = LEASE_S if renews else 0.0
+        verdicts = self._both("append", worker, items, lease_s=lease_s)
+        for item, (verdict, next_number) in zip(items, verdicts, strict=True):
+            is_heard = item is not items[-1] or (shift == 0 and not loses_reply)
+            if verdict == "OK" and is_heard:
+                self.beliefs[worker][item.job_id] = (item.epoch, next_number)
+
+    def _said(
+        self,
+        worker: str,
+        job_id: str,
+        num_tokens: int,
+        shift: int = 0,
+        fin: str = "",
+        result: ObjectRef | None = None,
+    ) -> Append:
+        """By what the worker believes of its job; the tokens go on where the log ends."""
         epoch, number = self.beliefs[worker].get(job_id, (1, 1))
         record = self.reference.records.get(job_id)
         start = record.num_tokens if record is not None else 0
         event = Tokens((ChoiceDelta(0, start, tuple(range(num_tokens)), "x" * num_tokens),))
-        item = Append(
+        return Append(
             job_id,
             epoch,
             max(1, number + shift),
@@ -249,11 +273,8 @@ class World:
             fin and JobStatus(fin),  # type: ignore[arg-type]
             "engine_error" if fin == "failed" else "",
             "it broke" if fin == "failed" else "",
-            REF if fin and is_kept_elsewhere else None,
+            result,
         )
-        [(verdict, next_number)] = self._both("append", worker, [item], lease_s=LEASE_S)
-        if verdict == "OK" and shift == 0 and not loses_reply:
-            self.beliefs[worker][job_id] = (epoch, next_number)
 
     def drain(self, worker: str) -> None:
         self._both("drain", [worker])

@@ -1,0 +1,195 @@
+"""A step's output in one call of `append`: packed, mixed, and as other versions say it."""
+
+import struct
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from contract.calls import Append, Verdict
+from contract.codec import encode_event
+from contract.errors import BrokerUnavailable
+from contract.functions import Functions
+from contract.jobs import JobStatus, ObjectRef
+from contract.keys import Keys
+from contract.library import LIBRARY
+from contract.steps import decode_verdicts
+from tests.contract.test_functions import (
+    LEASE_S,
+    append,
+    claim,
+    make_job,
+    make_submission,
+    pass_time,
+    tokens,
+)
+from tests.contract.test_running import hashes, running_job, said_by
+
+pytestmark = pytest.mark.anyio
+
+
+async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
+    """Jobs of the worker `w1` with a token each."""
+    job_ids = []
+    for _ in range(num_jobs):
+        job = make_job()
+        await functions.submit(job, make_submission())
+        job_ids.append(job.id)
+    await claim(functions, max_jobs=num_jobs, max_tokens=100 * num_jobs)
+    for job_id in job_ids:
+        await append(functions, "w1", said_by(job_id, 1))
+    return job_ids
+
+
+async def test_each_job_of_a_call_is_told_its_own_verdict(functions: Functions) -> None:
+    """Appended, repeated, with a gap, with too much output, unknown, ended, of an older claim."""
+    goes_on, repeats, leaps, talks, ends, says_and_ends, is_late = await running_jobs(functions, 7)
+    await functions.cancel(is_late, "t")
+    said = await append(
+        functions,
+        "w1",
+        said_by(leaps, 3),
+        said_by(goes_on, 2),
+        said_by(repeats, 1),
+        Append(talks, 1, 2, tokens(1, *range(10)), 10),
+        Append("job-0-none", 1, 2, tokens(1, 7), 1),
+        Append(ends, 1, 2, fin=JobStatus.SUCCEEDED),
+        Append(says_and_ends, 1, 2, tokens(1, 7), 1, JobStatus.SUCCEEDED),
+        said_by(is_late, 2),
+        said_by(goes_on, 3, epoch=2),
+    )
+    assert said == [
+        (Verdict.GAP, 2),
+        (Verdict.OK, 3),
+        (Verdict.OK, 2),
+        (Verdict.OVER, 1),
+        (Verdict.GONE, 0),
+        (Verdict.OK, 3),
+        (Verdict.OK, 4),
+        (JobStatus.CANCELLED, 0),
+        (Verdict.FENCED, 0),
+    ]
+
+
+async def test_an_end_brings_its_words_and_where_its_log_is_kept(functions: Functions) -> None:
+    """Whatever bytes they hold, and though other jobs are said before and after."""
+    first, fails, succeeds, last = await running_jobs(functions, 4)
+    message, ref = "it broke: Ünglück\0\n", ObjectRef("store", "key\0", "0" * 64, 1 << 33)
+    said = await append(
+        functions,
+        "w1",
+        said_by(first, 2),
+        Append(fails, 1, 2, None, 0, JobStatus.FAILED, "engine_error", message),
+        Append(succeeds, 1, 2, None, 0, JobStatus.SUCCEEDED, result=ref),
+        said_by(last, 2),
+    )
+    assert said == [(Verdict.OK, 3)] * 4
+    failed, succeeded = await functions.read(fails, "t"), await functions.read(succeeds, "t")
+    assert failed is not None
+    assert succeeded is not None
+    assert (failed[0].code, failed[0].message) == ("engine_error", message)
+    assert succeeded[0].result == ref
+
+
+async def test_leases_stay_as_they_are_where_none_is_asked_for(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """On the short way, and on the long one of a first token."""
+    goes_on = await running_job(functions)
+    begins = make_job()
+    await functions.submit(begins, make_submission())
+    await claim(functions)
+    before = await redis_client.zrange(keys.leases, 0, -1, withscores=True)
+    await pass_time(redis_client, keys, 5)
+    items = [said_by(goes_on, 3), said_by(begins.id, 1)]
+    assert await functions.append("w1", items, lease_s=0) == [(Verdict.OK, 4), (Verdict.OK, 2)]
+    assert await redis_client.zrange(keys.leases, 0, -1, withscores=True) == before
+
+
+async def test_many_jobs_are_said_in_one_call(functions: Functions) -> None:
+    """More than a command of Redis may have arguments: what is read and written goes in parts."""
+    job_ids = await running_jobs(functions, 1100)
+    said = await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
+    assert said == [(Verdict.OK, 3)] * len(job_ids)
+    found = await functions.read(job_ids[-1], "t", max_events=9)
+    assert found is not None
+    assert found[0].num_output_tokens == 2
+
+
+async def test_progress_is_found_by_its_hash_not_by_a_search(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Values of 64 bytes and less would make one list of the worker's hash, read from its start for
+    each job; with short names of lane and model too.
+    """
+    await running_job(functions)
+    assert await redis_client.object("encoding", keys.running("w1")) == b"hashtable"
+
+
+async def test_a_worker_of_the_version_before_is_understood(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """It says nine arguments for each job, and is told a verdict for each."""
+    goes_on, ends, leaps = await running_jobs(functions, 3)
+    event = encode_event(tokens(1, 7))
+    said: list[Any] = [goes_on, 1, 2, event, 1, "", "", "", ""]
+    said += [ends, 1, 2, event, 1, "failed", "engine_error", "it broke", ""]
+    said += [leaps, 1, 3, event, 1, "", "", "", "", "job-0-none", 1, 1, b"", 0, "", "", "", ""]
+    lease_ms = int(LEASE_S * 1000)
+    reply: Any = await redis_client.fcall(f"{LIBRARY}_append", 1, keys.tag, "w1", lease_ms, *said)
+    assert reply == [[b"OK", 3], [b"OK", 4], [b"GAP", 2], [b"GONE", 0]]
+    assert await append(functions, "w1", said_by(goes_on, 3)) == [(Verdict.OK, 4)]
+    failed = await functions.read(ends, "t")
+    assert failed is not None
+    assert failed[0].message == "it broke"
+
+
+def test_an_answer_of_the_version_before_is_no_verdict() -> None:
+    """Its function takes what is packed for one job that it does not know; the call is repeated
+    until another version is there."""
+    with pytest.raises(BrokerUnavailable, match="former version"):
+        decode_verdicts([said_by("job-0-some", 1)], [[b"GONE"]])
+
+
+async def test_progress_that_the_version_before_packed_is_taken_up(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """A job that ran when the library was replaced goes on where it was, not where its record was
+    when it began."""
+    job_id = await running_job(functions)
+    [hash_] = (await hashes(functions, job_id))[-1:]
+    deadline_ms = float((await redis_client.hget(keys.job(job_id), "deadline")) or 0)
+    packed = struct.pack(">ddd8sdddd", 1, 3, 2, hash_.encode(), deadline_ms, 10, 13, 3)
+    await redis_client.hset(keys.running("w1"), job_id, packed + b"m\0standard\0")
+    await redis_client.hset(keys.job(job_id), mapping={"next": 2, "tokens": 1})
+    found = await functions.read(job_id, "t")
+    assert found is not None
+    assert (found[0].next_number, found[0].num_output_tokens) == (3, 2)
+    assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
+    assert await append(functions, "w1", said_by(job_id, 4)) == [(Verdict.OK, 5)]
+
+
+async def test_a_log_that_the_version_before_began_reads_on(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Events that lie in two fields and those in one are the same to a reader, before the job's end
+    and after.
+    """
+    job_id = await running_job(functions, num_events=4)
+    found = await functions.read(job_id, "t", max_events=9)
+    assert found is not None
+    entries, log = found[1], keys.log(job_id)
+    later: Any = await redis_client.xrange(log, "3", "+")
+    await redis_client.delete(log)
+    for entry in entries[:2]:
+        former: Any = {"e": encode_event(entry.event), "h": entry.hash}
+        await redis_client.xadd(log, former, id=f"{entry.number}-0")
+    for entry_id, fields in later:
+        await redis_client.xadd(log, fields, id=entry_id)
+    assert await functions.read(job_id, "t", max_events=9) == found
+
+    await append(functions, "w1", Append(job_id, 1, 5, fin=JobStatus.SUCCEEDED))
+    assert await redis_client.xlen(log) == 1, "it is packed"
+    ended = await functions.read(job_id, "t", max_events=9)
+    assert ended is not None
+    assert ended[1][:-1] == entries
