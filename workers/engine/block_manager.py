@@ -37,6 +37,7 @@ class BlockManager:
         # Free and cached, in the order they were freed.
         self._kept_ids: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
+        self.num_shared = 0  # holders of blocks, beyond the first of each
 
     @property
     def num_free(self) -> int:
@@ -68,6 +69,11 @@ class BlockManager:
             and num_computed < len(sequence.block_ids) * self.block_size
         )
 
+    def without_next_slot(self, streams: Seq[Sequence]) -> list[Sequence]:
+        """Those whose blocks are full: `not has_next_slot`, asked in one pass."""
+        size = self.block_size
+        return [s for s in streams if s.num_computed >= len(s.block_ids) * size]
+
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         return num_tokens <= self.num_growable(sequence)
 
@@ -96,6 +102,7 @@ class BlockManager:
         assert not sequence.block_ids
         for block_id in block_ids:
             self._kept_ids.pop(block_id, None)
+            self.num_shared += self._num_holders[block_id] > 0
             self._num_holders[block_id] += 1
         sequence.block_ids.extend(block_ids)
         sequence.num_computed = len(block_ids) * self.block_size
@@ -127,6 +134,7 @@ class BlockManager:
         for block_id in reversed(sequence.block_ids):
             self._num_holders[block_id] -= 1
             if self._num_holders[block_id] > 0:
+                self.num_shared -= 1
                 continue
             if self.cache is not None and self.cache.holds(block_id):
                 self._kept_ids[block_id] = None
@@ -144,6 +152,7 @@ class BlockManager:
         """Asserts that each block is free once or held by `owners` alone, and shared only full."""
         held = Counter(block_id for owner in owners for block_id in owner.block_ids)
         assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)]
+        assert self.num_shared == held.total() - self.num_used
         assert sorted([*held, *self._blank_ids, *self._kept_ids]) == list(range(self.num_blocks))
         for owner in owners:
             assert owner.num_computed <= len(owner.block_ids) * self.block_size

@@ -22,6 +22,9 @@ _MAX_SURPRISE = 4.0  # a step of more than this many times its prediction counts
 _SCALES = np.array([1.0, 1e3, 1e5, 1e7])
 _RIDGE = 1e-9
 
+# Tokens, KV tokens read, prefill tokens times context.
+Features = tuple[float, float, float]
+
 
 class CostModel:
     """Least squares over all steps, older ones forgotten exponentially; no coefficient below 0.
@@ -52,11 +55,20 @@ class CostModel:
             self._num_solved = self._num_seen
         return self._coefficients
 
-    def observe(self, chunks: Iterable[Chunk | Padding], step_s: float) -> None:
-        """Learns from a step that took `step_s`; what a clock cannot resolve teaches nothing."""
+    def observe(
+        self,
+        chunks: Iterable[Chunk | Padding],
+        step_s: float,
+        others: Features = (0.0, 0.0, 0.0),
+    ) -> None:
+        """Learns from a step that took `step_s`; what a clock cannot resolve teaches nothing.
+
+        `others`: sums of `chunk_features` of what it computed beside the chunks.
+        """
         if step_s <= 0.0:
             return
-        sums = step_features(chunks)
+        tokens, kv_read, products = step_features(chunks)
+        sums = tokens + others[0], kv_read + others[1], products + others[2]
         if self.is_ready:
             step_s = min(step_s, _MAX_SURPRISE * self.predict(sums))
         features = np.array([1.0, *sums]) / (_SCALES * step_s)
@@ -64,11 +76,11 @@ class CostModel:
         self._targets = _FORGETTING * self._targets + features
         self._num_seen += 1
 
-    def predict(self, sums: tuple[float, float, float]) -> float:
+    def predict(self, sums: Features) -> float:
         """Seconds of a step with these sums of `chunk_features`."""
         return self.coefficients[0] + self.predict_added(sums)
 
-    def predict_added(self, features: tuple[float, float, float]) -> float:
+    def predict_added(self, features: Features) -> float:
         """Seconds that these features add to a step that takes place anyway."""
         _, b, c, d = self.coefficients
         return b * features[0] + c * features[1] + d * features[2]
@@ -92,13 +104,13 @@ class CostModel:
         return max(0, min(2**31, int(num + 1e-6)))
 
 
-def chunk_features(start: int, num_tokens: int) -> tuple[float, float, float]:
+def chunk_features(start: int, num_tokens: int) -> Features:
     """Tokens, KV tokens read, and prefill tokens times context: (n - 1), so that 0 for a stream."""
     context = start + num_tokens / 2
     return float(num_tokens), float(start + num_tokens), (num_tokens - 1) * context
 
 
-def step_features(chunks: Iterable[Chunk | Padding]) -> tuple[float, float, float]:
+def step_features(chunks: Iterable[Chunk | Padding]) -> Features:
     """The sums of `chunk_features` over the chunks of a step."""
     sizes = [(chunk.start, chunk.num_tokens) for chunk in chunks]
     tokens = float(sum([num for _, num in sizes]))

@@ -15,7 +15,7 @@ from workers.engine.deadlines import Deadlines
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Model, Row, RowFailed, Sample, prompt_logprobs_of
+from workers.engine.model import Chunk, Model, Row, RowFailed, Sample
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import JobError, Output, StepReport
@@ -52,7 +52,9 @@ class Engine:
         self._clock_s = clock_s
         self._lengths = lengths or RecentLengths()
         self._blocks = blocks_of(model, limits, model_revision)
-        self._batches = Batches(_strategies(strategies), limits.max_num_seqs)
+        if not isinstance(strategies, Strategies):
+            strategies = Strategies(strategies)
+        self._batches = Batches(strategies, limits.max_num_seqs)
         self._scheduler = Scheduler(
             self._blocks,
             limits,
@@ -182,7 +184,7 @@ class Engine:
             rows = self._model.run(chunks, padding)
             end_s = self._clock_s()
             report.step_s = end_s - start_s
-            self._scheduler.settle(plan, padding, report.step_s)
+            report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
             self._apply(chunks, rows, report, end_s)
         self._count(plan, report)
         report.num_padding_tokens = num_tokens_of(padding)
@@ -211,13 +213,14 @@ class Engine:
                 self._drop(job_id)
 
     def _count(self, plan: StepPlan, report: StepReport) -> None:
-        num_each, scheduler = [c.num_tokens for c in plan.chunks.values()], self._scheduler
+        num_streams, scheduler = len(plan.served_together.sequences), self._scheduler
+        num_each = [chunk.num_tokens for chunk in plan.served_singly]
         report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
-        report.num_step_seqs = len(num_each)
-        report.num_step_tokens = sum(num_each)
-        report.num_decode_tokens = num_each.count(1)
+        report.num_step_seqs = num_streams + len(num_each)
+        report.num_step_tokens = num_streams + sum(num_each)
+        report.num_decode_tokens = num_streams + num_each.count(1)
         report.num_preemptions = len(plan.preempted)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
@@ -238,33 +241,37 @@ class Engine:
             self._jobs[sequence.job_id] = job
 
     def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
-        """Books what the model computed. A failed row takes its whole job with it."""
-        book, num_recomputed = self._scheduler.book, 0
+        """Takes what the model yielded. A failed row takes its whole job with it."""
+        outputs, failed = report.outputs, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
-            if report.failed and not self._holds(sequence):
+            if failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
-            num_recomputed += book(chunk, num_out=chunk.samples)
-            if (found := prompt_logprobs_of(row)) is not None:
-                report.prompt_logprobs.append((sequence, found))
-            if isinstance(row, RowFailed):
-                report.failed.append(
+            if isinstance(row, Sample):
+                assert chunk.samples, "who has not reached the last token yields none"
+                outputs.append(self._extend(sequence, row))
+                if sequence.finish_reason is not None:
+                    self._finish(sequence, report, now_s)
+                if row.prompt_logprobs is not None:
+                    report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+            elif isinstance(row, RowFailed):
+                failed.append(
                     JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, row.message)
                 )
                 self._drop(sequence.job_id)
-            elif chunk.samples:
-                assert isinstance(row, Sample), "who reaches the last token yields a sample"
-                report.outputs.append(self._extend(sequence, row))
-                if sequence.finish_reason is not None:
-                    self._finish(sequence, report, now_s)
-        report.num_recomputed_tokens = num_recomputed
+            else:
+                assert not chunk.samples, "who reaches the last token yields a sample"
+                if row is not None:
+                    report.prompt_logprobs.append((sequence, row))
 
     def _extend(self, sequence: Sequence, sample: Sample) -> Output:
         """Appends the new token; it may be the last one."""
         token_ids, token_id = sequence.token_ids, sample.token_id
         position = len(token_ids) - sequence.num_prompt
         token_ids.append(token_id)
-        end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
+        if position + 1 >= sequence.max_output or token_id in sequence.ending_ids:
+            sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
+        end = sequence.finish_reason
         return Output(sequence, position, token_id, end, sample.logprob, sample.top_logprobs)
 
     def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
@@ -290,7 +297,3 @@ class Engine:
     def _drop(self, job_id: str) -> None:
         for sequence in list(self._jobs[job_id].sequences.values()):
             self._remove(sequence)
-
-
-def _strategies(given: Strategy | Strategies) -> Strategies:
-    return given if isinstance(given, Strategies) else Strategies(given)

@@ -202,8 +202,7 @@ class Gate:
         """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's
         turn it is in this step.
         """
-        priority, priority_of = self._lanes.of(candidate).priority, self._lanes.priority_of
-        lower = {name for name in {s.lane for s in self._running} if priority_of(name) > priority}
+        lower = self._lanes.live_below(self._lanes.of(candidate).priority)
         below = [s for s in self._running if s.lane in lower and not self.is_pinned(s)]
         one_of = {(s.lane, s.tenant): s for s in below}
         overdue = {account for account, s in one_of.items() if self._lanes.is_overdue(s)}

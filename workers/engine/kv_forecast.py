@@ -33,27 +33,30 @@ class KVForecast:
         self._lengths = lengths
         self._running = set(running)
         self._entered: dict[Sequence, Need] = {}  # of those who run, in this step
+        num_blocks, num_following, size = 0, 0, blocks.block_size
         for sequence in running:
-            if len(sequence.token_ids) - sequence.num_prompt >= sequence.predicted_output:
-                self._predict(sequence)
-        size = blocks.block_size
-        more = [s.num_prompt + s.predicted_output - len(s.token_ids) for s in running]
-        self._num_blocks = sum([-(-len(s.token_ids) // size) for s in running])
+            num_known = len(sequence.token_ids)
+            num_more = sequence.num_foreseen - num_known
+            if num_more <= 0:
+                num_more = self._foresee(sequence) - num_known
+            num_blocks += -(-num_known // size)
+            num_following += -(-num_more // size)
+        self._num_blocks = num_blocks
         # No moment needs more: where each is at its end at once.
-        self._num_full = self._num_blocks + sum([-(-num_more // size) for num_more in more])
-        # Blocks that several hold count once.
-        self._num_shared = sum([len(s.block_ids) for s in running]) - blocks.num_used
+        self._num_full = num_blocks + num_following
+        self._num_shared = blocks.num_shared  # blocks that several hold count once
 
-    def _predict(self, sequence: Sequence) -> None:
-        """Anew, for one that has reached what was predicted before."""
-        sequence.predicted_output = max(sequence.num_output, self._lengths.predict(sequence))
+    def _foresee(self, sequence: Sequence) -> int:
+        """Anew, for one that has reached what was foreseen before."""
+        sequence.num_foreseen = sequence.num_prompt + self._lengths.predict(sequence)
+        return sequence.num_foreseen
 
     def need(self, sequence: Sequence, num_held: int = 0) -> Need:
         """Of a sequence for whose first tokens `num_held` blocks need not be found."""
-        if sequence.num_output >= sequence.predicted_output:
-            self._predict(sequence)
         num_known = len(sequence.token_ids)
-        num_more = sequence.num_prompt + sequence.predicted_output - num_known
+        num_more = sequence.num_foreseen - num_known
+        if num_more <= 0:
+            num_more = self._foresee(sequence) - num_known
         return Need(num_more, self._blocks.num_blocks_for(num_known) - num_held)
 
     def add(self, sequence: Sequence, need: Need) -> None:

@@ -4,14 +4,13 @@ Leaves the order within a lane to the policy, and tokens and blocks to the sched
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from workers.engine.model import Chunk
-from workers.engine.sequence import Sequence
-
-Account = tuple[str, str]  # lane and tenant
+from workers.engine.sequence import Account, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,21 @@ class Lanes:
     def priority_of(self, name: str) -> int:
         return self._table.get(name, STANDARD).priority
 
+    def live_below(self, priority: int) -> set[str]:
+        """Lanes that go after a priority, and have anybody who runs or waits."""
+        return {name for name in self._num_live if self.priority_of(name) > priority}
+
     def itl_target_s_of(self, name: str) -> float | None:
         return self._table.get(name, STANDARD).itl_target_s
 
     def level(self, sequence: Sequence) -> int:
         """Its priority, lifted by age; the smallest goes first, and of the overdue the oldest."""
-        lane = self.of(sequence)
-        num_passed = self._num_computed - self._served_at[sequence.lane, sequence.tenant]
+        return self.level_of((sequence.lane, sequence.tenant))
+
+    def level_of(self, account: Account) -> int:
+        """Of all sequences of a lane and tenant."""
+        lane = self._table.get(account[0], STANDARD)
+        num_passed = self._num_computed - self._served_at[account]
         level = lane.priority - num_passed // lane.ageing_tokens
         return level if level >= self.first_priority else self.first_priority - num_passed
 
@@ -107,11 +114,13 @@ class Lanes:
         if self._num_live[sequence.lane] == 0:
             del self._num_live[sequence.lane]
 
-    def settle(self, chunks: Iterable[Chunk]) -> None:
-        """Books a step: the tokens that each sequence has had."""
-        by_account: dict[Account, int] = {}
+    def settle(
+        self, chunks: Iterable[Chunk], num_streams: Mapping[Account, int] = MappingProxyType({})
+    ) -> None:
+        """Books a step: the tokens of each chunk, and beside them one for each stream."""
+        by_account = dict(num_streams)
         for chunk in chunks:
-            account = chunk.sequence.lane, chunk.sequence.tenant
+            account = chunk.sequence.account
             by_account[account] = by_account.get(account, 0) + chunk.num_tokens
         by_lane: Counter[str] = Counter()
         for account, num in by_account.items():

@@ -73,7 +73,9 @@ class RecentLengths:
 
     def observe(self, sequence: Sequence) -> None:
         for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
-            history = self._histories.setdefault(names, _History(self._num_kept))
+            history = self._histories.get(names)
+            if history is None:
+                history = self._histories[names] = _History(self._num_kept)
             history.add(sequence.num_output)
             self._histories.move_to_end(names)
         while len(self._histories) > _MAX_NUM_HISTORIES:

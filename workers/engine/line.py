@@ -5,14 +5,15 @@ are kept in order. A step merges these queues from their heads, as far as it let
 Leaves to strategies who may run, and to the gate whether there is room.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
-from workers.engine.lanes import Account, Lanes
+from workers.engine.lanes import Lanes
 from workers.engine.policies import Key, Policy
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Account, Sequence
 
 # What a sequence keeps while it waits: its standing, its arrival, and a number of its own.
 _Place = tuple[Key, int, int]
@@ -80,27 +81,42 @@ class WaitingLine:
             del self._queues[account]
         self._num_queued_in -= Counter((sequence.lane,))
 
-    def ordered(self, now_s: float, lane: str | None = None) -> Iterator[tuple[Rank, Sequence]]:
-        """Those who may run, of one lane or of all; each is looked at when it is asked for, and may
-        leave then.
+    def ordered(
+        self, now_s: float, lane: str | None = None, until: float = math.inf
+    ) -> Iterator[tuple[Rank, Sequence]]:
+        """Those who may run, of one lane or of all, below a level; each is looked at when it is
+        asked for, and may leave then.
         """
-        accounts = [a for a in self._queues if lane is None or a[0] == lane]
-        heads = [self._ranked(*self._queues[account][0], now_s) for account in accounts]
+        firsts: dict[int, list[tuple[_Place, Sequence]]] = {}
+        for account, queue in self._queues.items():
+            if lane is None or account[0] == lane:
+                firsts.setdefault(self._lanes.level_of(account), []).append(queue[0])
+        # Few steps get beyond the first level: the policy need not rank those behind it.
+        for level in sorted(firsts):
+            if level >= until:
+                return
+            yield from self._merged(level, firsts[level], now_s)
+
+    def _merged(
+        self, level: int, firsts: list[tuple[_Place, Sequence]], now_s: float
+    ) -> Iterator[tuple[Rank, Sequence]]:
+        """The queues of a level as one, each from its first on."""
+        heads = [self._ranked(level, place, sequence, now_s) for place, sequence in firsts]
         heapify(heads)
         while heads:
             rank, place, sequence = heads[0]
             yield rank, sequence
-            queue = self._queues.get((sequence.lane, sequence.tenant), [])
+            queue = self._queues.get(sequence.account, [])
             index = bisect_right(queue, place, key=_place_of)
             if index < len(queue):
-                heapreplace(heads, self._ranked(*queue[index], now_s))
+                heapreplace(heads, self._ranked(level, *queue[index], now_s))
             else:
                 heappop(heads)
 
     def _ranked(
-        self, place: _Place, sequence: Sequence, now_s: float
+        self, level: int, place: _Place, sequence: Sequence, now_s: float
     ) -> tuple[Rank, _Place, Sequence]:
-        level, key = self._lanes.level(sequence), self._policy.key(sequence, now_s)
+        key = self._policy.key(sequence, now_s)
         return (level, True, True, key, sequence.arrival, place[2]), place, sequence
 
 

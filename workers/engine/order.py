@@ -39,7 +39,7 @@ class Order:
         named.
         """
         self._take_in()
-        waiting = self._line.ordered(self._now_s, lane) if self.names_waiting else iter(())
+        waiting = self._line.ordered(self._now_s, lane, until) if self.names_waiting else iter(())
         asking = next(waiting, None)
         for rank, sequence in self._running:
             if rank[0] >= until:
@@ -50,7 +50,7 @@ class Order:
                 yield from self._named(asking)
                 asking = next(waiting, None) if self.names_waiting else None
             yield sequence
-        while asking is not None and self.names_waiting and asking[0][0] < until:
+        while asking is not None and self.names_waiting:
             yield from self._named(asking)
             asking = next(waiting, None) if self.names_waiting else None
 

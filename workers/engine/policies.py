@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Protocol
 
 from workers.engine.lengths import LengthPredictor
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Account, Sequence
 
 # Numbers throughout, so that policies compose by joining their tuples.
 Key = tuple[float, ...]
@@ -34,8 +34,8 @@ class Policy(Protocol):
         """The sequence is there to be served."""
         return
 
-    def charge(self, sequence: Sequence, num_in: int, num_out: int) -> None:
-        """It was served: tokens computed for the first time, and tokens drawn."""
+    def charge(self, account: Account, num_in: int, num_out: int) -> None:
+        """A step served it: prompt tokens computed for the first time, and tokens drawn."""
         return
 
     def leave(self, sequence: Sequence) -> None:
@@ -48,7 +48,7 @@ class Composed(Policy):
 
     def __init__(self, *policies: Policy) -> None:
         self._policies = policies
-        # Asked for each token: those alone that keep account.
+        # Asked for each account at each step: those alone that keep account.
         self._charged = [p.charge for p in policies if type(p).charge is not Policy.charge]
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
@@ -64,9 +64,9 @@ class Composed(Policy):
         for policy in self._policies:
             policy.arrive(sequence)
 
-    def charge(self, sequence: Sequence, num_in: int, num_out: int) -> None:
+    def charge(self, account: Account, num_in: int, num_out: int) -> None:
         for charge in self._charged:
-            charge(sequence, num_in, num_out)
+            charge(account, num_in, num_out)
 
     def leave(self, sequence: Sequence) -> None:
         for policy in self._policies:
@@ -109,10 +109,8 @@ class VirtualTokenCounters(Policy):
             self._counters[account] = max(self._counters.get(account, 0.0), floor)
         self._num_live[account] += 1
 
-    def charge(self, sequence: Sequence, num_in: int, num_out: int) -> None:
-        self._counters[sequence.lane, sequence.tenant] += (
-            self._input_weight * num_in + self._output_weight * num_out
-        )
+    def charge(self, account: Account, num_in: int, num_out: int) -> None:
+        self._counters[account] += self._input_weight * num_in + self._output_weight * num_out
 
     def leave(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant

@@ -1,23 +1,26 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
 Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. Leaves
-running to the model, endings to the engine, order to lanes and policy, room to `Gate`, and to
-the engine who may ask for it. Over 300 lines: what a step gives to whom is one calculation.
+running to the model, endings to the engine, order to lanes and policy, room to `Gate`, to `Books`
+what was computed, and to the engine who may ask for it. Over 300 lines: what a step gives to whom
+is one calculation.
 """
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
 from workers.engine.block_manager import BlockManager
+from workers.engine.books import Books
 from workers.engine.cost_model import CostModel
 from workers.engine.gate import Gate, Verdict
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
 from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.line import WaitingLine
-from workers.engine.model import Chunk, Padding
+from workers.engine.model import Padding
 from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
+from workers.engine.running import Running
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
 
@@ -43,22 +46,23 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.cost = CostModel()
-        self._block_size = blocks.block_size
         self._limits = limits
         self._policy = policy
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
-        # A set in order of insertion: removal is constant-time, iteration deterministic.
-        self._running: dict[Sequence, None] = {}
+        self._books = Books(self._lanes, policy, blocks)
+        self._running = Running()
         self._waiting = WaitingLine(self._lanes, policy)
-        self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
+        self._gate = Gate(
+            blocks, limits, self._lanes, lengths or KnownOnly(), self._running.sequences
+        )
 
     @property
     def running(self) -> list[Sequence]:
-        return list(self._running)
+        return list(self._running.sequences)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running.sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -88,7 +92,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended or was stopped, and takes its blocks."""
         self.blocks.release(sequence)
-        self._running.pop(sequence, None)
+        self._running.discard(sequence)
         self._waiting.discard(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
@@ -99,7 +103,7 @@ class Scheduler:
         self._waiting.discard(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
-        sequence.lane = lane
+        self._running.move(sequence, lane)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
         if is_waiting:
@@ -111,7 +115,7 @@ class Scheduler:
         """Blocks and computed tokens go; known tokens and the place in the order stay."""
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
-        del self._running[sequence]
+        self._running.discard(sequence)
         self._waiting.add(sequence)
         self._waiting.let_in(sequence, now_s)
 
@@ -133,25 +137,12 @@ class Scheduler:
             self._grow_ahead(plan)
         return plan
 
-    def book(self, chunk: Chunk, num_out: int) -> int:
-        """Books what the model computed; returns how much of it had been computed before."""
-        sequence, start = chunk.sequence, chunk.start
-        end, num_before = start + chunk.num_tokens, sequence.num_once_computed
-        sequence.num_computed = end
-        if end > num_before:
-            num_in, num_prompt = 0, sequence.num_prompt
-            if num_before < num_prompt:
-                num_in = min(end, num_prompt) - max(start, num_before)
-            sequence.num_once_computed = end
-            self._policy.charge(sequence, num_in, num_out)
-        if self.blocks.cache is not None and end >= (sequence.num_keyed + 1) * self._block_size:
-            self.blocks.cache.put(sequence)
-        return min(end, num_before) - start if start < num_before else 0
-
-    def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> None:
-        """Learns from a step that is over."""
-        self.cost.observe([*plan.chunks.values(), *padding], step_s)
-        self._lanes.settle(plan.chunks.values())
+    def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> int:
+        """Learns from a step that is over, and books it; returns how many of its tokens had been
+        computed before.
+        """
+        self.cost.observe([*plan.served_singly, *padding], step_s, plan.served_together.features)
+        return self._books.settle(plan)
 
     def _grow_ahead(self, plan: StepPlan) -> None:
         """For a model that starts the next step before the engine asks for it."""
@@ -166,16 +157,14 @@ class Scheduler:
         by themselves is not met by stopping all else: then prompts get as long as streams.
         """
         plan = StepPlan(self.cost, num_tokens)
-        plan.streams = streams = [
-            s for s in self._running if len(s.token_ids) == s.num_computed + 1
-        ]
-        if streams and self._limits.prefill_share is not None:
+        plan.streams = streams = self._running.streams()
+        if streams.sequences and self._limits.prefill_share is not None:
             num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
             plan.num_prefill_left = max(1, num_prefill)
-        targets = {self._lanes.itl_target_s_of(name) for name in {s.lane for s in streams}} - {None}
+        lanes = {lane for lane, _ in streams.num_by_account}
+        targets = {self._lanes.itl_target_s_of(lane) for lane in lanes} - {None}
         if targets and self.cost.is_ready:
-            num_kv = sum(len(s.token_ids) for s in streams)
-            streams_s = self.cost.predict((len(streams), num_kv, 0.0))
+            streams_s = self.cost.predict(streams.features)
             allowed_s = max(min(t for t in targets if t is not None), 2 * streams_s)
             plan.seconds_left = allowed_s - self.cost.coefficients[0]
             plan.streams_s = streams_s - self.cost.coefficients[0]
@@ -188,7 +177,7 @@ class Scheduler:
             return False
         if self._gate.has_room:
             return True
-        return any(self._lanes.priority_of(s.lane) > first_priority for s in self._running)
+        return any(self._lanes.priority_of(lane) > first_priority for lane in self._running.lanes)
 
     def _put_streams(self, plan: StepPlan) -> bool:
         """Gives all streams their token, where there is enough for all, and where they are all
@@ -197,24 +186,26 @@ class Scheduler:
 
         They have the time in any case: see `_new_plan`.
         """
-        streams, blocks = plan.streams, self.blocks
-        is_all = plan.is_full and len(streams) == len(self._running)
+        streams = plan.streams.sequences
+        is_all = plan.is_full and len(streams) == self.num_running
         most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
         if len(streams) > most:
             return False
-        growing = [s for s in streams if not blocks.has_next_slot(s)]
-        if len(growing) > blocks.num_free:
+        growing = self.blocks.without_next_slot(streams)
+        if len(growing) > self.blocks.num_free:
             return False
         for sequence in growing:
-            blocks.grow(sequence, 1)
-        plan.put_all(streams)
+            self.blocks.grow(sequence, 1)
+        plan.put_streams()
         return is_all
 
     def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
         """Lanes behind their minimum share come first, with what they are owed; and before them
         who is overdue.
         """
-        others = [s for s in self._running if s not in plan.chunks]
+        others: list[Sequence] = []
+        if len(plan.chunks) < self.num_running:
+            others = [s for s in self._running.sequences if s not in plan.chunks]
         order = Order(others, self._waiting, self._lanes, self._policy, now_s)
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
@@ -236,7 +227,7 @@ class Scheduler:
         plan.num_kept_back = max(0, plan.num_tokens_left - most)
         order.names_waiting = not plan.is_full
         for sequence in walk:
-            if sequence in self._running:
+            if sequence in self._running.sequences:
                 if plan.num_on_offer > 0:
                     self._hand_out(plan, sequence, now_s)
             elif order.names_waiting:
@@ -255,7 +246,7 @@ class Scheduler:
         if entry is None:
             return verdict is Verdict.BEING_COMPUTED and not self._lanes.is_overdue(candidate)
         self._waiting.discard(candidate)
-        self._running[candidate] = None
+        self._running.add(candidate)
         if candidate.started_s is None:
             candidate.started_s = now_s
         copy_from = self._gate.enter(plan, candidate, entry)
@@ -306,7 +297,9 @@ class Scheduler:
     def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
         """Who must give its blocks to the sequence: of the worst level, the least to lose."""
         own_rank = self._rank(sequence, now_s)
-        below = [s for s in self._running if s.block_ids and self._rank(s, now_s) > own_rank]
+        below = [
+            s for s in self._running.sequences if s.block_ids and self._rank(s, now_s) > own_rank
+        ]
         return max(
             below,
             key=lambda s: (

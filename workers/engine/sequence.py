@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from contract.jobs import FinishReason, SamplingParams
 
+Account = tuple[str, str]  # lane and tenant
+
 
 # Weakly referable, so that a model can keep its own state beside a sequence without a leak.
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -35,13 +37,17 @@ class Sequence:
     num_once_computed: int = 0  # the most that was ever computed; below it is recomputation
     num_preemptions: int = 0
     max_output: int = 0  # output tokens that parameters and context allow
-    predicted_output: int = 0  # output tokens it is thought to reach; renewed once it has
+    num_foreseen: int = 0  # tokens, prompt and output, it is thought to reach; renewed then
     added_s: float = 0.0
     started_s: float | None = None  # when it was first let in
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.max_output = self.max_output or self.params.max_tokens
+
+    @property
+    def account(self) -> Account:
+        return self.lane, self.tenant
 
     @property
     def num_known(self) -> int:

@@ -4,11 +4,11 @@ Leaves to the scheduler who is asked, and blocks to the block manager.
 """
 
 import math
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from workers.engine.cost_model import CostModel, chunk_features
 from workers.engine.model import Chunk
+from workers.engine.running import Streams
 from workers.engine.sequence import Sequence
 
 UNLIMITED = 2**31
@@ -26,8 +26,9 @@ class StepPlan:
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
     is_full: bool = False  # an overdue sequence waits for room: no one else is let in
-    streams: list[Sequence] = field(default_factory=list)  # that ran when the step began
+    streams: Streams = field(default_factory=Streams)  # that ran when the step began
     streams_s: float = 0.0  # that they add to the step, where its time is limited
+    _are_streams_first: bool = False  # the first chunks are the streams', of one token each
     _stream_costs: tuple[float, float] | None = None  # a token's, and a token of KV's
     num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
     num_prefix_hits: int = 0
@@ -79,11 +80,22 @@ class StepPlan:
             return True
         return self._stream_s(stream.num_computed) <= self.seconds_left
 
-    def put_all(self, streams: Seq[Sequence]) -> None:
-        """`put_stream` of all that run, which have the time together."""
-        self.chunks = {s: Chunk(s, s.num_computed, 1, True) for s in streams}
-        self.num_tokens_left -= len(streams)
+    def put_streams(self) -> None:
+        """`put_stream` of all streams, before anyone else; they have the time together."""
+        self.chunks = {s: Chunk(s, s.num_computed, 1, True) for s in self.streams.sequences}
+        self.num_tokens_left -= len(self.chunks)
         self.seconds_left -= self.streams_s
+        self._are_streams_first = True
+
+    @property
+    def served_together(self) -> Streams:
+        """Those whose chunks need no look: one token each, which nobody has computed before."""
+        return self.streams if self._are_streams_first else Streams()
+
+    @property
+    def served_singly(self) -> list[Chunk]:
+        """All other chunks."""
+        return list(self.chunks.values())[len(self.served_together.sequences) :]
 
     def put_stream(self, sequence: Sequence) -> None:
         """`put` of the one token of a stream, which most chunks are."""
@@ -103,6 +115,8 @@ class StepPlan:
     def take_back(self, sequence: Sequence) -> None:
         """The sequence is preempted: its tokens are for others, and it comes back in no case."""
         self.preempted.add(sequence)
+        if self._are_streams_first and sequence in self.streams.sequences:
+            self.streams = self.streams.without(sequence)
         self._book(sequence, self.num_planned(sequence), -1)
         self.chunks.pop(sequence, None)
 

@@ -52,7 +52,7 @@ def test_the_line_is_in_the_order_of_sorting(make_policy: type[Policy], lane: st
         line.let_in(sequence, now_s=float(arrival))
         present.append(sequence)
         served = draw.choice(present)
-        policy.charge(served, 10, 3)
+        policy.charge(served.account, 10, 3)
         lanes.settle([Chunk(served, 0, 5_000, samples=False)])
         if draw.random() < 0.2:
             line.discard(present.pop(draw.randrange(len(present))))

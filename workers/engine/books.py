@@ -1,0 +1,55 @@
+"""Books what a step has computed: on sequences, on tenants and lanes, in the prefix cache.
+
+Leaves to the scheduler what a step computes, and to the engine the tokens that came of it.
+"""
+
+from workers.engine.block_manager import BlockManager
+from workers.engine.lanes import Lanes
+from workers.engine.model import Chunk
+from workers.engine.policies import Policy
+from workers.engine.running import Streams
+from workers.engine.step_plan import StepPlan
+
+
+class Books:
+    """Once a step, as soon as the model has computed it."""
+
+    def __init__(self, lanes: Lanes, policy: Policy, blocks: BlockManager) -> None:
+        self._lanes = lanes
+        self._policy = policy
+        self._cache = blocks.cache
+        self._block_size = blocks.block_size
+
+    def settle(self, plan: StepPlan) -> int:
+        """Returns how many of the step's tokens had been computed before."""
+        streams, others = plan.served_together, plan.served_singly
+        self._lanes.settle(others, streams.num_by_account)
+        self._book_streams(streams)
+        return sum([self._book(chunk) for chunk in others])
+
+    def _book_streams(self, streams: Streams) -> None:
+        """`_book` of the one token of each, which was not computed before."""
+        for account, num in streams.num_by_account.items():
+            self._policy.charge(account, 0, num)
+        cache, block_size = self._cache, self._block_size
+        for sequence in streams.sequences:
+            end = sequence.num_computed + 1
+            sequence.num_computed = sequence.num_once_computed = end
+            if end == sequence.num_prompt:  # all tokens before it were found in the cache, say
+                self._policy.charge(sequence.account, 1, 0)
+            if cache is not None and end >= (sequence.num_keyed + 1) * block_size:
+                cache.put(sequence)
+
+    def _book(self, chunk: Chunk) -> int:
+        """Returns how much of the chunk had been computed before."""
+        sequence, start = chunk.sequence, chunk.start
+        end, num_before = start + chunk.num_tokens, sequence.num_once_computed
+        sequence.num_computed = end
+        if end > num_before:
+            # Of a resumed job more than the prompt may be found in the cache.
+            num_in = max(0, min(end, sequence.num_prompt) - max(start, num_before))
+            sequence.num_once_computed = end
+            self._policy.charge(sequence.account, num_in, int(chunk.samples))
+        if self._cache is not None and end >= (sequence.num_keyed + 1) * self._block_size:
+            self._cache.put(sequence)
+        return max(0, min(end, num_before) - start)
