@@ -69,11 +69,6 @@ class BlockManager:
             and num_computed < len(sequence.block_ids) * self.block_size
         )
 
-    def without_next_slot(self, streams: Seq[Sequence]) -> list[Sequence]:
-        """Those whose blocks are full: `not has_next_slot`, asked in one pass."""
-        size = self.block_size
-        return [s for s in streams if s.num_computed >= len(s.block_ids) * size]
-
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         return num_tokens <= self.num_growable(sequence)
 
@@ -83,6 +78,17 @@ class BlockManager:
         num_needed = self.num_blocks_for(sequence.num_computed + num_tokens)
         while len(sequence.block_ids) < num_needed:
             sequence.block_ids.append(self._take())
+
+    def grow_streams(self, streams: Seq[Sequence]) -> bool:
+        """`grow` by one token of each; returns whether there are blocks enough, else none grows."""
+        size = self.block_size
+        at_an_end = [s for s in streams if s.num_computed % size == 0]  # of a block, its last maybe
+        growing = [s for s in at_an_end if s.num_computed == len(s.block_ids) * size]
+        if len(growing) > self.num_free:
+            return False
+        for sequence in growing:
+            sequence.block_ids.append(self._take())
+        return True
 
     def grow_ahead(self, sequence: Sequence, num_tokens: int) -> None:
         """Gives the sequence room for one token more than `num_tokens`, if a block is to spare."""

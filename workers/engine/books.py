@@ -31,14 +31,14 @@ class Books:
         """`_book` of the one token of each, which was not computed before."""
         for account, num in streams.num_by_account.items():
             self._policy.charge(account, 0, num)
-        cache, block_size = self._cache, self._block_size
+        block_size = self._block_size
         for sequence in streams.sequences:
             end = sequence.num_computed + 1
             sequence.num_computed = sequence.num_once_computed = end
             if end == sequence.num_prompt:  # all tokens before it were found in the cache, say
                 self._policy.charge(sequence.account, 1, 0)
-            if cache is not None and end >= (sequence.num_keyed + 1) * block_size:
-                cache.put(sequence)
+            if end % block_size == 0 and self._cache is not None:
+                self._cache.put(sequence)
 
     def _book(self, chunk: Chunk) -> int:
         """Returns how much of the chunk had been computed before."""

@@ -242,15 +242,20 @@ class Engine:
 
     def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
         """Takes what the model yielded. A failed row takes its whole job with it."""
-        outputs, failed = report.outputs, report.failed
+        append, failed = report.outputs.append, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
             if failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
             if isinstance(row, Sample):
                 assert chunk.samples, "who has not reached the last token yields none"
-                outputs.append(self._extend(sequence, row))
-                if sequence.finish_reason is not None:
+                token_ids, token_id, end = sequence.token_ids, row.token_id, None
+                position = len(token_ids) - sequence.num_prompt
+                token_ids.append(token_id)
+                if position + 1 >= sequence.max_output or token_id in sequence.ending_ids:
+                    end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
+                append(Output(sequence, position, token_id, end, row.logprob, row.top_logprobs))
+                if end is not None:
                     self._finish(sequence, report, now_s)
                 if row.prompt_logprobs is not None:
                     report.prompt_logprobs.append((sequence, row.prompt_logprobs))
@@ -263,16 +268,6 @@ class Engine:
                 assert not chunk.samples, "who reaches the last token yields a sample"
                 if row is not None:
                     report.prompt_logprobs.append((sequence, row))
-
-    def _extend(self, sequence: Sequence, sample: Sample) -> Output:
-        """Appends the new token; it may be the last one."""
-        token_ids, token_id = sequence.token_ids, sample.token_id
-        position = len(token_ids) - sequence.num_prompt
-        token_ids.append(token_id)
-        if position + 1 >= sequence.max_output or token_id in sequence.ending_ids:
-            sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-        end = sequence.finish_reason
-        return Output(sequence, position, token_id, end, sample.logprob, sample.top_logprobs)
 
     def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
         assert sequence.started_s is not None

@@ -3,7 +3,6 @@
 Leaves the order of those who ask to the scheduler, and who may ask to its door.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -12,6 +11,7 @@ from workers.engine.kv_forecast import KVForecast, Need
 from workers.engine.lanes import Lanes
 from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
+from workers.engine.running import Running
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
@@ -44,7 +44,7 @@ class Gate:
         limits: EngineLimits,
         lanes: Lanes,
         lengths: LengthPredictor,
-        running: Collection[Sequence],
+        running: Running,
     ) -> None:
         """`running` is the scheduler's own, seen as it changes."""
         self._blocks = blocks
@@ -60,7 +60,7 @@ class Gate:
         """Whether there is a place, and a block under the high-water mark: else no one may enter
         for whom no other goes.
         """
-        num_running = len(self._running)
+        num_running = len(self._running.sequences)
         num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
         return num_running == 0 or (
             num_running < self.limits.max_num_seqs and self._blocks.num_used < num_allowed
@@ -107,8 +107,8 @@ class Gate:
     def _look_at(self, plan: StepPlan) -> KVForecast:
         """The forecast as of this step."""
         if self._plan is not plan or self._forecast is None:
-            self._plan = plan
-            self._forecast = KVForecast(self._blocks, self._lengths, self._running)
+            self._plan, running = plan, self._running.sequences
+            self._forecast = KVForecast(self._blocks, self._lengths, running)
         return self._forecast
 
     def _leading_choice(self, plan: StepPlan, candidate: Sequence) -> Sequence | None:
@@ -121,7 +121,7 @@ class Gate:
         job = candidate.job_id, candidate.epoch
         choices = [
             s
-            for s in self._running
+            for s in self._running.sequences
             if (s.job_id, s.epoch) == job and s.block_ids and not plan.is_copy(s)
         ]
         return max(choices, key=lambda s: s.num_computed, default=None)
@@ -178,7 +178,7 @@ class Gate:
         will yield later too, so how much they may grow is no reason to wait. Alone it may always
         run.
         """
-        num_running, num_blocks = len(self._running), self._blocks.num_blocks
+        num_running, num_blocks = len(self._running.sequences), self._blocks.num_blocks
         num_places_lacking = num_running + 1 - self.limits.max_num_seqs
         num_allowed = int(self.limits.kv_high_water * num_blocks)
         num_lacking = forecast.num_known(need) - num_allowed
@@ -202,11 +202,13 @@ class Gate:
         """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's
         turn it is in this step.
         """
-        lower = self._lanes.live_below(self._lanes.of(candidate).priority)
-        below = [s for s in self._running if s.lane in lower and not self.is_pinned(s)]
-        one_of = {(s.lane, s.tenant): s for s in below}
-        overdue = {account for account, s in one_of.items() if self._lanes.is_overdue(s)}
-        return [s for s in below if (s.lane, s.tenant) not in overdue]
+        lanes, priority = self._lanes, self._lanes.of(candidate).priority
+        yielding = [
+            running
+            for account, running in self._running.by_account.items()
+            if lanes.priority_of(account[0]) > priority and not lanes.is_overdue(account)
+        ]
+        return [s for running in yielding for s in running if not self.is_pinned(s)]
 
 
 def _num_common(leader: Sequence, candidate: Sequence) -> int:

@@ -78,10 +78,6 @@ class Lanes:
     def priority_of(self, name: str) -> int:
         return self._table.get(name, STANDARD).priority
 
-    def live_below(self, priority: int) -> set[str]:
-        """Lanes that go after a priority, and have anybody who runs or waits."""
-        return {name for name in self._num_live if self.priority_of(name) > priority}
-
     def itl_target_s_of(self, name: str) -> float | None:
         return self._table.get(name, STANDARD).itl_target_s
 
@@ -96,8 +92,8 @@ class Lanes:
         level = lane.priority - num_passed // lane.ageing_tokens
         return level if level >= self.first_priority else self.first_priority - num_passed
 
-    def is_overdue(self, sequence: Sequence) -> bool:
-        return self.level(sequence) < self.first_priority
+    def is_overdue(self, account: Account) -> bool:
+        return self.level_of(account) < self.first_priority
 
     def arrive(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant

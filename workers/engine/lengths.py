@@ -61,15 +61,19 @@ class RecentLengths:
         self._num_kept = num_kept
         self._num_needed = num_needed
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()
+        self._telling: dict[tuple[str, ...], _History] = {}  # those with ends enough
 
     def predict(self, sequence: Sequence) -> int:
         num_output = len(sequence.token_ids) - sequence.num_prompt
-        for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
-            history = self._histories.get(names)
-            if history is not None and history.num_seen >= self._num_needed:
-                place = (sequence.arrival + 1) * _GOLDEN % 1.0
-                return min(sequence.max_output, history.draw(place, over=num_output))
-        return num_output
+        history = (
+            self._telling.get((sequence.lane, sequence.tenant))
+            or self._telling.get((sequence.lane,))
+            or self._telling.get(())
+        )
+        if history is None:
+            return num_output
+        place = (sequence.arrival + 1) * _GOLDEN % 1.0
+        return min(sequence.max_output, history.draw(place, over=num_output))
 
     def observe(self, sequence: Sequence) -> None:
         for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
@@ -78,8 +82,11 @@ class RecentLengths:
                 history = self._histories[names] = _History(self._num_kept)
             history.add(sequence.num_output)
             self._histories.move_to_end(names)
+            if history.num_seen >= self._num_needed:
+                self._telling[names] = history
         while len(self._histories) > _MAX_NUM_HISTORIES:
-            self._histories.popitem(last=False)
+            names, _ = self._histories.popitem(last=False)
+            self._telling.pop(names, None)
 
 
 class _History:

@@ -33,49 +33,45 @@ class Streams:
 
 
 class Running:
-    """The running sequences, and how many of them are whose: that changes less often than each
-    step, so it is kept.
+    """The running sequences, all and by account. Who they are changes less often than each step, so
+    it is kept.
     """
 
     def __init__(self) -> None:
-        # A set in order of insertion: removal is constant-time, iteration deterministic.
+        # Sets in order of insertion: removal is constant-time, iteration deterministic.
         self.sequences: dict[Sequence, None] = {}
-        self._num_by_account: Counter[Account] = Counter()
-
-    @property
-    def lanes(self) -> set[str]:
-        """In which anybody runs."""
-        return {lane for lane, _ in self._num_by_account}
+        self.by_account: dict[Account, dict[Sequence, None]] = {}  # of those that have any
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence] = None
-        self._num_by_account[sequence.account] += 1
+        self.by_account.setdefault(sequence.account, {})[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
         """Forgets who is there."""
         if sequence in self.sequences:
             del self.sequences[sequence]
-            self._leave(sequence.account)
+            self._leave(sequence)
 
     def move(self, sequence: Sequence, lane: str) -> None:
-        """Puts the sequence, running or not, into another lane; it keeps its place."""
-        before = sequence.account
+        """Puts the sequence, running or not, into another lane; it keeps its place among all."""
+        if sequence not in self.sequences:
+            sequence.lane = lane
+            return
+        self._leave(sequence)
         sequence.lane = lane
-        if sequence in self.sequences:
-            self._leave(before)
-            self._num_by_account[sequence.account] += 1
+        self.add(sequence)
 
     def streams(self) -> Streams:
         """As of now."""
         streams = [s for s in self.sequences if len(s.token_ids) == s.num_computed + 1]
         num_kv = sum([s.num_computed for s in streams]) + len(streams)
-        num_by_account = self._num_by_account.copy()
+        num_by_account = {account: len(running) for account, running in self.by_account.items()}
         if len(streams) < len(self.sequences):
-            are_streams = set(streams)
-            num_by_account -= Counter(s.account for s in self.sequences if s not in are_streams)
+            num_by_account = Counter([s.account for s in streams])
         return Streams(streams, num_kv, num_by_account)
 
-    def _leave(self, account: Account) -> None:
-        self._num_by_account[account] -= 1
-        if self._num_by_account[account] == 0:
-            del self._num_by_account[account]
+    def _leave(self, sequence: Sequence) -> None:
+        running = self.by_account[sequence.account]
+        del running[sequence]
+        if not running:
+            del self.by_account[sequence.account]

@@ -52,9 +52,7 @@ class Scheduler:
         self._books = Books(self._lanes, policy, blocks)
         self._running = Running()
         self._waiting = WaitingLine(self._lanes, policy)
-        self._gate = Gate(
-            blocks, limits, self._lanes, lengths or KnownOnly(), self._running.sequences
-        )
+        self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
 
     @property
     def running(self) -> list[Sequence]:
@@ -177,7 +175,8 @@ class Scheduler:
             return False
         if self._gate.has_room:
             return True
-        return any(self._lanes.priority_of(lane) > first_priority for lane in self._running.lanes)
+        lanes = {lane for lane, _ in self._running.by_account}
+        return any(self._lanes.priority_of(lane) > first_priority for lane in lanes)
 
     def _put_streams(self, plan: StepPlan) -> bool:
         """Gives all streams their token, where there is enough for all, and where they are all
@@ -189,13 +188,8 @@ class Scheduler:
         streams = plan.streams.sequences
         is_all = plan.is_full and len(streams) == self.num_running
         most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
-        if len(streams) > most:
+        if len(streams) > most or not self.blocks.grow_streams(streams):
             return False
-        growing = self.blocks.without_next_slot(streams)
-        if len(growing) > self.blocks.num_free:
-            return False
-        for sequence in growing:
-            self.blocks.grow(sequence, 1)
         plan.put_streams()
         return is_all
 
@@ -244,7 +238,8 @@ class Scheduler:
             # What victims shared, with each other or with the candidate, is known only now.
             verdict, entry = self._gate.ask(plan, candidate)
         if entry is None:
-            return verdict is Verdict.BEING_COMPUTED and not self._lanes.is_overdue(candidate)
+            is_overdue = self._lanes.is_overdue(candidate.account)
+            return verdict is Verdict.BEING_COMPUTED and not is_overdue
         self._waiting.discard(candidate)
         self._running.add(candidate)
         if candidate.started_s is None:

@@ -10,6 +10,7 @@ from workers.engine.gate import Gate, Verdict
 from workers.engine.lanes import DEFAULT_LANES, Lanes
 from workers.engine.lengths import CallersCap
 from workers.engine.limits import EngineLimits
+from workers.engine.running import Running
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
@@ -34,6 +35,13 @@ def sequence_of(arrival: int, shape: tuple[str, int, int, int, int]) -> Sequence
     sequence = Sequence(f"job-{arrival}", 1, 0, "t", lane, tokens, num_prompt, params)
     sequence.arrival, sequence.num_preemptions = arrival, num_preemptions
     return sequence
+
+
+def running_of(sequences: list[Sequence]) -> Running:
+    running = Running()
+    for sequence in sequences:
+        running.add(sequence)
+    return running
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -89,7 +97,7 @@ def test_one_is_let_in_at_the_cost_of_as_few_as_make_room(
     for sequence in running:
         blocks.grow(sequence, sequence.num_known)
         sequence.num_computed = sequence.num_known - 1
-    gate = Gate(blocks, limits, lanes, CallersCap(), running)
+    gate = Gate(blocks, limits, lanes, CallersCap(), running_of(running))
 
     verdict, entry = gate.ask(StepPlan(CostModel(), 100), candidate)
 
