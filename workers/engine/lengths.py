@@ -85,8 +85,8 @@ class RecentLengths:
             if history.num_seen >= self._num_needed:
                 self._telling[names] = history
         while len(self._histories) > _MAX_NUM_HISTORIES:
-            names, _ = self._histories.popitem(last=False)
-            self._telling.pop(names, None)
+            oldest, _ = self._histories.popitem(last=False)
+            self._telling.pop(oldest, None)
 
 
 class _History:

@@ -77,13 +77,6 @@ class RowFailed:
 Row = Sample | PromptLogprobs | RowFailed | None
 
 
-def prompt_logprobs_of(row: Row) -> PromptLogprobs | None:
-    """What a row says of its prompt, beside a sample or alone."""
-    if isinstance(row, Sample):
-        return row.prompt_logprobs
-    return row if isinstance(row, PromptLogprobs) else None
-
-
 class Model(Protocol):
     """A decoder with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
 

@@ -13,7 +13,7 @@ from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
 from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Model, Sample, prompt_logprobs_of
+from workers.engine.model import Chunk, Model, RowFailed, Sample
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.strategies.continuous import ContinuousBatching
@@ -34,9 +34,10 @@ def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> d
             chunks.append(Chunk(sequence, sequence.num_computed, num_tokens, samples))
         for chunk, row in zip(chunks, model.run(chunks), strict=True):
             chunk.sequence.num_computed += chunk.num_tokens
+            assert not isinstance(row, RowFailed)
+            said = row.prompt_logprobs if isinstance(row, Sample) else row
             if isinstance(row, Sample):
                 chunk.sequence.token_ids.append(row.token_id)
-            said = prompt_logprobs_of(row)
             assert said is None or chunk.sequence is sequences[0]
             if said is not None:
                 found |= dict(enumerate(said.tokens, said.start))
