@@ -117,7 +117,11 @@ class HeldJob:
     @property
     def is_complete(self) -> bool:
         """Every choice has ended; what is left is to log it."""
-        return all(choice.finish_reason is not None for choice in self._choices)
+        # Asked for every job of every step: a generator would take longer than all else here.
+        for choice in self._choices:  # noqa: SIM110
+            if choice.finish_reason is None:
+                return False
+        return True
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -147,8 +151,12 @@ class HeldJob:
         """
         if self._scores.new:
             return True
-        may_speak = self._scores.is_complete or self.is_complete
-        return may_speak and any(choice.has_news for choice in self._choices)
+        if not self._scores.is_complete and not self.is_complete:
+            return False
+        for choice in self._choices:  # noqa: SIM110 - as in is_complete
+            if choice.has_news:
+                return True
+        return False
 
     def replay(self, entries: list[LogEntry]) -> None:
         """Rebuilds the state that the log holds, so that the next token goes on from there."""
@@ -210,13 +218,14 @@ class HeldJob:
             return None, 0
         if self._scores.new:
             return self._scores.take_event(), 0
-        deltas = [
-            self._take_delta(index) for index, choice in enumerate(self._choices) if choice.has_news
-        ]
-        return Tokens(tuple(deltas)), sum(len(delta.token_ids) for delta in deltas)
+        deltas, num_tokens = [], 0
+        for index, choice in enumerate(self._choices):
+            if choice.has_news:
+                num_tokens += len(choice.token_ids) - choice.num_logged
+                deltas.append(self._take_delta(index, choice))
+        return Tokens(tuple(deltas)), num_tokens
 
-    def _take_delta(self, index: int) -> ChoiceDelta:
-        choice = self._choices[index]
+    def _take_delta(self, index: int, choice: _Choice) -> ChoiceDelta:
         start = choice.num_logged
         delta = ChoiceDelta(
             choice=index,

@@ -68,7 +68,7 @@ class Publisher:
             fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
             if job.has_news:
                 self.note(job)
-            elif (job_id, job.epoch) in self._failures:
+            elif self._failures and (job_id, job.epoch) in self._failures:
                 fin = JobStatus.FAILED
                 code, message = self._failures.pop((job_id, job.epoch))
             elif job.is_complete and self._results.is_due(job):
@@ -95,17 +95,20 @@ class Publisher:
                 await asyncio.sleep(_RETRY_S)
                 continue
             for job, item, (verdict, number) in zip(jobs, items, verdicts, strict=True):
-                await self._judge(job, item, verdict, number)
+                if verdict is Verdict.OK and not item.fin:
+                    job.next_number = number
+                else:
+                    await self._judge(job, item, verdict, number)
             return
 
     async def _judge(
         self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
     ) -> None:
-        """Acts on what Redis said of one job's part."""
+        """Acts on what Redis said of one job's part, but for one that goes on."""
         if verdict is Verdict.OK:
             job.next_number = number
-            if item.fin:
-                self._holding.drop(job, item.fin)
+            assert item.fin, "it has ended"
+            self._holding.drop(job, item.fin)
             return
         if isinstance(verdict, JobStatus):
             self._holding.end(job, verdict, item.num_tokens)

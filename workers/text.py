@@ -43,7 +43,7 @@ class ChoiceText:
         if piece is None:
             return ""
         self._undecoded.clear()
-        if self._num_tokens <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens or not self._stop:
             return piece
         return self._release(self._held + piece)
 
