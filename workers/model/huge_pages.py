@@ -32,12 +32,13 @@ def use_huge_pages(untouched: Iterable[Tensor]) -> int:
     """
     if not _ENABLED.exists() or "[never]" in _ENABLED.read_text():
         return 0
+    _give_back()
     for tensor in untouched:
         _advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, _MADV_HUGEPAGE)
     num_bytes = 0
     for begin, end in list(_filled_mappings()):
-        if _advise(begin, end, _MADV_HUGEPAGE) and _advise(begin, end, _MADV_COLLAPSE):
-            num_bytes += end - begin
+        if _advise(begin, end, _MADV_HUGEPAGE):
+            num_bytes += _collapse(begin, end)
     return num_bytes
 
 
@@ -51,6 +52,16 @@ def touch(tensors: Sequence[Tensor], num_bytes: int) -> None:
         _advise(begin, end, _MADV_POPULATE_WRITE, page_bytes=mmap.PAGESIZE)
 
 
+def _give_back() -> None:
+    """Returns to the system what glibc's allocator holds free, such as weights before they were laid
+    out or rounded: it would be moved as well.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim.argtypes = (ctypes.c_size_t,)
+        trim(0)
+
+
 def _filled_mappings() -> Iterator[tuple[int, int]]:
     """Addresses of large anonymous mappings, with enough in them."""
     span = None
@@ -62,6 +73,14 @@ def _filled_mappings() -> Iterator[tuple[int, int]]:
         elif span is not None and (resident := _RESIDENT.match(line)):
             is_filled = int(resident[1]) * 1024 >= _SMALLEST_BYTES
             yield from [span] * is_filled
+
+
+def _collapse(begin: int, end: int) -> int:
+    """How many bytes of a mapping it was done for: of one that has holes, page by page."""
+    if _advise(begin, end, _MADV_COLLAPSE):
+        return end - begin
+    pages = range(-(-begin // _PAGE_BYTES) * _PAGE_BYTES, end - _PAGE_BYTES + 1, _PAGE_BYTES)
+    return sum(_PAGE_BYTES * _advise(at, at + _PAGE_BYTES, _MADV_COLLAPSE) for at in pages)
 
 
 def _advise(begin: int, end: int, advice: int, page_bytes: int = _PAGE_BYTES) -> bool:

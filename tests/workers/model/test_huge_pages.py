@@ -1,5 +1,6 @@
 """Tensors on huge pages: moved where the system has them, and never changed."""
 
+import ctypes
 import platform
 import re
 from pathlib import Path
@@ -45,6 +46,29 @@ def test_what_is_filled_moves_and_stays_what_it_was() -> None:
 
 
 @pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another allocator than glibc's"
+)
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    """The allocator would keep it, below what it still holds, and pages of it would be moved."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    part_bytes = 100_000  # less than what the allocator asks the system for by itself
+    parts = [libc.malloc(part_bytes) for _ in range(_NUM_BYTES // part_bytes)]
+    for part in parts:
+        ctypes.memset(part, 1, part_bytes)
+    *freed, last = parts
+    for part in freed:
+        libc.free(part)
+    before = _resident_bytes()
+
+    use_huge_pages([])
+
+    assert before - _resident_bytes() > _NUM_BYTES // 2
+    libc.free(last)
+
+
+@pytest.mark.skipif(
     [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [5, 14],
     reason="Linux gives pages ahead since 5.14",
 )
@@ -63,6 +87,12 @@ def test_what_is_touched_lies_ready_and_no_more() -> None:
         cache[len(cache) // 2 + 4096 :] = 1.0
         assert ready - before < 64
         assert getrusage(RUSAGE_SELF).ru_minflt - ready >= _NUM_BYTES // 2 // 2**22
+
+
+def _resident_bytes() -> int:
+    """Of this process, without files."""
+    [number] = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(number) * 1024
 
 
 def _huge_bytes(tensor: Tensor) -> int:
