@@ -53,8 +53,8 @@ def touch(tensors: Sequence[Tensor], num_bytes: int) -> None:
 
 
 def _give_back() -> None:
-    """Returns to the system what glibc's allocator holds free, such as weights before they were laid
-    out or rounded: it would be moved as well.
+    """Returns to the system what glibc's allocator holds free, such as weights before they were
+    laid out or rounded: it would be moved as well.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
