@@ -10,14 +10,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from bench.engine import run_workload
+from bench.workloads import log_uniform_workload
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, Expected
+from workers.engine_setup import build_engine
 from workers.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
 from workers.model.loader import LoadedModel, ModelRefused, load_model
+from workers.model.native.kernels import Kernels
 from workers.model.native.library import load_library
 from workers.model.surgery.blocks import NativeRMSNorm
 
@@ -74,12 +78,14 @@ def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_
         assert_close(small(x, Doubling()), 2 * exact)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["exchanged", "torch only"])
+@pytest.mark.parametrize("way", ["kernels", "torch in merged modules", "torch only"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
-    family: str, fused: bool, tmp_path: Path
+    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, in a batch and in chunks, straight through and with modules exchanged."""
+    """Greedy, in a batch and in chunks; with the kernel, and as on processors that it is not for."""
+    if way == "torch in merged modules":
+        monkeypatch.setattr(Kernels, "can_multiply", lambda self, weight: False)
     folder = save_tiny_model(family, tmp_path)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -88,12 +94,30 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
                 module.weight = nn.Parameter(rounded(module.weight).widened())
     expected = Expected(own, make_prompts([1, 17, 40], VOCAB_SIZE))
 
-    model = load(folder, fused=fused).model
+    model = load(folder, fused=way != "torch only").model
 
     assert not isinstance(model, AheadRunner)
     sequences = [make_sequence(p, max_tokens=NUM_OUTPUT) for p in expected.prompts]
     for number, found in enumerate(run_to_end(model, sequences, 13)):
         expected.check(number, found)
+
+
+def test_steps_that_are_started_ahead_say_the_same(tmp_path: Path) -> None:
+    """The engine's tokens, by whatever multiplies here."""
+    folder = save_tiny_model("llama", tmp_path, **WIDE)
+    workload = log_uniform_workload(
+        4, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
+    )
+    found = []
+    for steps in ("direct", "ahead"):
+        options = EngineOptions(
+            model_path=str(folder), device="cpu", quantization="int8", steps=steps
+        )
+        loaded = load_model(options, lambda text: None)
+        engine = build_engine(loaded.model, VOCAB_SIZE, options, loaded.num_step_tokens)
+        found.append([timeline.token_ids for timeline in run_workload(engine, workload).timelines])
+
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "falcon"])

@@ -10,6 +10,7 @@ from tests.tiny_models import make_model
 from tests.workers.model.test_surgeon import wide
 from tests.workers.model.test_triton_attention import DEVICE
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
+from workers.model.int8_weights import Int8Linear, quantize
 from workers.model.probe import probe_layers
 from workers.model.surgery.surgeon import Operation, operate
 
@@ -17,13 +18,17 @@ pytest.importorskip("triton")
 BLOCK_SIZE = 16
 
 
-def exchanged(family: str, dtype: torch.dtype, *, spoils: bool = False) -> tuple[Any, Operation]:
+def exchanged(
+    family: str, dtype: torch.dtype, *, spoils: bool = False, is_int8: bool = False
+) -> tuple[Any, Operation]:
     """A tiny decoder after the operation for a GPU."""
     from workers.model.backend import choose_backend
 
     register_attention()
     decoder = make_model(family, **wide(family)).to(DEVICE, dtype)
     decoder.set_attn_implementation(ATTENTION_NAME)
+    if is_int8:
+        quantize(decoder)
     shapes = probe_layers(decoder, decoder.config, DEVICE)
     if spoils:
         _spoil(decoder)
@@ -56,6 +61,19 @@ def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype
     assert done.counts["norms"] >= 2 * num_layers + 1
     linears = [name for name, m in decoder.named_modules() if type(m) is nn.Linear]
     assert linears == ["lm_head"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
+    """And stay bytes, also those of the other linear layers."""
+    decoder, done = exchanged("qwen3", dtype, is_int8=True)
+
+    num_layers = decoder.config.num_hidden_layers
+    assert done.counts["attention layers"] == done.counts["gated MLPs"] == num_layers
+    linears = (decoder.model.layers[0].self_attn.qkv, decoder.model.layers[1].mlp.gate_up)
+    for linear in (*linears, decoder.lm_head):
+        assert isinstance(linear, Int8Linear)
+        assert linear.values.dtype == torch.int8
 
 
 def test_what_only_looks_alike_stays() -> None:
