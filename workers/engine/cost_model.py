@@ -7,20 +7,20 @@ Leaves to the scheduler what is done with the time.
 
 import math
 from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence as Seq
 
 from workers.engine.model import Chunk, Padding
 
 _FORGETTING = 0.998  # half of what is known is of the last 350 steps
 _NUM_NEEDED = 16
-# Steps, once there were many: solving takes as long as some steps of a small model.
-_SOLVE_EVERY = 8
+_SOLVE_EVERY = 8  # steps, once there were many
 _MAX_SURPRISE = 4.0  # a step of more than this many times its prediction counts as that
 # Brings the features to about one, so that the equations are well conditioned.
-_SCALES = np.array([1.0, 1e3, 1e5, 1e7])
+_SCALES = (1.0, 1e3, 1e5, 1e7)
 _RIDGE = 1e-9
+# The lower triangle of the products, which are symmetric. With so few numbers plain Python takes a
+# third of numpy's time.
+_PAIRS = [(i, j) for i in range(4) for j in range(i + 1)]
 
 # Tokens, KV tokens read, prefill tokens times context.
 Features = tuple[float, float, float]
@@ -35,8 +35,8 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._products = np.zeros((4, 4))
-        self._targets = np.zeros(4)
+        self._products = [0.0] * len(_PAIRS)
+        self._targets = [0.0] * 4
         self._num_seen = 0
         self._coefficients = (0.0, 0.0, 0.0, 0.0)
         self._num_solved = 0  # steps seen when the coefficients were solved
@@ -50,8 +50,9 @@ class CostModel:
     def coefficients(self) -> tuple[float, float, float, float]:
         """(a, b, c, d) in seconds."""
         if self._num_seen >= self._num_solved + min(_SOLVE_EVERY, 1 + self._num_solved // 16):
-            a, b, c, d = _solve_positive(self._products, self._targets) / _SCALES
-            self._coefficients = (float(a), float(b), float(c), float(d))
+            found = _solve_positive(self._products, self._targets)
+            a, b, c, d = (x / scale for x, scale in zip(found, _SCALES, strict=True))
+            self._coefficients = (a, b, c, d)
             self._num_solved = self._num_seen
         return self._coefficients
 
@@ -71,9 +72,15 @@ class CostModel:
         sums = tokens + others[0], kv_read + others[1], products + others[2]
         if self.is_ready:
             step_s = min(step_s, _MAX_SURPRISE * self.predict(sums))
-        features = np.array([1.0, *sums]) / (_SCALES * step_s)
-        self._products = _FORGETTING * self._products + np.outer(features, features)
-        self._targets = _FORGETTING * self._targets + features
+        scales = [scale * step_s for scale in _SCALES]
+        features = [x / scale for x, scale in zip((1.0, *sums), scales, strict=True)]
+        self._products = [
+            _FORGETTING * before + features[i] * features[j]
+            for before, (i, j) in zip(self._products, _PAIRS, strict=True)
+        ]
+        self._targets = [
+            _FORGETTING * before + x for before, x in zip(self._targets, features, strict=True)
+        ]
         self._num_seen += 1
 
     def predict(self, sums: Features) -> float:
@@ -119,18 +126,36 @@ def step_features(chunks: Iterable[Chunk | Padding]) -> Features:
     return tokens, kv_read, float(products)
 
 
-def _solve_positive(
-    products: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def _solve_positive(products: Seq[float], targets: Seq[float]) -> list[float]:
     """Least squares without negative coefficients: the most negative is left out, and again."""
-    solution = np.zeros(4)
-    kept = [0, 1, 2, 3]
-    ridge = _RIDGE * np.trace(products)
+    solution = [0.0] * len(targets)
+    kept = list(range(len(targets)))
+    matrix = dict(zip(_PAIRS, products, strict=True))
+    ridge = _RIDGE * sum(matrix[i, i] for i in kept)
     while kept:
-        part = products[np.ix_(kept, kept)] + ridge * np.eye(len(kept))
-        found = np.linalg.solve(part, targets[kept])
-        if found.min() >= 0.0:
-            solution[kept] = found
+        rows = [
+            [*(matrix[max(i, j), min(i, j)] + ridge * (i == j) for j in kept), targets[i]]
+            for i in kept
+        ]
+        found = _solve(rows)
+        if min(found) >= 0.0:
+            for i, value in zip(kept, found, strict=True):
+                solution[i] = value
             break
-        kept.pop(int(found.argmin()))
+        kept.pop(found.index(min(found)))
+    return solution
+
+
+def _solve(rows: list[list[float]]) -> list[float]:
+    """Eliminates in place; each row ends with its target. A positive definite matrix, as this is,
+    needs no pivots.
+    """
+    for i, row in enumerate(rows):
+        for below in rows[i + 1 :]:
+            factor = below[i] / row[i]
+            below[i:] = [x - factor * y for x, y in zip(below[i:], row[i:], strict=True)]
+    solution: list[float] = []
+    for i, row in reversed(list(enumerate(rows))):
+        known = sum(x * y for x, y in zip(row[i + 1 : -1], solution, strict=True))
+        solution.insert(0, (row[-1] - known) / row[i])
     return solution
