@@ -41,9 +41,12 @@ def answer_chunks(
     sample_rows: list[int] = []
     num_rows = 0
     for chunk, positions in zip(chunks, scored, strict=True):
-        part = logits[num_rows : num_rows + len(positions)]
-        prompts.append(_score(part, chunk.sequence, positions.start) if positions else None)
-        num_rows += len(positions)
+        prompt = None
+        if positions:  # only then, since taking a part of a tensor costs a microsecond or two
+            part = logits[num_rows : num_rows + len(positions)]
+            prompt = _score(part, chunk.sequence, positions.start)
+            num_rows += len(positions)
+        prompts.append(prompt)
         if chunk.samples:
             sample_rows.append(num_rows)
             num_rows += 1

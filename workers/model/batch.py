@@ -44,27 +44,25 @@ def build_batch(
     token_ids: list[int] = []
     block_ids: list[int] = []
     for chunk in chunks:
-        end = chunk.start + chunk.num_tokens
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         num_blocks = -(-end // block_size)
-        assert chunk.num_tokens > 0
-        assert end <= chunk.sequence.num_known
-        assert num_blocks <= len(chunk.sequence.block_ids), "the engine has not grown the table"
-        token_ids += chunk.sequence.token_ids[chunk.start : end]
-        block_ids += chunk.sequence.block_ids[:num_blocks]
+        assert chunk.start < end <= len(sequence.token_ids)
+        assert num_blocks <= len(sequence.block_ids), "the engine has not grown the table"
+        token_ids += sequence.token_ids[chunk.start : end]
+        block_ids += sequence.block_ids[:num_blocks]
     for pad in padding:
         token_ids += [PAD_TOKEN_ID] * pad.num_tokens
         block_ids += [scratch_block_id] * -(-(pad.start + pad.num_tokens) // block_size)
     layout = _Layout((*chunks, *padding), block_size)
     slots = block_slots(block_ids, len(block_ids) * block_size, block_size)
     spans = layout.spans(slots)
-    scored = tuple(
-        scored_positions(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens)
-        for chunk in chunks
-    )
+    scored = tuple([scored_positions(c.sequence, c.start, c.start + c.num_tokens) for c in chunks])
     rows: list[int] = []
     for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # not of padding
-        rows += [span.first + position - span.start for position in wanted]
-        rows += [span.first + span.num_tokens - 1] * chunk.samples
+        if wanted:
+            rows += [span.first + position - span.start for position in wanted]
+        if chunk.samples:
+            rows.append(span.first + span.num_tokens - 1)
     return Batch(
         input_ids=torch.tensor([token_ids], device=device),
         position_ids=torch.from_numpy(layout.positions)[None].to(device),
@@ -94,8 +92,10 @@ class _Layout:
         """One for each part."""
         columns = (self._firsts, self._counts, self._starts, self._begins)
         return tuple(
-            Span(first, count, start, slots[begin : begin + start + count])
-            for first, count, start, begin in zip(*(c.tolist() for c in columns), strict=True)
+            [
+                Span(first, count, start, slots[begin : begin + start + count])
+                for first, count, start, begin in zip(*(c.tolist() for c in columns), strict=True)
+            ]
         )
 
 
