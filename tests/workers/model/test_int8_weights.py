@@ -83,7 +83,7 @@ def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_
 def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, in a batch and in chunks; with the kernel, and as on processors that it is not for."""
+    """Greedy, in a batch and in chunks; with the kernel, and as on processors that lack it."""
     if way == "torch in merged modules":
         monkeypatch.setattr(Kernels, "can_multiply", lambda self, weight: False)
     folder = save_tiny_model(family, tmp_path)
