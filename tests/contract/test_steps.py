@@ -122,7 +122,10 @@ async def test_progress_is_found_by_its_hash_not_by_a_search(
     """Values of 64 bytes and less would make one list of the worker's hash, read from its start for
     each job; with short names of lane and model too.
     """
-    await running_job(functions)
+    job = make_job(lane="a")
+    await functions.submit(job, make_submission())
+    await functions.claim("w1", "m", ["a"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)
+    await append(functions, "w1", said_by(job.id, 1))
     assert await redis_client.object("encoding", keys.running("w1")) == b"hashtable"
 
 
