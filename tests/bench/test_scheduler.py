@@ -62,6 +62,13 @@ def test_who_runs_costs_its_own_part(load: Load) -> None:
     assert few < many <= 4 * few
 
 
+@pytest.mark.parametrize(("load", "most"), [(Load.STEADY, 200), (Load.TURNOVER, 400)])
+def test_who_runs_costs_few_operations(load: Load, most: int) -> None:
+    """What all streams need alike is done for all at once, not by calls for each."""
+    few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
+    assert (many - few) / (64 - 16) < most
+
+
 def test_the_command_tells_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each load and size, in the table and as JSON."""
     out = tmp_path / "out.json"
