@@ -10,6 +10,8 @@ import pytest
 
 from bench.scheduler import Load, fill, main, make_engine
 from workers.engine.engine import Engine
+from workers.engine.strategy import Strategies
+from workers.strategies.static import StaticBatching
 
 _NUM_STEPS = 24
 
@@ -47,6 +49,17 @@ def test_who_waits_costs_a_step_nothing(load: Load) -> None:
     """With a hundred times as many waiting, a step executes the very same operations."""
     few, many = (num_operations(load, 16, num_waiting) for num_waiting in (40, 4_000))
     assert few == many
+
+
+def test_who_waits_in_a_lobby_costs_a_step_nothing() -> None:
+    """Until somebody comes or ends, nobody asks a static strategy that waits for its batch."""
+    nums = []
+    for num_waiting in (40, 4_000):
+        engine = make_engine(Load.STEADY, 16, _NUM_STEPS)
+        engine.reconfigure(engine.limits, Strategies(StaticBatching(batch_size=16)))
+        fill(engine, Load.STEADY, 16, num_waiting, _NUM_STEPS)
+        nums.append(min(count_operations(engine, Load.STEADY) for _ in range(_NUM_STEPS)))
+    assert nums[0] == nums[1]
 
 
 def test_letting_one_in_costs_hardly_more_where_many_wait() -> None:

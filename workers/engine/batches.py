@@ -4,7 +4,7 @@ Knows who belongs to which batch, and what padded batches owe. Leaves to the sch
 who were let in get blocks and tokens: a sequence that is preempted stays in its batch.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from workers.engine.model import Chunk, Padding
 from workers.engine.padding import PaddingDebt
@@ -18,9 +18,11 @@ class Batches:
 
     def __init__(self, strategies: Strategies, max_num_rows: int) -> None:
         """`max_num_rows` bounds the rows of all padded batches, those that have ended included."""
-        self.strategies = strategies
-        self.max_num_rows = max_num_rows
+        self._strategies = strategies
+        self._max_num_rows = max_num_rows
         self._debt = PaddingDebt()
+        self._has_changed = True  # so that the strategies are asked before they wake
+        self._wake_s: float | None = None
         self._new: dict[Sequence, None] = {}
         self._since_s: dict[Sequence, float] = {}
         self._batch_of: dict[Sequence, Batch] = {}
@@ -31,11 +33,22 @@ class Batches:
         """Sequences that have been let in and have not ended."""
         return len(self._batch_of)
 
+    def reconfigure(self, strategies: Strategies, max_num_rows: int) -> None:
+        """From now on; batches that are open stay open until they end."""
+        self._strategies, self._max_num_rows = strategies, max_num_rows
+        self._has_changed = True
+
     def add(self, sequence: Sequence) -> None:
         self._new[sequence] = None
+        self._has_changed = True
+
+    def note_move(self) -> None:
+        """A sequence is in another lane now, and maybe another strategy's."""
+        self._has_changed = True
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended or was stopped; its batch ends with the last one."""
+        self._has_changed = True
         self._new.pop(sequence, None)
         self._since_s.pop(sequence, None)
         batch = self._batch_of.pop(sequence, None)
@@ -48,11 +61,15 @@ class Batches:
     def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> list[Sequence]:
         """Opens the batches that the strategies form now; `key` is the order of the waiting.
 
-        Returns who has been let in.
+        Returns who has been let in. While nobody comes or ends, no strategy is asked before it
+        wakes: that would put its lobby in order at every step.
         """
+        if not self._has_changed and (self._wake_s is None or now_s < self._wake_s):
+            return []
         self._since_s |= dict.fromkeys(self._new, now_s)
         self._new.clear()
         entered: list[Sequence] = []
+        wakes_s: list[float | None] = []
         for strategy, waiting in self._waiting().items():
             waiting.sort(key=key)
             while chosen := strategy.next_batch(self._lobby(strategy, waiting, now_s)):
@@ -61,17 +78,21 @@ class Batches:
                 self._open_batch(strategy, chosen)
                 entered += chosen
                 waiting = [s for s in waiting if s in self._since_s]
+            if waiting:
+                wakes_s.append(strategy.wake_s(self._lobby(strategy, waiting, now_s)))
+        self._wake_s = _earliest(wakes_s)
+        self._has_changed = False
         return entered
 
     def wake_s(self, now_s: float) -> float | None:
         """When a strategy will let in more, if no one comes and no one ends; None for never."""
         if self._new:
             return now_s
-        wakes_s = []
+        wakes_s: list[float | None] = []
         for strategy, waiting in self._waiting().items():
             lobby = self._lobby(strategy, waiting, now_s)
             wakes_s.append(now_s if strategy.next_batch(lobby) else strategy.wake_s(lobby))
-        return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
+        return _earliest(wakes_s)
 
     def padding_due(self, num_tokens: int) -> list[Padding]:
         """What earlier steps had no tokens for, and so many pay for now."""
@@ -90,7 +111,7 @@ class Batches:
     def _waiting(self) -> dict[Strategy, list[Sequence]]:
         waiting: dict[Strategy, list[Sequence]] = {}
         for sequence in self._since_s:
-            waiting.setdefault(self.strategies.of(sequence), []).append(sequence)
+            waiting.setdefault(self._strategies.of(sequence), []).append(sequence)
         return waiting
 
     def _lobby(self, strategy: Strategy, waiting: list[Sequence], now_s: float) -> Lobby:
@@ -99,7 +120,7 @@ class Batches:
     def _has_rows(self, num_rows: int) -> bool:
         """Whether so many rows fit beside those of the open padded batches; the first always do."""
         num_held = sum(batch.num_rows for batch in self._padded())
-        return num_held == 0 or num_held + num_rows <= self.max_num_rows
+        return num_held == 0 or num_held + num_rows <= self._max_num_rows
 
     def _open_batch(self, strategy: Strategy, chosen: list[Sequence]) -> None:
         batch = Batch(dict.fromkeys(chosen), len(chosen))
@@ -117,3 +138,7 @@ class Batches:
                 del self._open[strategy]
         if not self._open:
             self._debt.clear()
+
+
+def _earliest(times_s: Iterable[float | None]) -> float | None:
+    return min((time_s for time_s in times_s if time_s is not None), default=None)

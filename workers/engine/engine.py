@@ -94,7 +94,7 @@ class Engine:
         """
         self._limits = limits
         self._scheduler.reconfigure(limits, lanes)
-        self._batches.strategies, self._batches.max_num_rows = strategies, limits.max_num_seqs
+        self._batches.reconfigure(strategies, limits.max_num_seqs)
 
     def add(self, request: Request) -> None:
         """Takes a job, each choice going on after its known output.
@@ -140,6 +140,7 @@ class Engine:
         for sequence in held.sequences.values():
             sequence.deadline_s = deadline_s
             self._scheduler.move(sequence, lane, self._clock_s())
+        self._batches.note_move()
         self._note_deadline(job_id, epoch, deadline_s)
 
     def preempt(self, job_id: str) -> None:
