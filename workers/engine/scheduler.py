@@ -145,8 +145,11 @@ class Scheduler:
     def _grow_ahead(self, plan: StepPlan) -> None:
         """For a model that starts the next step before the engine asks for it."""
         for sequence, chunk in plan.chunks.items():
-            if chunk.samples and sequence.num_output + 1 < sequence.max_output:
-                self.blocks.grow_ahead(sequence, chunk.start + chunk.num_tokens)
+            end = chunk.start + chunk.num_tokens
+            if end % self.blocks.block_size or not chunk.samples:
+                continue  # its next token goes where this one does, or is known
+            if sequence.num_output + 1 < sequence.max_output:
+                self.blocks.grow_ahead(sequence, end)
 
     def _new_plan(self, num_tokens: int) -> StepPlan:
         """What the step may take: tokens, a share of them for prompts, and time.
