@@ -57,6 +57,7 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._is_answered = False
 
     def send(self, raw: bytes) -> None:
         self._writer.write(raw)
@@ -66,6 +67,8 @@ class Client:
 
         async def send() -> None:
             for byte in itertools.cycle(raw):
+                if self._is_answered:
+                    return  # a reset in answer to one more byte would lose what came
                 self._writer.write(bytes([byte]))
                 await asyncio.sleep(every_s)
 
@@ -84,6 +87,7 @@ class Client:
         parts = []
         try:
             while part := await self._reader.read(65_536):
+                self._is_answered = True
                 parts.append(part)
         except ConnectionResetError:
             pass
