@@ -50,12 +50,13 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     patience = _patience(request, gateway, preference)
     raw = await read_object(request)
     body = parse_call(endpoint, raw)
-    terms = _terms(request, gateway, caller, preference, body, body_hash(endpoint, raw))
+    key = idempotency_key(request)
+    terms = _terms(gateway, caller, preference, body, key, body_hash(key, endpoint, raw))
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
         return await submit_job(gateway, *prepared, preference.applied())
-    position = _resumed_position(request, body, terms.idempotency_key)
+    position = _resumed_position(request, body, key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
@@ -69,7 +70,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         timing,
         job_retention_s=caller.job_retention_s(gateway.settings),
         is_new=submitted.is_new,
-        may_return=not _ends_with_caller(body, terms.idempotency_key),
+        may_return=not _ends_with_caller(body, key),
         headers=preference.applied() | rate_headers(submitted.rates),
     )
     if not body.stream:
@@ -89,16 +90,15 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
 
 
 def _terms(
-    request: Request,
     gateway: Gateway,
     caller: Caller,
     preference: Preference,
     body: CallBody,
+    key: str,
     hashed: str,
 ) -> Terms:
     """A call's terms; a job's, where the caller says that it may become one."""
     settings = gateway.settings
-    key = idempotency_key(request)
     is_job = preference.is_given
     # Who wants no answer now is not waited for.
     is_attended = _ends_with_caller(body, key) and not preference.is_at_once
@@ -197,8 +197,10 @@ def idempotency_key(request: Request) -> str:
     return key
 
 
-def body_hash(endpoint: str, raw: Mapping[str, Any]) -> str:
-    """The same for bodies that say the same."""
+def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
+    """The same for bodies that say the same; '' without an Idempotency-Key: nobody else asks."""
+    if not key:
+        return ""
     text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -74,6 +75,8 @@ def serve(
     if on_bound is not None:
         on_bound(*listener.getsockname()[:2])
     allow_many_files()
+    gc.collect()
+    gc.freeze()  # what is there now stays: no call waits while it is searched for garbage
     asyncio.run(build_server(settings).serve(sockets=[listener]))
 
 

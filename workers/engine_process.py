@@ -8,6 +8,7 @@ leaves an engine behind.
 
 import argparse
 import dataclasses
+import gc
 import logging
 import signal
 import socket
@@ -196,7 +197,12 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
     """The loader of real models; torch is imported here and not before. Raises ModelRefused."""
     from workers.model.loader import load_model
 
-    return load_model(options, progress)
+    loaded = load_model(options, progress)
+    # A million objects of libraries, which stay: a search for garbage among them would take longer
+    # than many a step.
+    gc.collect()
+    gc.freeze()
+    return loaded
 
 
 def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:

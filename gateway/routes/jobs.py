@@ -31,12 +31,10 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
         raise draining()
     raw = await read_object(request)
     asked = parse_job(raw)
+    key = idempotency_key(request)
+    hashed = body_hash(key, "/v1/jobs", raw)
     job, submission = await prepare_job(
-        gateway,
-        asked,
-        caller,
-        idempotency_key=idempotency_key(request),
-        body_hash=body_hash("/v1/jobs", raw),
+        gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
     return await submit_job(gateway, job, submission, {})
 
