@@ -3,12 +3,12 @@
 import json
 import shutil
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
