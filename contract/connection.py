@@ -37,6 +37,7 @@ HEALTH_CHECK_S = 10
 MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
 
 _FUNCTION_CALLS = ("FCALL", "FCALL_RO")
+_MOST_AT_REST = 4  # connections of a client; those of a rush go back to its pool
 
 
 class _Packing:
@@ -96,7 +97,10 @@ class _Client(redis.asyncio.Redis):
         try:
             return await connection.retry.call_with_retry(call, lambda _: connection.disconnect())
         finally:
-            self._at_rest.append(connection)
+            if len(self._at_rest) < _MOST_AT_REST:
+                self._at_rest.append(connection)
+            else:
+                await pool.release(connection)
 
 
 def connect(
