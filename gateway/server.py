@@ -75,9 +75,10 @@ def serve(
     if on_bound is not None:
         on_bound(*listener.getsockname()[:2])
     allow_many_files()
+    server = build_server(settings)
     gc.collect()
     gc.freeze()  # what is there now stays: no call waits while it is searched for garbage
-    asyncio.run(build_server(settings).serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def allow_many_files() -> None:

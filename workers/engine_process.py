@@ -198,7 +198,7 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
     from workers.model.loader import load_model
 
     loaded = load_model(options, progress)
-    # A million objects of libraries, which stay: a search for garbage among them would take longer
+    # 400,000 objects, of libraries mostly, which stay: a search for garbage among them takes longer
     # than many a step.
     gc.collect()
     gc.freeze()
