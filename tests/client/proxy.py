@@ -63,6 +63,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(4096):
             target.sendall(data)
+    with contextlib.suppress(OSError):  # where the caller hung up without reading all, too
         target.shutdown(socket.SHUT_WR)
 
 
