@@ -1,0 +1,241 @@
+"""Alerts fire where they should and nowhere else, by Prometheus' own test of rules."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.infra.test_monitoring import ALERTS, queries, rules
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="needs promtool: it comes with Debian's package `prometheus`"
+)
+
+GATEWAYS = ("a:8000", "b:8000")  # a job's counts stand alike on the page of each
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples of one a minute, by series without `instance`, in promtool's notation."""
+
+    alert: str
+    fires: Mapping[str, str]
+    is_silent: Mapping[str, str]
+    at: str  # when it is looked at
+    labels: Mapping[str, str] = field(default_factory=dict)  # beside its severity
+    job: str = "batchway"
+
+
+_OF_M = {"model_name": "m"}
+_OF_LANE = {"model_name": "m", "lane": "interactive"}
+
+
+def of_m(metric: str, **labels: str) -> str:
+    """A series of the model `m`."""
+    says = "".join(f',{name}="{value}"' for name, value in labels.items())
+    return f'batchway_{metric}{{model_name="m"{says}}}'
+
+
+def of_lane(metric: str, **labels: str) -> str:
+    """A series of its lane `interactive`."""
+    return of_m(metric, lane="interactive", **labels)
+
+
+def first_tokens(in_a_second: str, all_: str) -> dict[str, str]:
+    """How many came within a second, and in all."""
+    bounds = {"1": in_a_second, "2": all_, "+Inf": all_}
+    bucket = "time_to_first_token_seconds_bucket"
+    return {of_lane(bucket, le=bound): values for bound, values in bounds.items()}
+
+
+def jobs(**by_status: str) -> dict[str, str]:
+    return {of_lane("requests_total", status=status): n for status, n in by_status.items()}
+
+
+def admissions(accepted: str, refused: str) -> dict[str, str]:
+    return {
+        of_lane("admission_total", outcome="accepted", reason=""): accepted,
+        of_lane("admission_total", outcome="refused", reason="lane_full"): refused,
+    }
+
+
+def steps(metric: str, **by_kind: str) -> dict[str, str]:
+    label = "class" if metric.startswith("step_duration") else "kind"
+    return {of_m(metric, **{label: kind}): values for kind, values in by_kind.items()}
+
+
+_WORKERS, _WAITING = of_m("workers"), of_lane("num_requests_waiting")
+_SEEN_AGE = of_m("worker_seen_age_seconds", worker="w")
+_FAILURES, _RECOMPUTED = of_m("engine_failures_total"), of_m("tokens_recomputed_total")
+_OLDEST = "queue_oldest_age_seconds"
+_ATTEMPTS, _SIX_OF_TEN = of_lane("attempts_total"), jobs(failed="0+4x39", succeeded="0+6x39")
+_TOKENS, _TIME = "step_tokens_total", "step_duration_seconds_sum"
+_DELIVERIES = "batchway_webhook_deliveries_total"
+
+CASES = (
+    Case("BatchwayGatewayDown", {"up": "1 0x9"}, {"up": "1x9"}, "5m", job="gateway"),
+    Case("BatchwayRedisDown", {"batchway_broker_up": "0x9"}, {"batchway_broker_up": "1x9"}, "5m"),
+    Case(
+        "BatchwayNoWorkers",
+        {_WORKERS: "0x19", _WAITING: "3x19"},
+        {_WORKERS: "0x19", _WAITING: "0x19"},
+        "10m",
+        _OF_M,
+    ),
+    Case(
+        "BatchwayWorkerStale", {_SEEN_AGE: "8x9"}, {_SEEN_AGE: "7x9"}, "5m", _OF_M | {"worker": "w"}
+    ),
+    Case("BatchwayEngineDied", {_FAILURES: "4x5 5x9"}, {_FAILURES: "4x19"}, "12m", _OF_M),
+    Case(
+        "BatchwayInteractiveWait",
+        {of_lane(_OLDEST): "6x9"},
+        {of_lane(_OLDEST): "4x9", of_m(_OLDEST, lane="batch"): "600x9"},
+        "5m",
+        _OF_LANE,
+    ),
+    Case(
+        "BatchwayFirstTokenSlow",
+        first_tokens("0+97x29", all_="0+100x29"),
+        first_tokens("0+1000x29", all_="0+1003x29"),
+        "25m",
+        _OF_M,
+    ),
+    Case(
+        "BatchwayDeadlinesMissed",
+        jobs(succeeded="0+98x29", expired="0+2x29"),
+        jobs(succeeded="0+1000x29", expired="0+9x29"),
+        "20m",
+        _OF_LANE,
+    ),
+    Case(
+        "BatchwayJobsFail",
+        jobs(succeeded="0+98x29", failed="0+2x29"),
+        jobs(succeeded="0+1000x29", failed="0+9x29"),
+        "20m",
+        _OF_LANE,
+    ),
+    Case(
+        "BatchwayRepeatedWork",
+        {_ATTEMPTS: "0+13x39", **_SIX_OF_TEN},
+        {_ATTEMPTS: "0+11x39", **_SIX_OF_TEN},
+        "35m",
+        _OF_LANE,
+    ),
+    Case(
+        "BatchwayPreemptions",
+        {_RECOMPUTED: "0+6x29", **steps(_TOKENS, prefill="0+60x29", decode="0+40x29")},
+        {_RECOMPUTED: "0+4x29", **steps(_TOKENS, prefill="0+60x29", decode="0+40x29")},
+        "25m",
+        _OF_M,
+    ),
+    Case(
+        "BatchwayRefusals",
+        admissions(accepted="0+94x29", refused="0+6x29"),
+        admissions(accepted="0+96x29", refused="0+4x29"),
+        "25m",
+        {"lane": "interactive", "reason": "lane_full"},
+    ),
+    Case(
+        "BatchwayDecodeShareLow",
+        steps(_TIME, decode="0+60x69", mixed="0+40x69"),
+        steps(_TIME, decode="0+80x69", mixed="0+20x69"),
+        "60m",
+        _OF_M,
+    ),
+    Case(
+        "BatchwayCallbacksDie",
+        {f'{_DELIVERIES}{{outcome="dead"}}': "0x5 1x30"},
+        {f'{_DELIVERIES}{{outcome="delivered"}}': "0+9x35"},
+        "20m",
+        {"outcome": "dead"},
+    ),
+)
+
+
+def promtool(*arguments: str) -> None:
+    """Raises AssertionError with what it says where it finds fault."""
+    assert PROMTOOL is not None
+    ran = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def series_of(case: Case, samples: Mapping[str, str]) -> list[dict[str, str]]:
+    """As both gateways tell them."""
+    found = []
+    for name, values in samples.items():
+        base, _, labels = name.rstrip("}").partition("{")
+        for gateway in GATEWAYS:
+            own = f'job="{case.job}",instance="{gateway}"'
+            whole = ",".join(part for part in (labels, own) if part)
+            found.append({"series": f"{base}{{{whole}}}", "values": values})
+    return found
+
+
+def labels_of(case: Case) -> list[dict[str, str]]:
+    """Of the one alert, or of one for each gateway where the gateway is what it is about."""
+    rule = next(rule for rule in rules() if rule["alert"] == case.alert)
+    labels = {**case.labels, **rule["labels"]}
+    if case.alert == "BatchwayGatewayDown":
+        return [{**labels, "job": case.job, "instance": gateway} for gateway in GATEWAYS]
+    if not re.match(r"(sum|max) by|max\(|histogram_quantile", rule["expr"]):
+        labels["job"] = case.job  # `without` leaves it
+    return [labels]
+
+
+def summary_of(alert: str, labels: Mapping[str, str]) -> str:
+    """As Prometheus tells it."""
+    [rule] = [rule for rule in rules() if rule["alert"] == alert]
+    summary = rule["annotations"]["summary"]
+    return re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], summary)
+
+
+def run_case(
+    case: Case, samples: Mapping[str, str], fired: Sequence[Mapping[str, str]], folder: Path
+) -> None:
+    """Fails where other alerts fire than those with these labels."""
+    alerts = [
+        {"exp_labels": labels, "exp_annotations": {"summary": summary_of(case.alert, labels)}}
+        for labels in fired
+    ]
+    looked_at = {"eval_time": case.at, "alertname": case.alert, "exp_alerts": alerts}
+    series = series_of(case, samples)
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": [looked_at]}
+    path = folder / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [test]}))
+    promtool("test", "rules", str(path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
+def test_an_alert_fires_once_for_all_gateways(case: Case, tmp_path: Path) -> None:
+    """With the labels that its summary names."""
+    run_case(case, case.fires, labels_of(case), tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
+def test_an_alert_keeps_silent_below_its_bound(case: Case, tmp_path: Path) -> None:
+    """Where its series are there, and say that all is well enough."""
+    run_case(case, case.is_silent, [], tmp_path)
+
+
+def test_every_alert_is_tried() -> None:
+    """None is added without a case of its own."""
+    assert [case.alert for case in CASES] == [rule["alert"] for rule in rules()]
+
+
+def test_prometheus_understands_every_query(tmp_path: Path) -> None:
+    """Those of the dashboard too, as rules that record."""
+    recorded = [
+        {"record": f"query:{number}", "expr": re.sub(r"\$\w+", "5m", query)}
+        for number, query in enumerate(queries().values())
+    ]
+    assert len(recorded) > len(CASES)
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "queries", "rules": recorded}]}))
+    promtool("check", "rules", str(path))
