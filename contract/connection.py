@@ -4,18 +4,12 @@ Retries are few and explicit, because a blind repeat of a plain command would re
 the functions may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import asyncio
+from types import TracebackType
 from typing import Any
 
-import hiredis
 import redis.asyncio
-from redis.asyncio.connection import (
-    AbstractConnection,
-    Connection,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import (
@@ -30,6 +24,9 @@ from redis.exceptions import (
 from redis.typing import EncodableT
 
 from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
+from contract.function_calls import FunctionCalls
+from contract.redis_link import packed
+from contract.tasks import end
 
 CONNECT_TIMEOUT_S = 0.25
 COMMAND_TIMEOUT_S = 1.0
@@ -37,70 +34,64 @@ HEALTH_CHECK_S = 10
 MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
 
 _FUNCTION_CALLS = ("FCALL", "FCALL_RO")
-_MOST_AT_REST = 4  # connections of a client; those of a rush go back to its pool
-
-
-class _Packing:
-    """Writes commands by hiredis. In Python that takes the longer part of a call with hundreds of
-    arguments, and a worker makes one each step; redis-py's asyncio knows nothing else.
-    """
-
-    def pack_command(self, *args: EncodableT) -> list[bytes]:
-        """Whose name may be two words."""
-        name = args[0].encode() if isinstance(args[0], str) else bytes(args[0])  # type: ignore[arg-type]
-        return [hiredis.pack_command((*name.split(), *args[1:]))]  # type: ignore[arg-type]
-
-
-class _PackingTcp(_Packing, Connection):
-    pass
-
-
-class _PackingTls(_Packing, SSLConnection):
-    pass
-
-
-class _PackingUnix(_Packing, UnixDomainSocketConnection):
-    pass
-
-
-_PACKING: Mapping[Any, type[AbstractConnection]] = {
-    Connection: _PackingTcp,
-    SSLConnection: _PackingTls,
-    UnixDomainSocketConnection: _PackingUnix,
-}
 
 
 class _Client(redis.asyncio.Redis):
-    """Calls functions on connections that it keeps: what redis-py's pool does around each call,
-    locks, events and telemetry, takes as long as the rest of it, and a first token waits for three.
+    """Calls functions over one connection, past redis-py's pool: what that does around each call,
+    locks, tasks, timeouts and telemetry, takes longer than the rest, and a first token waits for
+    three calls.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._at_rest: list[AbstractConnection] = []  # the pool counts them as in use
+        terms = self.connection_pool.connection_kwargs
+        self._retry: Retry = terms["retry"]
+        self._timeout_s: float | None = terms["socket_timeout"]
+        self._calls: FunctionCalls | None = None
+        self._opening: asyncio.Task[FunctionCalls] | None = None
 
     async def execute_command(self, *args: EncodableT, **options: Any) -> Any:
         """As redis-py's, retries and errors too."""
         if args[0] not in _FUNCTION_CALLS:
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        pool = self.connection_pool
-        if self._at_rest:
-            connection = self._at_rest.pop()
-        else:
-            connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        command = packed(*args)
+        return await self._retry.call_with_retry(lambda: self._call(command), _no_clean_up)
 
-        async def call() -> Any:
-            await pool.ensure_connection(connection)
-            await connection.send_command(*args)
-            return await connection.read_response()
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        if self._opening is not None:
+            await end(self._opening)
+        if self._calls is not None:
+            await self._calls.aclose()
+        await super().aclose(close_connection_pool)
 
-        try:
-            return await connection.retry.call_with_retry(call, lambda _: connection.disconnect())
-        finally:
-            if len(self._at_rest) < _MOST_AT_REST:
-                self._at_rest.append(connection)
-            else:
-                await pool.release(connection)
+    async def _call(self, command: bytes) -> Any:
+        calls = self._calls
+        if calls is None or not calls.is_open:
+            calls = await self._opened()
+        return await calls.call(command, self._timeout_s)
+
+    async def _opened(self) -> FunctionCalls:
+        """A new connection, one for all who ask for one at the same time."""
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open(), name="redis-open")
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> FunctionCalls:
+        calls = FunctionCalls(new_connection(self))
+        await calls.open()
+        self._calls = calls
+        return calls
+
+
+async def _no_clean_up(error: Exception) -> None:
+    """A call that failed leaves nothing behind: see FunctionCalls."""
+
+
+def new_connection(client: redis.asyncio.Redis) -> AbstractConnection:
+    """One that is not open yet, and that the client's pool knows nothing of."""
+    connection: AbstractConnection
+    connection = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    return connection
 
 
 def connect(
@@ -111,7 +102,7 @@ def connect(
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
     """A client; it opens no connection before its first command."""
-    client = _Client.from_url(
+    return _Client.from_url(
         redis_url,
         protocol=2,
         decode_responses=False,
@@ -122,33 +113,47 @@ def connect(
         retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries),
         retry_on_error=[BusyLoadingError],
     )
-    pool = client.connection_pool
-    pool.connection_class = _PACKING[pool.connection_class]
-    return client
 
 
-@contextmanager
-def broker_errors() -> Iterator[None]:
+class broker_errors:
     """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable, or
     BrokerFull."""
-    try:
-        yield
-    except AuthenticationError as exc:
-        raise BrokerUnavailable("Redis refused the credentials") from exc
-    except (ConnectionError, TimeoutError, OSError) as exc:
-        raise BrokerUnavailable(f"Redis does not answer ({type(exc).__name__})") from exc
-    except ReadOnlyError as exc:
-        raise BrokerUnavailable("Redis takes no writes: it is a read-only replica") from exc
-    except OutOfMemoryError as exc:
-        raise BrokerFull(ErrorCode.MEMORY_FULL, "the memory of Redis is full") from exc
-    except ResponseError as exc:
-        if "OOM" in str(exc):
-            raise BrokerFull(ErrorCode.MEMORY_FULL, "the memory of Redis is full") from exc
-        if "MISCONF" in str(exc):
-            message = "Redis cannot write its file: its disk is full or fails"
-            raise BrokerFull(ErrorCode.DISK_FULL, message) from exc
-        if "Function not found" in str(exc):
-            raise BrokerUnavailable("Redis does not hold batchway's function library") from exc
-        if "ACL failure" in str(exc):
-            raise BrokerUnavailable("this user of Redis may not do what a function does") from exc
-        raise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if exc is not None and (error := _broker_error(exc)) is not None:
+            raise error from exc
+
+
+def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
+    """None for what is no fault of the server's."""
+    match exc:
+        case AuthenticationError():
+            return BrokerUnavailable("Redis refused the credentials")
+        case ConnectionError() | TimeoutError() | OSError():
+            return BrokerUnavailable(f"Redis does not answer ({type(exc).__name__})")
+        case ReadOnlyError():
+            return BrokerUnavailable("Redis takes no writes: it is a read-only replica")
+        case ResponseError():
+            return _response_error(str(exc), is_oom=isinstance(exc, OutOfMemoryError))
+    return None
+
+
+def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFull | None:
+    if is_oom or "OOM" in text:
+        return BrokerFull(ErrorCode.MEMORY_FULL, "the memory of Redis is full")
+    if "MISCONF" in text:
+        message = "Redis cannot write its file: its disk is full or fails"
+        return BrokerFull(ErrorCode.DISK_FULL, message)
+    if "Function not found" in text:
+        return BrokerUnavailable("Redis does not hold batchway's function library")
+    if "ACL failure" in text:
+        return BrokerUnavailable("this user of Redis may not do what a function does")
+    return None

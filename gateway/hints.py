@@ -9,22 +9,21 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import redis.asyncio
-from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from contract.codec import decode_hint
+from contract.connection import new_connection
 from contract.errors import WireError
 from contract.events import LogEntry
+from contract.subscription import Subscription
 from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
 SUBSCRIBE_TIMEOUT_S = 0.25  # then go on without hints: the log is polled
 RECONNECT_S = 0.5
-_READ_S = 5.0  # between two looks at the connection's health
 
 
 class Mailbox:
@@ -69,11 +68,7 @@ class Mailbox:
 
 
 class Hints:
-    """The shared subscription. `listen` starts it; `aclose` ends it.
-
-    Only its own two tasks touch the connection: a request that is cancelled in the middle of a
-    SUBSCRIBE would break it for all others.
-    """
+    """The shared subscription. `listen` starts it; `aclose` ends it."""
 
     def __init__(self, client: redis.asyncio.Redis, *, max_bytes: int, idle_channel: str) -> None:
         self._client = client
@@ -81,7 +76,7 @@ class Hints:
         self._idle_channel = idle_channel.encode()  # keeps the subscription from being empty
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         self._confirmed: set[bytes] = set()
-        self._changed: asyncio.Queue[bytes] = asyncio.Queue()
+        self._subscription: Subscription | None = None  # while there is one
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -90,21 +85,14 @@ class Hints:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="hints")
         name, mailbox = channel.encode(), Mailbox(self._max_bytes)
-        self._mailboxes.setdefault(name, set()).add(mailbox)
-        if name in self._confirmed:
-            mailbox.is_subscribed.set()
-        self._changed.put_nowait(name)
+        self._enter(name, mailbox)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SUBSCRIBE_TIMEOUT_S):
                     await mailbox.is_subscribed.wait()
             yield mailbox
         finally:
-            followers = self._mailboxes[name]
-            followers.discard(mailbox)
-            if not followers:
-                del self._mailboxes[name]
-            self._changed.put_nowait(name)
+            self._leave(name, mailbox)
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -112,47 +100,39 @@ class Hints:
             self._task = None
         await self._client.aclose()
 
+    def _enter(self, name: bytes, mailbox: Mailbox) -> None:
+        if name in self._mailboxes:
+            self._mailboxes[name].add(mailbox)
+        else:
+            self._mailboxes[name] = {mailbox}
+            if self._subscription is not None:
+                self._subscription.subscribe(name)
+        if name in self._confirmed:
+            mailbox.is_subscribed.set()
+
+    def _leave(self, name: bytes, mailbox: Mailbox) -> None:
+        followers = self._mailboxes[name]
+        followers.discard(mailbox)
+        if not followers:
+            del self._mailboxes[name]
+            self._confirmed.discard(name)
+            if self._subscription is not None:
+                self._subscription.unsubscribe(name)
+
     async def _run(self) -> None:
         while True:
-            pubsub = self._client.pubsub()
-            sender: asyncio.Task[None] | None = None
+            subscription = Subscription(new_connection(self._client), self._deliver, self._confirm)
             try:
-                await pubsub.subscribe(self._idle_channel)
-                sender = asyncio.create_task(self._send_changes(pubsub), name="hints-sender")
-                while not sender.done():
-                    message = await pubsub.get_message(timeout=_READ_S)
-                    if message is not None:
-                        self._dispatch(message)
+                async with subscription:
+                    subscription.subscribe(self._idle_channel, *self._mailboxes)
+                    self._subscription = subscription
+                    await subscription.end()
             except (RedisError, OSError) as exc:
                 log.warning("the subscription broke (%s); polling", type(exc).__name__)
             finally:
-                if sender is not None:
-                    await end(sender)
+                self._subscription = None
                 self._forget_subscriptions()
-                with suppress(RedisError, OSError):
-                    await pubsub.aclose()  # type: ignore[no-untyped-call]
             await asyncio.sleep(RECONNECT_S)
-
-    async def _send_changes(self, pubsub: PubSub) -> None:
-        """Subscribes and unsubscribes until the connection breaks.
-
-        It sends on the connection that there is, or ends: redis-py's own commands would connect
-        anew, beside the reader that does so too, and of two connections made at once one stays
-        open for good.
-        """
-        sent: set[bytes] = set()
-        for name in self._mailboxes:
-            self._changed.put_nowait(name)
-        with suppress(RedisError, OSError):
-            while True:
-                name = await self._changed.get()
-                if name in self._mailboxes and name not in sent:
-                    await _send(pubsub, "SUBSCRIBE", name)
-                    sent.add(name)
-                elif name not in self._mailboxes and name in sent:
-                    self._confirmed.discard(name)
-                    await _send(pubsub, "UNSUBSCRIBE", name)
-                    sent.discard(name)
 
     def _forget_subscriptions(self) -> None:
         self._confirmed.clear()
@@ -161,17 +141,16 @@ class Hints:
                 mailbox.is_subscribed.clear()
                 mailbox.mark_gap()
 
-    def _dispatch(self, message: dict[str, Any]) -> None:
-        name = message["channel"]
-        mailboxes = self._mailboxes.get(name, set())
-        if message["type"] == "subscribe":
+    def _confirm(self, name: bytes) -> None:
+        if name in self._mailboxes:
             self._confirmed.add(name)
-            for mailbox in mailboxes:
+            for mailbox in self._mailboxes[name]:
                 mailbox.is_subscribed.set()
-        elif message["type"] == "message" and mailboxes:
-            self._deliver(mailboxes, message["data"])
 
-    def _deliver(self, mailboxes: set[Mailbox], raw: bytes) -> None:
+    def _deliver(self, name: bytes, raw: bytes) -> None:
+        mailboxes = self._mailboxes.get(name)
+        if mailboxes is None:
+            return
         try:
             entry = decode_hint(raw)
         except (WireError, ValueError):
@@ -180,11 +159,3 @@ class Hints:
             return
         for mailbox in mailboxes:
             mailbox.put(entry, len(raw))
-
-
-async def _send(pubsub: PubSub, command: str, channel: bytes) -> None:
-    """Raises ConnectionError where the connection is gone."""
-    connection = pubsub.connection
-    if connection is None or not connection.is_connected:
-        raise ConnectionError
-    await connection.send_command(command, channel, check_health=False)

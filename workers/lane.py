@@ -22,7 +22,7 @@ from contract.calls import (
 )
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors, connect, new_connection
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.fitness import check_fitness
@@ -32,6 +32,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.litter import Litter
 from contract.roster import Roster
+from contract.subscription import Subscription
 from payloads.store import ObjectStore
 from workers.messages import Ready
 from workers.settings import WorkerSettings
@@ -199,13 +200,12 @@ class Lane:
             self._keys.wake_channel(self._settings.served_model_name),
             self._keys.control_channel(self.incarnation),
         ]
-        client = connect(self._settings.redis_url, retries=0, command_timeout_s=None)
+        client = connect(self._settings.redis_url, retries=0)
         async with contextlib.aclosing(client):
             while True:
-                try:
+                with contextlib.suppress(BrokerUnavailable):
                     await self._follow(client, channels, wake, control)
-                except BrokerUnavailable:
-                    await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_S)
 
     async def _follow(
         self,
@@ -214,15 +214,20 @@ class Lane:
         wake: asyncio.Event,
         control: "asyncio.Queue[str]",
     ) -> None:
-        with broker_errors():
-            async with client.pubsub(ignore_subscribe_messages=True) as pubsub:
-                await pubsub.subscribe(*channels)
+        wake_channel, control_channel = (channel.encode() for channel in channels)
+
+        def hear(channel: bytes, data: bytes) -> None:
+            if channel == wake_channel:
                 wake.set()
-                async for message in pubsub.listen():
-                    if message["channel"].decode() == channels[0]:
-                        wake.set()
-                    else:
-                        control.put_nowait(message["data"].decode())
+            else:
+                control.put_nowait(data.decode())
+
+        # When a subscription begins, jobs may have come since the last.
+        subscription = Subscription(new_connection(client), hear, lambda _: wake.set())
+        with broker_errors():
+            async with subscription:
+                subscription.subscribe(wake_channel, control_channel)
+                await subscription.end()
 
 
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:

@@ -1,0 +1,63 @@
+"""A way to Redis with TLS, or one that falls silent."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+
+from infra.embedded_redis import EmbeddedRedis
+
+
+class Relay:
+    """Listens on loopback and passes all on to a server, as long as it is told to."""
+
+    def __init__(self, server: EmbeddedRedis, tls: ssl.SSLContext | None = None) -> None:
+        self._path = server.url.removeprefix("unix://")
+        self._tls = tls
+        self._passes = asyncio.Event()
+        self._passes.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_connections = 0
+        self.port = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Relay"]:
+        listener = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self.port = listener.sockets[0].getsockname()[1]
+        try:
+            async with listener:
+                yield self
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fall_silent(self) -> None:
+        """Passes nothing on from now on, and closes nothing."""
+        self._passes.clear()
+
+    def speak_again(self) -> None:
+        self._passes.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.num_connections += 1
+        from_server, to_server = await asyncio.open_unix_connection(self._path)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass_on(reader, to_server))
+                group.create_task(self._pass_on(from_server, writer))
+        finally:
+            self._tasks.discard(task)
+            for end in (writer, to_server):
+                end.transport.abort()
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(2**16):
+                await self._passes.wait()
+                sink.write(data)
+                await sink.drain()
+        sink.transport.abort()
