@@ -33,6 +33,7 @@ COMMAND_TIMEOUT_S = 1.0
 HEALTH_CHECK_S = 10
 MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
 
+_BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.2)  # seconds
 _FUNCTION_CALLS = ("FCALL", "FCALL_RO")
 
 
@@ -42,11 +43,10 @@ class _Client(redis.asyncio.Redis):
     three calls.
     """
 
+    num_retries = 0  # of a function call
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        terms = self.connection_pool.connection_kwargs
-        self._retry: Retry = terms["retry"]
-        self._timeout_s: float | None = terms["socket_timeout"]
         self._calls: FunctionCalls | None = None
         self._opening: asyncio.Task[FunctionCalls] | None = None
 
@@ -54,8 +54,18 @@ class _Client(redis.asyncio.Redis):
         """As redis-py's, retries and errors too."""
         if args[0] not in _FUNCTION_CALLS:
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        command = packed(*args)
-        return await self._retry.call_with_retry(lambda: self._call(command), _no_clean_up)
+        command, num_failures = packed(*args), 0
+        while True:
+            try:
+                calls = self._calls
+                if calls is None or not calls.is_open:
+                    calls = await self._opened()
+                return await calls.call(command)
+            except (ConnectionError, TimeoutError):
+                num_failures += 1
+                if num_failures > self.num_retries:
+                    raise
+            await asyncio.sleep(_BACKOFF.compute(num_failures))
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         if self._opening is not None:
@@ -64,12 +74,6 @@ class _Client(redis.asyncio.Redis):
             await self._calls.aclose()
         await super().aclose(close_connection_pool)
 
-    async def _call(self, command: bytes) -> Any:
-        calls = self._calls
-        if calls is None or not calls.is_open:
-            calls = await self._opened()
-        return await calls.call(command, self._timeout_s)
-
     async def _opened(self) -> FunctionCalls:
         """A new connection, one for all who ask for one at the same time."""
         if self._opening is None or self._opening.done():
@@ -77,14 +81,11 @@ class _Client(redis.asyncio.Redis):
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> FunctionCalls:
-        calls = FunctionCalls(new_connection(self))
+        connection = new_connection(self)
+        calls = FunctionCalls(connection, connection.socket_timeout)
         await calls.open()
         self._calls = calls
         return calls
-
-
-async def _no_clean_up(error: Exception) -> None:
-    """A call that failed leaves nothing behind: see FunctionCalls."""
 
 
 def new_connection(client: redis.asyncio.Redis) -> AbstractConnection:
@@ -102,7 +103,7 @@ def connect(
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
     """A client; it opens no connection before its first command."""
-    return _Client.from_url(
+    client = _Client.from_url(
         redis_url,
         protocol=2,
         decode_responses=False,
@@ -110,9 +111,12 @@ def connect(
         socket_timeout=command_timeout_s,
         health_check_interval=HEALTH_CHECK_S,
         max_connections=MAX_CONNECTIONS,
-        retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), retries),
+        retry=Retry(_BACKOFF, retries),
         retry_on_error=[BusyLoadingError],
     )
+    assert isinstance(client, _Client)
+    client.num_retries = retries
+    return client
 
 
 class broker_errors:

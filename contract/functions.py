@@ -51,12 +51,14 @@ class Functions:
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         self._client = client
-        self._keys = keys
+        self._tag = keys.tag
 
     async def _call(self, name: str, *args: str | bytes | int | float, reads: bool = False) -> Any:
-        call = self._client.fcall_ro if reads else self._client.fcall
+        verb = "FCALL_RO" if reads else "FCALL"
         with broker_errors():
-            return await call(f"{LIBRARY}_{name}", 1, self._keys.tag, *args)
+            return await self._client.execute_command(  # type: ignore[no-untyped-call]
+                verb, f"{LIBRARY}_{name}", 1, self._tag, *args
+            )
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""

@@ -31,7 +31,7 @@ class RedisLink(asyncio.Protocol):
         self._connection = connection
         self._on_reply = on_reply
         self._on_end = on_end
-        self._writer: asyncio.StreamWriter | None = None  # as long as it is open
+        self._transport: asyncio.WriteTransport | None = None  # as long as it is open
         self._ended = asyncio.Event()
         self._reader = hiredis.Reader(
             protocolError=InvalidResponse,
@@ -43,29 +43,30 @@ class RedisLink(asyncio.Protocol):
         """Raises what redis-py raises."""
         connection = self._connection
         await connection.connect_check_health(retry_socket_connect=False)
-        # redis-py has read all that it has asked for. Nobody can give back a socket to a
-        # StreamWriter, so it is kept, for its end to close what it wraps.
+        # redis-py has read all that it has asked for. Its writer is kept: its end would be the
+        # socket's.
         self._writer = connection._writer
         connection._writer = connection._reader = None
         if self._writer is None:
             raise ConnectionError("closed as it was opened")
-        self._writer.transport.set_protocol(self)
+        self._transport = self._writer.transport
+        self._transport.set_protocol(self)
 
     def write(self, command: bytes) -> None:
         """Sends a packed command; nothing where the link has ended, as `on_end` was told. What does
         not leave at once is kept in memory: whoever writes waits for the reply.
         """
-        if self._writer is not None:
-            self._writer.write(command)
+        if self._transport is not None:
+            self._transport.write(command)
 
     def close(self) -> None:
         """At once; `on_end` hears of it as of every other end."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     async def aclose(self) -> None:
         """Closes, and waits until that is done."""
-        if self._writer is not None:
+        if self._transport is not None:
             self.close()
             await self._ended.wait()
 
@@ -78,7 +79,7 @@ class RedisLink(asyncio.Protocol):
             self._on_reply(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._writer = None
+        self._transport = None
         self._ended.set()
         self._on_end()
 

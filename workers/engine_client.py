@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import msgspec
@@ -14,26 +14,33 @@ from workers.messages import EngineOptions, FromEngine, ToEngine, decoder_from_e
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 2**18
 GRACE_S = 5.0
 
 
-class EngineClient:
+class EngineClient(asyncio.Protocol):
     """One engine process. When this process dies, however, the engine ends by itself."""
 
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        on_messages: Callable[[list[FromEngine]], None],
     ) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._on_messages = on_messages
+        self._decoder = decoder_from_engine()
+        self._transport: asyncio.WriteTransport | None = None  # as long as the engine listens
+        self._has_ended = asyncio.Event()
+        self._failure: Exception | None = None
 
     @classmethod
-    async def start(cls, module: str, options: EngineOptions) -> Self:
-        """Spawns `python -m module` with one end of a socket pair."""
+    async def start(
+        cls,
+        module: str,
+        options: EngineOptions,
+        on_messages: Callable[[list[FromEngine]], None],
+    ) -> Self:
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` takes in what the
+        engine says, as it comes."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -47,32 +54,30 @@ class EngineClient:
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(lambda: cls(process, on_messages), sock=ours)
+        return client
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Sends one frame. Nothing is raised where the engine is gone: `messages` ends then."""
-        if messages and not self._writer.is_closing():
-            self._writer.write(encode_frame(messages))
+        """Sends one frame. Nothing is raised where the engine is gone: `end` returns then."""
+        if messages and self._transport is not None:
+            self._transport.write(encode_frame(messages))
 
-    async def messages(self) -> AsyncIterator[list[FromEngine]]:
-        """What the engine says, as it comes; ends with the engine."""
-        decoder = decoder_from_engine()
-        try:
-            while data := await self._reader.read(_READ_BYTES):
-                batch = decoder.feed(data)
-                if batch:
-                    yield batch
-        except ConnectionError:
-            return
+    async def end(self) -> None:
+        """Waits for the engine's end. Raises what `on_messages` raised: that ends an engine too."""
+        await self._has_ended.wait()
+        if self._failure is not None:
+            raise self._failure
 
     async def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends the process if it still runs; returns its exit status."""
-        self._writer.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
         try:
             return await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
@@ -81,6 +86,25 @@ class EngineClient:
             return await self._process.wait()
 
     def kill(self) -> None:
-        """At once, whatever it does; `messages` ends then."""
+        """At once, whatever it does; `end` returns then."""
         with contextlib.suppress(ProcessLookupError):  # it ended this very moment
             self._process.kill()
+
+    # --- what the event loop calls ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if messages := self._decoder.feed(data):
+                self._on_messages(messages)
+        except Exception as exc:
+            self._failure = exc
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._has_ended.set()

@@ -69,15 +69,18 @@ class EngineKeeper:
         self._holding = holding
         self._publisher = publisher
         self._meter = meter
+        self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
         self.tokenizer: Tokenizer | None = None
 
     async def run(self) -> None:
         """Ends by EngineRefused alone."""
         num_failed_starts = 0
         while True:
-            client = await EngineClient.start(self._settings.engine_module, self._engine.options)
+            client = await EngineClient.start(
+                self._settings.engine_module, self._engine.options, self._take_in
+            )
             self._engine.client = client
-            await self._listen(client)
+            await self._watched(client)
             status = await client.stop()
             num_failed_starts = 0 if self._engine.ready else num_failed_starts + 1
             running = self._engine.running
@@ -92,20 +95,17 @@ class EngineKeeper:
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 
-    async def _listen(self, client: EngineClient) -> None:
-        """Takes in what an engine says, to its end; makes an end of one that hangs."""
-        limit_s = self._settings.step_timeout_s
-        watchdog = Watchdog(limit_s, self._engine_has_work)
-        watching = asyncio.create_task(self._end_hanging(client, watchdog))
+    async def _watched(self, client: EngineClient) -> None:
+        """Waits for an engine's end; makes an end of one that hangs."""
+        self._watchdog.hear()  # of the last engine it may have heard nothing any more
+        watching = asyncio.create_task(self._end_hanging(client))
         try:
-            async for messages in client.messages():
-                watchdog.hear()
-                self._take_in(messages)
+            await client.end()
         finally:
             await tasks.end(watching)
 
-    async def _end_hanging(self, client: EngineClient, watchdog: Watchdog) -> None:
-        await watchdog.engine_hangs()
+    async def _end_hanging(self, client: EngineClient) -> None:
+        await self._watchdog.engine_hangs()
         limit_s, num_held = self._settings.step_timeout_s, len(self._holding.jobs)
         log.error("no step ended in %.1f s: engine killed jobs_held=%d", limit_s, num_held)
         client.kill()
@@ -125,6 +125,7 @@ class EngineKeeper:
             await self._lane.blame([Blame(j.job.id, j.epoch, _about(j)) for j in blamed])
 
     def _take_in(self, messages: list[FromEngine]) -> None:
+        self._watchdog.hear()
         stops: list[StopChoice | StopJob] = []
         for message in messages:
             match message:

@@ -59,20 +59,26 @@ async def test_calls_at_the_same_time_get_their_own_answers(echo: redis.asyncio.
 async def test_a_call_is_given_up_alone(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """Another on its connection, with more patience, still gets its answer, and then the connection
-    is closed: calls to come are refused."""
+    """A later one on its connection still gets its answer, and then the connection is closed: calls
+    to come are refused."""
+    now_s = 0.0
     async with contextlib.aclosing(connect(redis_server.url)) as other:
-        calls = FunctionCalls(new_connection(other))
+        calls = FunctionCalls(new_connection(other), timeout_s=0.05, clock=lambda: now_s)
         await calls.open()
         await other.client_pause(60_000, all=False)
-        patient = asyncio.create_task(calls.call(says("patient"), None))
+        early = asyncio.create_task(calls.call(says("early")))
+        await asyncio.sleep(0)
+        now_s = 0.04
+        late = asyncio.create_task(calls.call(says("late")))
+        await asyncio.sleep(0)
+        now_s = 0.06
         with pytest.raises(TimeoutError):
-            await calls.call(says("hasty"), 0.05)
+            await early
         with pytest.raises(ConnectionError):
-            await calls.call(says("late"), None)
+            await calls.call(says("too late"))
         num_before = await num_connections(echo)
         await other.client_unpause()
-        assert await patient == b"patient"
+        assert await late == b"late"
 
         async def is_closed() -> bool:
             return await num_connections(echo) < num_before
