@@ -70,6 +70,7 @@ class EngineKeeper:
         self._publisher = publisher
         self._meter = meter
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
+        self._frees_place = False  # in the step that comes: to be filled as soon as it is known
         self.tokenizer: Tokenizer | None = None
 
     async def run(self) -> None:
@@ -126,40 +127,48 @@ class EngineKeeper:
 
     def _take_in(self, messages: list[FromEngine]) -> None:
         self._watchdog.hear()
-        stops: list[StopChoice | StopJob] = []
-        for message in messages:
-            match message:
-                case TokenOut() | ChoiceEnded():
-                    stops += self._take_output(message)
-                case JobFailed(_, _, ErrorCode.DEADLINE, _):
-                    pass  # the clock of Redis decides when it expires, and sweep tells us
-                case PromptLogprobs(job_id, epoch):
-                    if (job := self._holding.get(job_id, epoch)) is not None:
-                        job.take_prompt(message)
-                        self._publisher.note(job)
-                case JobFailed(job_id, epoch, code, text):
-                    if (job := self._holding.get(job_id, epoch)) is not None:
-                        self._publisher.fail(job, code, text)
-                case EngineLoad():
-                    self._take_load(message)
-                case Running(job_ids):
-                    self._engine.running = frozenset(job_ids)
-                    self._engine.steps.begin(time.monotonic())
-                    self._holding.spans.note_running(job_ids)
-                case Ready():
-                    self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
-                    self._engine.ready = message
-                    self._engine.became_ready.set()
-                    self._holding.wake.set()
-                case Loading(text):
-                    log.info("%s", text)
-                case LoadFailed(text):
-                    raise EngineRefused(text)
-        self._engine.send(stops)
+        *said, last = messages
+        for message in said:
+            self._take(message)
+        if isinstance(last, EngineLoad):
+            # First the step's tokens go into their logs: its books take longer to make than that.
+            asyncio.get_running_loop().call_soon(self._take_load, last)
+        else:
+            self._take(last)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case TokenOut() | ChoiceEnded():
+                self._take_output(message)
+            case EngineLoad():
+                self._take_load(message)
+            case Running(job_ids):
+                self._engine.running = frozenset(job_ids)
+                self._engine.steps.begin(time.monotonic())
+                self._holding.spans.note_running(job_ids)
+            case JobFailed(_, _, ErrorCode.DEADLINE, _):
+                pass  # the clock of Redis decides when it expires, and sweep tells us
+            case PromptLogprobs(job_id, epoch):
+                if (job := self._holding.get(job_id, epoch)) is not None:
+                    job.take_prompt(message)
+                    self._publisher.note(job)
+            case JobFailed(job_id, epoch, code, text):
+                if (job := self._holding.get(job_id, epoch)) is not None:
+                    self._publisher.fail(job, code, text)
+            case Ready():
+                self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
+                self._engine.ready = message
+                self._engine.became_ready.set()
+                self._holding.wake.set()
+            case Loading(text):
+                log.info("%s", text)
+            case LoadFailed(text):
+                raise EngineRefused(text)
 
     def _take_load(self, load: EngineLoad) -> None:
-        if set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):
+        if self._frees_place or set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):
             self._holding.wake.set()
+        self._frees_place = False
         self._engine.load = load
         self._meter.note_step(load)
         self._holding.spans.note_step(load)
@@ -169,27 +178,29 @@ class EngineKeeper:
         if load.num_running:
             self._engine.steps.begin(time.monotonic())
 
-    def _take_output(self, out: TokenOut | ChoiceEnded) -> list[StopChoice | StopJob]:
-        """Notes one choice's output; returns what the engine must hear of it."""
+    def _take_output(self, out: TokenOut | ChoiceEnded) -> None:
+        """Notes one choice's output; tells the engine what it must hear of it."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
             if isinstance(out, TokenOut):
                 self._holding.count_late(out.job_id, out.epoch)
-            return []
+            return
         num_going_on = job.num_going_on
         try:
             is_stopped = job.take(out)
         except Exception as exc:  # an error of this job's text is this job's alone
             log.error("job failed job_id=%s error=%s", out.job_id, type(exc).__name__)
             self._publisher.fail(job, ErrorCode.ENGINE_ERROR, "its output could not be decoded")
-            return [StopJob(out.job_id, out.epoch)]
+            self._engine.send([StopJob(out.job_id, out.epoch)])
+            return
         if isinstance(out, TokenOut):
             self._meter.note_token(job, out.choice)
             self._holding.spans.note_token(job)
         self._publisher.note(job)
         if job.num_going_on < num_going_on:
-            self._holding.wake.set()  # so that its place is not empty for a step
-        return [StopChoice(out.job_id, out.epoch, out.choice)] if is_stopped else []
+            self._frees_place = True
+        if is_stopped:
+            self._engine.send([StopChoice(out.job_id, out.epoch, out.choice)])
 
 
 def _about(job: HeldJob) -> str:

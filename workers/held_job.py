@@ -138,11 +138,11 @@ class HeldJob:
         """Choices that need a place in the next step too. The step that is under way is the last
         of one that lacks a single token; where it has none yet, it may still compute its prompt.
         """
-        most = self.job.params.max_tokens
-        return sum(
-            choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1
-            for choice in self._choices
-        )
+        most, num = self.job.params.max_tokens, 0
+        for choice in self._choices:  # as in is_complete
+            if choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1:
+                num += 1
+        return num
 
     @property
     def has_news(self) -> bool:

@@ -241,30 +241,23 @@ class FrameDecoder(Generic[M]):
 
         Raises FrameError where a length or a message is not of this protocol.
         """
-        self._buffer += data
+        buffer = self._buffer
+        buffer += data
         messages: list[M] = []
         start = 0
-        while (end := self._frame_end(start)) is not None:
-            messages += self._decode(bytes(self._buffer[start + NUM_HEADER_BYTES : end]))
-            start = end
-        del self._buffer[:start]
+        while (body := start + NUM_HEADER_BYTES) <= len(buffer):
+            num_bytes = int.from_bytes(buffer[start:body], "little")
+            if num_bytes > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {num_bytes} bytes")
+            if body + num_bytes > len(buffer):
+                break
+            start = body + num_bytes
+            try:
+                messages += self._decoder.decode(bytes(buffer[body:start]))
+            except msgspec.MsgspecError as exc:
+                raise FrameError("a frame that holds no messages of this protocol") from exc
+        del buffer[:start]
         return messages
-
-    def _frame_end(self, start: int) -> int | None:
-        """Where the frame that begins at `start` ends; None while it is incomplete."""
-        body = start + NUM_HEADER_BYTES
-        if len(self._buffer) < body:
-            return None
-        num_bytes = int.from_bytes(self._buffer[start:body], "little")
-        if num_bytes > MAX_FRAME_BYTES:
-            raise FrameError(f"a frame of {num_bytes} bytes")
-        return body + num_bytes if len(self._buffer) >= body + num_bytes else None
-
-    def _decode(self, body: bytes) -> list[M]:
-        try:
-            return self._decoder.decode(body)
-        except msgspec.MsgspecError as exc:
-            raise FrameError("a frame that holds no messages of this protocol") from exc
 
 
 def decoder_to_engine() -> FrameDecoder[ToEngine]:

@@ -1,0 +1,94 @@
+"""What an engine says becomes log events at once; its steps are booked afterwards, one by one."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from contract import tasks
+from contract.calls import Append, Verdict
+from contract.jobs import FinishReason
+from tests.hash_worker import hash_worker_settings
+from tests.workers.test_room import READY, start
+from workers.engine_keeper import EngineKeeper
+from workers.holding import EngineLink, Holding
+from workers.messages import EngineLoad, FromEngine, TokenOut
+from workers.meter import Meter
+from workers.publisher import Publisher
+from workers.results import ResultKeeper
+
+pytestmark = pytest.mark.anyio
+
+JOB = "job"
+
+
+class Desk:
+    """A keeper with all it tells, and a Redis that says yes to each append and notes what it saw
+    of the engine's load."""
+
+    def __init__(self) -> None:
+        settings = hash_worker_settings("unix:///nowhere")
+        lane: Any = self
+        self.engine = EngineLink(settings.engine_options(), ready=READY)
+        self.holding = Holding(self.engine)
+        publisher = Publisher(lane, self.holding, ResultKeeper(None, 0, lane))
+        self.meter = Meter()
+        parts = (settings, lane, self.engine, self.holding, publisher, self.meter)
+        self.hear: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._take_in
+        self.appended: asyncio.Queue[tuple[Append, EngineLoad]] = asyncio.Queue()
+        self._publishing = asyncio.create_task(publisher.run())
+
+    async def append(self, items: Sequence[Append]) -> list[tuple[Verdict, int]]:
+        for item in items:
+            self.appended.put_nowait((item, self.engine.load))
+        return [(Verdict.OK, item.number + 1) for item in items]
+
+    async def aclose(self) -> None:
+        await tasks.end(self._publishing)
+
+
+def load(ended_s: float, num_tokens: int = 1) -> EngineLoad:
+    return EngineLoad(1, 0, 9, num_tokens, 0.5, ended_s=ended_s)
+
+
+async def booked() -> None:
+    """Once all that waits to be done at this moment is done."""
+    await asyncio.sleep(0)
+
+
+async def test_a_step_s_tokens_are_appended_before_it_is_booked() -> None:
+    """Its books take longer to make than the append, for which a caller waits."""
+    async with contextlib.aclosing(Desk()) as desk:
+        start(desk.holding, JOB)
+        await booked()
+        desk.hear([TokenOut(JOB, 1, 0, 0, 97), load(1.0)])
+        item, seen = await desk.appended.get()
+        assert item.num_tokens == 1
+        assert seen.num_running == 0, "the step is not booked yet"
+        await booked()
+        assert desk.engine.load == load(1.0)
+
+
+async def test_steps_that_come_at_once_are_booked_one_by_one() -> None:
+    """After a pause of ours: each token has the time of its own step."""
+    async with contextlib.aclosing(Desk()) as desk:
+        start(desk.holding, JOB)
+        messages: list[FromEngine] = []
+        for position in range(3):
+            messages += [TokenOut(JOB, 1, 0, position, 97), load(1.0 + 0.25 * position)]
+        desk.hear(messages)
+        await booked()
+        fields = desk.meter.counts.fields
+        assert fields["inter_token_latency_seconds:standard:sum"] == 2 * 250_000
+
+
+async def test_a_place_that_comes_free_is_offered_when_the_step_is_booked() -> None:
+    """Not before: who fills it must know when the step that takes it in ends."""
+    async with contextlib.aclosing(Desk()) as desk:
+        start(desk.holding, JOB, max_tokens=1)
+        desk.hear([TokenOut(JOB, 1, 0, 0, 97, FinishReason.LENGTH), load(1.0)])
+        assert not desk.holding.wake.is_set()
+        await desk.holding.wake.wait()
+        assert desk.engine.load == load(1.0)
