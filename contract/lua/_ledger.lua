@@ -86,11 +86,10 @@ end
 
 -- Notes how long a job has waited beside how long it was to wait, where that was predicted.
 function ledger.calibrate(tag, job, now)
-  local waits = redis.call('HMGET', job.key, 'predicted', 'created')
-  local predicted = tonumber(waits[1] or -1)
+  local predicted = tonumber(redis.call('HGET', job.key, 'predicted') or -1)
   if predicted < 0 then return end
   local key = tag .. ':calibration:' .. job.model .. ':' .. job.lane
-  redis.call('LPUSH', key, string.format('%d %d', predicted, now - waits[2]))
+  redis.call('LPUSH', key, string.format('%d %d', predicted, now - job.created))
   redis.call('LTRIM', key, 0, MAX_CALIBRATIONS - 1)
   redis.call('PEXPIRE', key, LENGTHS_TTL_MS)
 end

@@ -36,7 +36,7 @@ function outbox.post(tag, job, kind, now, code, message)
   redis.call('HSET', key, 'kind', kind, 'at', now, 'failures', 0, 'note', '', 'to', job.callback_to,
     'tenant', job.tenant, 'model', job.model, 'lane', job.lane, 'prompt_tokens', job.prompt_tokens,
     'tokens', job.tokens, 'code', code, 'message', message,
-    'created', redis.call('HGET', job.key, 'created'),
+    'created', job.created,
     'callback', redis.call('HGET', job.key, 'callback'))
   if TERMINAL[kind] then redis.call('PEXPIRE', key, OUTBOX_KEEP_MS) end
   if is_taken then return end

@@ -21,7 +21,7 @@ function totals.observe(tag, job, metric, ms)
 end
 
 function totals.age(job, now)
-  return math.max(0, now - (tonumber(redis.call('HGET', job.key, 'created')) or now))
+  return math.max(0, now - job.created)
 end
 
 -- A worker has taken the job.

@@ -38,16 +38,18 @@ end
 -- Appends the event, and writes all that it changes in the record.
 local function progress(tag, job, event, num_tokens, now, said)
   local gains, done = gains_of(said, running.place(job)), ledger.done(job)
+  local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done
   job.hash = write_event(tag, job.id, job.next, job.hash, event)
   job.next = job.next + 1
-  redis.call('HSET', job.key, 'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash',
-    job.hash)
-  if num_tokens > 0 and redis.call('HSETNX', job.key, 'first_token', now) == 1 then
+  local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash}
+  if is_first then
+    changed[9], changed[10] = 'first_token', now
     totals.began(tag, job, now)
   end
+  redis.call('HSET', job.key, unpack(changed))
   running.note(tag, job)
 end
 

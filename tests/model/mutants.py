@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt counts with every output",
-        "  if num_tokens > 0 and redis.call('HSETNX', job.key, 'first_token', now) == 1 then",
-        "  if num_tokens > 0 then",
+        "local is_first = job.tokens == 0 and num_tokens > 0",
+        "local is_first = num_tokens > 0",
     ),
     Mutant(
         "what fails took its time too",
