@@ -47,9 +47,8 @@ class Channel:
         Raises PeerGone.
         """
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        while not self._received and self._poll_in.poll(timeout_ms):
+        while self._poll_in.poll(0 if self._received else timeout_ms):
             self._read(flags=0)
-        self._drain()
         messages, self._received = self._received, []
         return messages
 

@@ -48,19 +48,22 @@ class _Choice:
 class _Scores:
     """Log probabilities of the prompt: how far they are logged, and those behind that."""
 
-    num_asked: int
+    num_missing: int  # of those that were asked for
     num_logged: int = 0
     new: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_logged + len(self.new) >= self.num_asked
 
     def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
         """What an engine says again, after a preemption or a resume, is known already."""
         next_position = 1 + self.num_logged + len(self.new)
         assert start <= next_position, "the engine skipped a position"
-        self.new += logprobs[next_position - start :]
+        unknown = logprobs[next_position - start :]
+        self.new += unknown
+        self.num_missing -= len(unknown)
+
+    def replay(self, event: Prompt) -> None:
+        assert event.start == 1 + self.num_logged, "the log has no gaps"
+        self.num_logged += len(event.logprobs)
+        self.num_missing -= len(event.logprobs)
 
     def take_event(self) -> Prompt:
         event = Prompt(1 + self.num_logged, tuple(self.new))
@@ -107,17 +110,18 @@ class HeldJob:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self._choices)
+        return sum([len(choice.token_ids) for choice in self._choices])
 
     @property
     def num_unlogged_tokens(self) -> int:
         """Output that no event was made of yet."""
-        return sum(len(choice.token_ids) - choice.num_logged for choice in self._choices)
+        return sum([len(choice.token_ids) - choice.num_logged for choice in self._choices])
 
     @property
     def is_complete(self) -> bool:
         """Every choice has ended; what is left is to log it."""
-        # Asked for every job of every step: a generator would take longer than all else here.
+        # Asked for every job of every step: a generator would take longer than all else here, and
+        # so would those of the sums here, which are lists therefore.
         for choice in self._choices:  # noqa: SIM110
             if choice.finish_reason is None:
                 return False
@@ -131,7 +135,7 @@ class HeldJob:
     @property
     def num_open(self) -> int:
         """Choices that have not ended: each has a place in the step that is under way."""
-        return sum(choice.finish_reason is None for choice in self._choices)
+        return sum([choice.finish_reason is None for choice in self._choices])
 
     @property
     def num_going_on(self) -> int:
@@ -151,7 +155,7 @@ class HeldJob:
         """
         if self._scores.new:
             return True
-        if not self._scores.is_complete and not self.is_complete:
+        if self._scores.num_missing > 0 and not self.is_complete:
             return False
         for choice in self._choices:  # noqa: SIM110 - as in is_complete
             if choice.has_news:
@@ -162,8 +166,7 @@ class HeldJob:
         """Rebuilds the state that the log holds, so that the next token goes on from there."""
         for entry in entries:
             if isinstance(entry.event, Prompt):
-                assert entry.event.start == 1 + self._scores.num_logged, "the log has no gaps"
-                self._scores.num_logged += len(entry.event.logprobs)
+                self._scores.replay(entry.event)
                 continue
             assert isinstance(entry.event, Tokens), "a job with an end is not claimed"
             for delta in entry.event.deltas:
@@ -185,8 +188,8 @@ class HeldJob:
             self.job.lane,
             self.job.prompt_ids,
             self.job.params,
-            tuple(tuple(choice.token_ids) for choice in self._choices),
-            tuple(choice.finish_reason is not None for choice in self._choices),
+            tuple([tuple(choice.token_ids) for choice in self._choices]),
+            tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,
         )
 

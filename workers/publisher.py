@@ -71,13 +71,13 @@ class Publisher:
             elif self._failures and (job_id, job.epoch) in self._failures:
                 fin = JobStatus.FAILED
                 code, message = self._failures.pop((job_id, job.epoch))
-            elif job.is_complete and self._results.is_due(job):
-                if event is None:
+            elif job.is_complete:
+                if not self._results.is_due(job):
+                    fin = "" if job.is_being_kept else JobStatus.SUCCEEDED
+                elif event is None:
                     self._results.begin(job, self.note)
                 else:
                     self.note(job)  # when this event is in its log
-            elif job.is_complete and not job.is_being_kept:
-                fin = JobStatus.SUCCEEDED
             if event is not None or fin:
                 jobs.append(job)
                 number = job.next_number
