@@ -8,15 +8,15 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract import tasks
-from gateway import errors
-from gateway.auth import hosts_of
 from gateway.broker import Broker
 from gateway.drain import Drain
 from gateway.embedded_metrics import EmbeddedMetrics
-from gateway.limits import MAX_HEADER_BYTES, BodyLimit, HeadLimit, LastNet, RequestIds, TrustedHosts
-from gateway.metrics import GatewayMetrics, RequestCounter
+from gateway.front import Front
+from gateway.limits import Limits
+from gateway.metrics import GatewayMetrics
 from gateway.routes import (
     callbacks,
     chat,
@@ -29,8 +29,8 @@ from gateway.routes import (
     objects,
     quotes,
 )
+from gateway.routing import Routes
 from gateway.settings import GatewaySettings
-from gateway.spans import RequestSpans
 from gateway.streams import Gateway
 from gateway.tally import Tally
 from telemetry.tracing import Tracing
@@ -41,12 +41,25 @@ _NO_TELEMETRY = TelemetryConfig(
 )
 
 
+class App(FastAPI):
+    """FastAPI, for what describes and opens the app; requests go by the `front`."""
+
+    front: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        await self.front(scope, receive, send)
+
+
 def create_app(
     settings: GatewaySettings,
     broker: Broker | None = None,
     *,
     draw: Callable[[], float] = random.random,
-) -> FastAPI:
+) -> App:
     """The app. A broker that is handed in is left open at the end. `draw` gives random numbers
     from 0 to 1, for the jitter of Retry-After.
     """
@@ -64,7 +77,7 @@ def create_app(
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
     gateway = Gateway(settings, broker or Broker(settings), Drain(), counted)
-    app = FastAPI(
+    app = App(
         title="batchway",
         lifespan=lifespan,
         docs_url=None,
@@ -79,20 +92,9 @@ def create_app(
     app.state.calls_of_keys = Tally(settings.max_calls_per_key)
     jobs_routes = (chat, completions, callbacks, jobs, job_lists, quotes, objects)
     for module in (*jobs_routes, models, health, metrics):
-        app.include_router(module.router)
-    errors.install(app, draw)
-    # The last added is the outermost.
-    app.add_middleware(
-        BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-    )
-    app.add_middleware(TrustedHosts, hosts=hosts_of(settings))
-    app.add_middleware(HeadLimit, max_bytes=MAX_HEADER_BYTES)
-    app.add_middleware(LastNet)
-    app.add_middleware(RequestCounter, metrics=counted)
-    if settings.embedded_metrics:
-        app.add_middleware(EmbeddedMetrics, metrics=counted)
-    app.add_middleware(RequestSpans, tracing=tracing)
-    app.add_middleware(RequestIds)
+        app.router.routes.extend(module.router.routes)
+    front = Front(Routes(app.router), Limits(settings), counted, tracing, draw)
+    app.front = EmbeddedMetrics(front, metrics=counted) if settings.embedded_metrics else front
     return app
 
 

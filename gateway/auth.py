@@ -1,7 +1,6 @@
 """Who calls: the key that was brought, and what it grants."""
 
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated
 
 import msgspec
@@ -63,20 +62,6 @@ class Caller(msgspec.Struct, frozen=True):
             raise ApiError(403, "lane_not_allowed", message, param="lane")
 
 
-async def admit(request: Request) -> AsyncIterator[Caller]:
-    """The caller, counted until its answer is sent. Raises ApiError (429) where its key has as
-    many calls as it may, and what `identify` raises.
-    """
-    caller = await identify(request)
-    calls: Tally = request.app.state.calls_of_keys
-    if not calls.can_enter(caller.key_name):
-        message = f"this key has {calls.cap} calls under way, and may have no more at a time"
-        headers = {"x-dropped-reason": "tenant_quota"}
-        raise ApiError(429, "too_many_calls", message, headers=headers)
-    with calls.held(caller.key_name):
-        yield caller
-
-
 async def identify(request: Request) -> Caller:
     """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
     where only Redis could tell.
@@ -101,22 +86,37 @@ async def identify(request: Request) -> Caller:
     )
 
 
-def _with(scope: Scope) -> Callable[[Caller], Awaitable[Caller]]:
-    async def require(caller: Annotated[Caller, Depends(admit)]) -> Caller:
-        if not caller.has(scope):
-            message = f"this key lacks the scope {scope.value!r}"
+class Admission:
+    """Whom a route lets in: every caller, or one whose key has a scope."""
+
+    def __init__(self, scope: Scope | None = None) -> None:
+        self._scope = scope
+
+    async def __call__(self, request: Request) -> Caller:
+        """The caller. Raises ApiError (403) where its key lacks the scope, and what `identify`
+        raises.
+        """
+        caller = await identify(request)
+        if self._scope is not None and not caller.has(self._scope):
+            message = f"this key lacks the scope {self._scope.value!r}"
             raise ApiError(403, "missing_scope", message)
         return caller
 
-    return require
+
+def check_has_room(calls: Tally, caller: Caller) -> None:
+    """Raises ApiError (429) where the caller's key has as many calls under way as it may."""
+    if not calls.can_enter(caller.key_name):
+        message = f"this key has {calls.cap} calls under way, and may have no more at a time"
+        headers = {"x-dropped-reason": "tenant_quota"}
+        raise ApiError(429, "too_many_calls", message, headers=headers)
 
 
 # What a route asks for, by the type of its argument.
-AnyCaller = Annotated[Caller, Depends(admit)]
-Inference = Annotated[Caller, Depends(_with(Scope.INFERENCE))]
-JobsReader = Annotated[Caller, Depends(_with(Scope.JOBS_READ))]
-MetricsReader = Annotated[Caller, Depends(_with(Scope.METRICS))]
-JobsWriter = Annotated[Caller, Depends(_with(Scope.JOBS_WRITE))]
+AnyCaller = Annotated[Caller, Depends(Admission())]
+Inference = Annotated[Caller, Depends(Admission(Scope.INFERENCE))]
+JobsReader = Annotated[Caller, Depends(Admission(Scope.JOBS_READ))]
+MetricsReader = Annotated[Caller, Depends(Admission(Scope.METRICS))]
+JobsWriter = Annotated[Caller, Depends(Admission(Scope.JOBS_WRITE))]
 
 
 def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:

@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Mapping
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -223,26 +221,16 @@ def failure_of(end: End) -> ApiError | None:
     return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
 
 
-def install(app: FastAPI, draw: Callable[[], float]) -> None:
-    """Makes every error of the app, the framework's own included, take the one shape."""
-
-    async def on_batchway_error(_: Request, exc: Exception) -> Response:
-        assert isinstance(exc, BatchwayError)
+def answer_of(exc: Exception, draw: Callable[[], float]) -> Response | None:
+    """How an error answers its request, the framework's own included, in the one shape; None for
+    what nobody has raised on purpose. `draw` is that of `ApiError.response`.
+    """
+    if isinstance(exc, BatchwayError):
         error = to_api_error(exc)
         if error.code == "internal_error":
             log.error("unexpected %s", type(exc).__name__)
         return error.response(draw)
-
-    async def on_http_exception(_: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)
+    if isinstance(exc, HTTPException):
         code = _HTTP_CODES.get(exc.status_code, "bad_request")
         return ApiError(exc.status_code, code, exc.detail, headers=exc.headers).response()
-
-    async def on_validation_error(_: Request, exc: Exception) -> Response:
-        assert isinstance(exc, RequestValidationError)
-        first = exc.errors()[0]
-        return invalid_value(str(first["loc"][-1]), str(first["msg"])).response()
-
-    app.add_exception_handler(BatchwayError, on_batchway_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
+    return None

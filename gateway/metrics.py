@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from contract.jobs import Job
 
 MAX_TENANTS = 50  # that have a label of their own; all later ones share one
@@ -38,6 +36,7 @@ class GatewayMetrics:
         self._num_resumed += 1
 
     def note_request(self, route: str, method: str, status: int) -> None:
+        """By route, never by path: a path may hold an id."""
         self._requests[route, method if method in _METHODS else OTHER, str(status)] += 1
 
     def note_stream(self, sign: int) -> None:
@@ -60,34 +59,3 @@ class GatewayMetrics:
             self._tenants.add(job.tenant)
         tenant = job.tenant if job.tenant in self._tenants else OTHER
         self._tenant_admission[tenant, outcome] += 1
-
-
-class RequestCounter:
-    """Counts answers by route, never by path: a path may hold an id."""
-
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        is_stream = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal is_stream
-            if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", OTHER)
-                self._metrics.note_request(route, scope["method"], message["status"])
-                kinds = [value for name, value in message["headers"] if name == b"content-type"]
-                if any(kind.startswith(b"text/event-stream") for kind in kinds):
-                    is_stream = True
-                    self._metrics.note_stream(1)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        finally:
-            if is_stream:
-                self._metrics.note_stream(-1)

@@ -122,6 +122,15 @@ _LIST_QUERY = (
         "explode": True,
     },
 )
+_PAGE_QUERY = (
+    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": 100}, "20 if none"),
+    _parameter(
+        "query",
+        "before",
+        {"type": "number", "minimum": 0, "exclusiveMaximum": 2**40},
+        "given up earlier than this, in Unix seconds",
+    ),
+)
 
 
 def _call(answer: type[BaseModel], body: type[BaseModel]) -> Operation:
@@ -165,7 +174,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/objects/{job_id}/{name}"): Operation(
         "jobs", answers.StoredResult, (*_ALWAYS, 404, 503), wants_key=False
     ),
-    ("GET", "/v1/callbacks/dead"): Operation("callbacks", answers.DeadLetterList, _KEYED),
+    ("GET", "/v1/callbacks/dead"): Operation(
+        "callbacks", answers.DeadLetterList, _KEYED, parameters=_PAGE_QUERY
+    ),
     ("GET", "/v1/callbacks/dead/{job_id}"): Operation(
         "callbacks", answers.DeadLetter, (*_KEYED, 404)
     ),

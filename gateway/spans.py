@@ -1,47 +1,48 @@
 """A span for each request but the quiet ones: the head of a trace, or part of a caller's."""
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing import TYPE_CHECKING, Self
+
+from starlette.types import Scope
 
 from gateway.limits import header
 from telemetry.tracing import Tracing, parent_of, set_current
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 _QUIET = ("/livez", "/readyz", "/metrics")  # asked every few seconds, by machines
 
 
-class RequestSpans:
-    """Outside of the routes; lasts as long as the answer, a stream included."""
+class RequestSpan:
+    """Lasts as long as the answer, a stream included."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
-        self._app = app
-        self._tracing = tracing
+    def __init__(self, span: "Span") -> None:
+        self._span = span
+        set_current(span)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tracer = self._tracing.tracer
-        if tracer is None or scope["type"] != "http" or scope["path"] in _QUIET:
-            await self._app(scope, receive, send)
-            return
-        from opentelemetry.trace import SpanKind, StatusCode
+    @classmethod
+    def of(cls, tracing: Tracing, scope: Scope) -> Self | None:
+        """Begun now; None where nothing is traced."""
+        if tracing.tracer is None or scope["path"] in _QUIET:
+            return None
+        from opentelemetry.trace import SpanKind
 
         given = header(scope, b"traceparent") or b""
         method = scope["method"]
-        span = tracer.start_span(
-            method, parent_of(given.decode("latin-1")), SpanKind.SERVER,
-            {"http.request.method": method, "url.scheme": scope["scheme"]},
-        )  # fmt: skip
-        set_current(span)
+        attributes = {"http.request.method": method, "url.scheme": scope["scheme"]}
+        parent = parent_of(given.decode("latin-1"))
+        return cls(tracing.tracer.start_span(method, parent, SpanKind.SERVER, attributes))
 
-        async def watched_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                span.set_attribute("http.response.status_code", message["status"])
-                if message["status"] >= 500:
-                    span.set_status(StatusCode.ERROR)
-            await send(message)
+    def note_status(self, status: int) -> None:
+        from opentelemetry.trace import StatusCode
 
-        try:
-            await self._app(scope, receive, watched_send)
-        finally:
-            set_current(None)
-            if (route := getattr(scope.get("route"), "path", None)) is not None:
-                span.update_name(f"{method} {route}")
-                span.set_attribute("http.route", route)
-            span.end()
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self._span.set_status(StatusCode.ERROR)
+
+    def end(self, scope: Scope) -> None:
+        set_current(None)
+        if (route := getattr(scope.get("route"), "path", None)) is not None:
+            self._span.update_name(f"{scope['method']} {route}")
+            self._span.set_attribute("http.route", route)
+        self._span.end()

@@ -2,9 +2,6 @@
 a key. Of one process; knows neither.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class Tally:
     """`cap` 0: none. Holds the names alone that have some."""
@@ -25,15 +22,6 @@ class Tally:
             self._num_of[name] = left
         else:
             del self._num_of[name]
-
-    @contextmanager
-    def held(self, name: str) -> Iterator[None]:
-        """One more for as long as this lasts."""
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave(name)
 
     @property
     def num_names(self) -> int:

@@ -1,40 +1,52 @@
 """GET /v1/callbacks/dead; GET /v1/callbacks/dead/{id}; POST /v1/callbacks/dead/{id}/replay."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
 from contract.callbacks import OutboxState
 from contract.outbox import DeadLetter
 from gateway.auth import JobsReader, JobsWriter
 from gateway.calls import gateway_of, json_response
-from gateway.errors import ApiError, not_found
+from gateway.errors import ApiError, invalid_value, not_found
 from gateway.job_objects import checked_id
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
-_MAX_PAGE = 100
+
+class _Asked(BaseModel):
+    """The query of a page."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    before: Annotated[float | None, Field(ge=0, lt=2**40)] = None
+
+    @classmethod
+    def by(cls, request: Request) -> Self:
+        """Raises ApiError."""
+        try:
+            return cls.model_validate(dict(request.query_params))
+        except ValidationError as exc:
+            first = exc.errors(include_input=False, include_url=False)[0]
+            raise invalid_value(str(first["loc"][-1]), first["msg"]) from None
 
 
 @router.get("/v1/callbacks/dead")
-async def list_dead_letters(
-    request: Request,
-    caller: JobsReader,
-    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
-    before: Annotated[float | None, Query(ge=0, lt=2**40)] = None,
-) -> Response:
+async def list_dead_letters(request: Request, caller: JobsReader) -> Response:
     """The caller's messages that were given up, the youngest first."""
-    before_ms = None if before is None else round(before * 1000)
+    asked = _Asked.by(request)
+    before_ms = None if asked.before is None else round(asked.before * 1000)
     broker = gateway_of(request).broker
     letters = await broker.ask_outbox(
-        lambda outbox: outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
+        lambda outbox: outbox.dead(caller.tenant, limit=asked.limit, before_ms=before_ms)
     )
     return json_response({"object": "list", "data": [_shown(letter) for letter in letters]})
 
 
 @router.get("/v1/callbacks/dead/{job_id}")
-async def get_dead_letter(job_id: str, request: Request, caller: JobsReader) -> Response:
+async def get_dead_letter(request: Request, caller: JobsReader, job_id: str) -> Response:
     """The message of one job that was given up."""
     broker = gateway_of(request).broker
     job_id = checked_id(job_id)
@@ -45,7 +57,7 @@ async def get_dead_letter(job_id: str, request: Request, caller: JobsReader) -> 
 
 
 @router.post("/v1/callbacks/dead/{job_id}/replay")
-async def replay_dead_letter(job_id: str, request: Request, caller: JobsWriter) -> Response:
+async def replay_dead_letter(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Delivers it again, from the first attempt on, with the same id; 202."""
     broker = gateway_of(request).broker
     job_id = checked_id(job_id)

@@ -6,8 +6,9 @@ from starlette.responses import Response
 from contract.jobs import Endpoint
 from gateway.auth import Inference
 from gateway.calls import answer_call
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/chat/completions")

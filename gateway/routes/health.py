@@ -5,12 +5,13 @@ from starlette.responses import Response
 
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from gateway.calls import gateway_of, json_response
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get("/livez")
-async def livez() -> Response:
+async def livez(_: Request) -> Response:
     """200 while the process answers."""
     return json_response({"status": "alive"})
 

@@ -13,8 +13,9 @@ from gateway.auth import JobsReader, JobsWriter
 from gateway.calls import gateway_of, json_response
 from gateway.errors import ApiError, UnknownJob, bad_request, invalid_value
 from gateway.job_objects import checked_id, job_object
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ async def list_jobs(request: Request, caller: JobsReader) -> Response:
 
 
 @router.delete("/v1/jobs/{job_id}")
-async def delete_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
+async def delete_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Forgets a job that has ended: prompt, output, log. 409 where it has not ended."""
     status = await gateway_of(request).broker.delete(checked_id(job_id), caller.tenant)
     if status is not None:

@@ -17,10 +17,11 @@ from gateway.errors import ApiError, draining
 from gateway.event_ids import asked_position
 from gateway.job_objects import callback_object, checked_id, job_object
 from gateway.job_terms import prepare_job
+from gateway.routing import Route
 from gateway.schemas import parse_job, parse_job_change
 from gateway.streams import Gateway, job_stream
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/jobs")
@@ -40,7 +41,7 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}")
-async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response:
+async def get_job(request: Request, caller: JobsReader, job_id: str) -> Response:
     """A job's state, with its result once it has ended."""
     gateway = gateway_of(request)
     await gateway.broker.sweep()
@@ -57,7 +58,7 @@ async def get_job(job_id: str, request: Request, caller: JobsReader) -> Response
 
 
 @router.get("/v1/jobs/{job_id}/events")
-async def stream_job(job_id: str, request: Request, caller: JobsReader) -> Response:
+async def stream_job(request: Request, caller: JobsReader, job_id: str) -> Response:
     """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
     gateway = gateway_of(request)
     _, position = asked_position(request)
@@ -71,7 +72,7 @@ async def stream_job(job_id: str, request: Request, caller: JobsReader) -> Respo
 
 
 @router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
+async def cancel_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Ends a job, waiting or running; 409 where it has ended otherwise."""
     broker = gateway_of(request).broker
     status = await broker.cancel(checked_id(job_id), caller.tenant)
@@ -88,7 +89,7 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
 
 
 @router.patch("/v1/jobs/{job_id}")
-async def change_job(job_id: str, request: Request, caller: JobsWriter) -> Response:
+async def change_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
     broker = gateway_of(request).broker
     change = parse_job_change(await read_object(request))

@@ -9,8 +9,9 @@ from contract.errors import BrokerUnavailable
 from contract.glance import Glance
 from gateway.auth import MetricsReader
 from gateway.calls import gateway_of
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get("/metrics")

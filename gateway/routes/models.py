@@ -9,8 +9,9 @@ from contract.jobs import ModelCard
 from gateway.auth import AnyCaller
 from gateway.calls import gateway_of, json_response
 from gateway.errors import not_found
+from gateway.routing import Route
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get("/v1/models")
@@ -21,7 +22,7 @@ async def list_models(request: Request, _: AnyCaller) -> Response:
 
 
 @router.get("/v1/models/{model_id:path}")
-async def get_model(model_id: str, request: Request, _: AnyCaller) -> Response:
+async def get_model(request: Request, _: AnyCaller, model_id: str) -> Response:
     """One model."""
     card = (await gateway_of(request).broker.known.models()).get(model_id)
     if card is None:

@@ -9,13 +9,14 @@ from starlette.responses import Response
 
 from gateway.calls import gateway_of
 from gateway.errors import not_found
+from gateway.routing import Route
 from payloads.directory import DirectoryStore
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.get("/v1/objects/{job_id}/{name}")
-async def get_object(job_id: str, name: str, request: Request) -> Response:
+async def get_object(request: Request, job_id: str, name: str) -> Response:
     """The object as it was written; 404 for a URL that is not ours, that has expired, or whose
     object is gone."""
     store = gateway_of(request).broker.payloads.store

@@ -15,9 +15,10 @@ from gateway.errors import to_api_error
 from gateway.job_objects import place
 from gateway.job_terms import prepare_job
 from gateway.load_headers import rate_headers
+from gateway.routing import Route
 from gateway.schemas import parse_job
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
 
 @router.post("/v1/quote")

@@ -1,4 +1,4 @@
-"""The layers around the app, without a server."""
+"""The layer around the routes, without a server."""
 
 import logging
 
@@ -6,7 +6,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.limits import LastNet
+from gateway.front import Front
+from gateway.limits import Limits
+from gateway.metrics import GatewayMetrics
+from gateway.settings import GatewaySettings
+from telemetry.tracing import Tracing
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +31,9 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
         sent.append(message)
 
     with caplog.at_level(logging.INFO):
-        await LastNet(reads_the_body)({"type": "http", "headers": []}, leaves, keep)
+        limits = Limits(GatewaySettings(redis_url="redis://nowhere", allowed_hosts=("*",)))
+        front = Front(reads_the_body, limits, GatewayMetrics(), Tracing("test"), lambda: 0.0)
+        await front({"type": "http", "headers": []}, leaves, keep)
 
     assert sent == []
     assert caplog.records == []
