@@ -58,7 +58,8 @@ class Chunks:
     ) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._includes_usage = includes_usage
+        self._head = _head(job, is_chunk=True)
+        self._tail = {"usage": None} if includes_usage else {}
         self._prompt = PromptPart(job, tokenizer)
         self._streams: dict[int, TextStream] = {}
 
@@ -104,9 +105,8 @@ class Chunks:
             head["token_ids"] = []
         return [{"index": choice, **head} for choice in begun]
 
-    def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        chunk = _head(self._job, is_chunk=True) | {"choices": list(choices)}
-        return chunk | {"usage": None} if self._includes_usage else chunk
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, **self._tail}
 
     def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.choice}

@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from gateway.errors import ApiError, bad_request
 
@@ -31,7 +33,19 @@ async def read_object(request: Request) -> dict[str, Any]:
     if media_type != "application/json":
         # Also what keeps other sites' pages from posting here without a CORS preflight.
         raise ApiError(415, "unsupported_media_type", "the content-type must be application/json")
-    return parse_object(await request.body())
+    return parse_object(await _whole_body(request.receive))
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    """Raises ClientDisconnect."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -39,12 +53,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         if _depth(raw) > MAX_DEPTH:
             raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
-        value = json.loads(
-            raw.decode("utf-8"),
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            object_pairs_hook=_no_duplicates,
-        )
+        value = _DECODER.decode(raw.decode("utf-8"))
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except _Refused as exc:
@@ -85,3 +94,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise _Refused("a key appears twice in one object")
     return result
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates
+)

@@ -84,7 +84,6 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
             starts_over=position is not START and submitted.is_new,
         ),
         headers=headers | timing.headers(),
-        stall_timeout_s=gateway.settings.stall_timeout_s,
         on_gone=call.on_gone,
     )
 

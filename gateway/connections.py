@@ -2,8 +2,7 @@
 first request, for a head at a byte a second, for the rest of a body that was refused, and for
 readers who take nothing.
 
-Leaves the time for a body that is still wanted to `limits.BodyLimit`, and readers of streams to
-`sse.SseResponse`.
+Leaves the time for a body that is still wanted to `limits.Body`.
 """
 
 import asyncio
@@ -12,14 +11,12 @@ import math
 from enum import Enum, auto
 from typing import Any
 
-import h11
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from gateway.errors import ApiError
-from gateway.limits import MAX_HEADER_BYTES
+from gateway.strict_http import StrictProtocol
 from gateway.tally import Tally
 
 _LAST_WORDS_S = 1.0  # a client that is refused may read why
@@ -30,17 +27,24 @@ class ConnectionConfig(uvicorn.Config):
     """uvicorn's settings, and what is asked of clients. `max_per_address` 0: no cap."""
 
     def __init__(
-        self, app: Any, *, idle_s: float, head_s: float, max_per_address: int, **options: Any
+        self,
+        app: Any,
+        *,
+        idle_s: float,
+        head_s: float,
+        stall_s: float,
+        max_per_address: int,
+        **options: Any,
     ) -> None:
         super().__init__(
             app,
             http=PatientProtocol,
             timeout_keep_alive=math.ceil(idle_s),  # never before ours
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             **options,
         )
         self.idle_s = idle_s
         self.head_s = head_s
+        self.stall_s = stall_s
         self.addresses = Tally(max_per_address)
 
 
@@ -49,11 +53,12 @@ class _Waits(Enum):
 
     FOR_A_REQUEST = auto()
     FOR_A_HEAD = auto()  # its first bytes are there
+    FOR_A_READER = auto()  # of what was written: the transport has enough of it
     FOR_NOTHING = auto()  # the app has the request
 
 
-class PatientProtocol(H11Protocol):
-    """uvicorn's protocol with an end to each wait for the client."""
+class PatientProtocol(StrictProtocol):
+    """Ends each wait for the client."""
 
     def __init__(
         self,
@@ -63,11 +68,13 @@ class PatientProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._idle_s = config.idle_s
-        self._head_s = config.head_s
+        self._wait_s = {
+            _Waits.FOR_A_REQUEST: config.idle_s,
+            _Waits.FOR_A_HEAD: config.head_s,
+            _Waits.FOR_A_READER: config.stall_s,
+        }
         self._addresses = config.addresses
         self._address: str | None = None  # counted under; None: not counted
-        self._is_refused = False
         self._waits = _Waits.FOR_NOTHING
         self._end: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had not taken when last looked at
@@ -91,33 +98,34 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return
         super().data_received(data)
-        self._look()
+        if not self._is_refused:
+            self._look()
 
     def on_response_complete(self) -> None:
         self._waits = _Waits.FOR_NOTHING  # the next wait begins now, whatever came meanwhile
         super().on_response_complete()
         self._look()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
     def _look(self) -> None:
         """Starts the clock of what the connection waits for, where that is something new."""
         waits = self._waiting()
-        if waits is self._waits:
-            return
-        self._waits = waits
-        if waits is _Waits.FOR_NOTHING:
-            self._wait_until(None)
-        else:
-            self._wait_until(self._head_s if waits is _Waits.FOR_A_HEAD else self._idle_s)
+        if waits is not self._waits:
+            self._waits = waits
+            self._wait_until(self._wait_s.get(waits))
 
     def _waiting(self) -> _Waits:
         if self.cycle is not None and not self.cycle.response_complete:
-            return _Waits.FOR_NOTHING
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            return _Waits.FOR_A_HEAD
-        return _Waits.FOR_A_REQUEST
+            return _Waits.FOR_A_READER if self.flow.write_paused else _Waits.FOR_NOTHING
+        return _Waits.FOR_A_HEAD if self._is_in_head else _Waits.FOR_A_REQUEST
 
     def _wait_until(self, delay_s: float | None) -> None:
         if self._end is not None:
@@ -132,7 +140,7 @@ class PatientProtocol(H11Protocol):
         self._end = None
         num_unread = self.transport.get_write_buffer_size()
         if 0 < num_unread < self._num_unread:
-            self._wait_until(self._idle_s)
+            self._wait_until(self._wait_s.get(self._waits))
         else:
             self.transport.abort()
 

@@ -28,7 +28,9 @@ def asked_position(request: Request) -> tuple[str, Position]:
     """The parameter that says it, and the position; the header wins. Raises ApiError."""
     header = request.headers.get("last-event-id")
     param = "starting_after" if header is None else "Last-Event-ID"
-    event_id = request.query_params.get("starting_after") if header is None else header
+    event_id = header
+    if header is None and request.scope["query_string"]:
+        event_id = request.query_params.get("starting_after")
     if not event_id:
         return param, START
     match = _EVENT_ID.fullmatch(event_id.strip())

@@ -57,7 +57,7 @@ class Patience(msgspec.Struct, frozen=True):
         longer than `longest_s` for a wish.
         """
         now_s = time.monotonic()
-        left_s = min(sync_limit_s or math.inf, getattr(request.state, TIME_LEFT, math.inf))
+        left_s = min(sync_limit_s or math.inf, request.scope["state"].get(TIME_LEFT, math.inf))
         wait_s = math.inf if preference.wait_s is None else min(preference.wait_s, longest_s)
         return cls(now_s + wait_s, now_s + left_s)
 

@@ -61,7 +61,7 @@ class Routes:
             (method, route.path): route
             for route in router.routes
             if isinstance(route, Route) and not route.param_convertors
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:

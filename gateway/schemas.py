@@ -78,7 +78,7 @@ def _prompt(value: Any) -> Any:
         value = value[0]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
+    if isinstance(value, list) and set(map(type, value)) == {int}:  # a bool is an int to isinstance
         return tuple(value)
     raise _refusal("must be a string or a non-empty list of token ids")
 

@@ -103,7 +103,7 @@ class SseResponse(Response):
     """Streams a generator's events; `on_gone` runs where the reader leaves before the end.
 
     The status line waits for the first bytes: an error before them becomes an ordinary answer.
-    A reader that takes nothing for `stall_timeout_s` counts as gone. Only the transport buffers.
+    Only the transport buffers; it is cut where its reader takes nothing (connections.py).
     """
 
     def __init__(
@@ -111,13 +111,11 @@ class SseResponse(Response):
         events: AsyncGenerator[bytes, None],
         *,
         headers: Mapping[str, str],
-        stall_timeout_s: float,
         on_gone: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(headers={**HEADERS, **headers}, media_type=MEDIA_TYPE)
         del self.headers["content-length"]
         self._events = events
-        self._stall_timeout_s = stall_timeout_s
         self._on_gone = on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,9 +155,8 @@ class SseResponse(Response):
 
     async def _send_part(self, send: Send, part: bytes) -> None:
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        except (TimeoutError, OSError) as exc:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        except OSError as exc:
             raise ClientGone from exc
 
     def _start(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from payloads.opening import open_store
 from payloads.store import PayloadUnavailable
 
 _NEEDS = {  # modules that show whether an extra is installed
-    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
+    "gateway": ("fastapi", "uvicorn", "httptools", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
     "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),

@@ -31,8 +31,10 @@ _CUT = "Batchway.AnswerCut"
 _UNKNOWN = "Batchway.UnknownEvent"
 
 
-async def serve(app: ASGI, runtime: RuntimeApi) -> None:
-    """Answers one event after the other until cancelled. Raises RuntimeApiError, OSError."""
+async def serve(app: ASGI, runtime: RuntimeApi, *, stall_s: float) -> None:
+    """Answers one event after the other until cancelled; ends an answer of which nothing is taken
+    for so long. Raises RuntimeApiError, OSError.
+    """
     events = Mangum(app, lifespan="off")
     while True:
         invocation = await runtime.next()
@@ -43,7 +45,7 @@ async def serve(app: ASGI, runtime: RuntimeApi) -> None:
         request: Any = events.infer(invocation.event, None)  # type: ignore[arg-type]
         left_s = invocation.deadline_s - time.time() - 2 * DEADLINE_MARGIN_S
         scope = request.scope | {"state": {TIME_LEFT: left_s}}
-        exchange = Exchange(runtime, invocation, request.body)
+        exchange = Exchange(runtime, invocation, request.body, stall_s)
         try:
             await exchange.run(app, scope)
         except OSError:
@@ -55,9 +57,12 @@ async def serve(app: ASGI, runtime: RuntimeApi) -> None:
 class Exchange:
     """One request and its streamed answer, as the app sees them."""
 
-    def __init__(self, runtime: RuntimeApi, invocation: Invocation, body: bytes) -> None:
+    def __init__(
+        self, runtime: RuntimeApi, invocation: Invocation, body: bytes, stall_s: float
+    ) -> None:
         self._runtime = runtime
         self._invocation = invocation
+        self._stall_s = stall_s
         self._unread: list[Message] = [
             {"type": "http.request", "body": body or b"", "more_body": False}
         ]
@@ -100,7 +105,8 @@ class Exchange:
             self._answer.reply.add_done_callback(lambda _: self._gone.set())
             return
         assert self._answer is not None
-        await self._answer.write(message.get("body", b""))
+        async with asyncio.timeout(self._stall_s):  # a TimeoutError is an OSError
+            await self._answer.write(message.get("body", b""))
         self._is_complete = not message.get("more_body", False)
 
     async def _watch_deadline(self) -> None:
@@ -111,9 +117,11 @@ class Exchange:
 async def main() -> None:
     """Serves the gateway's app until Lambda stops the environment."""
     imports_are_done()
-    app = create_app(load_settings())
+    settings = load_settings()
+    app = create_app(settings)
     async with app.router.lifespan_context(app):
-        await serve(app, RuntimeApi(os.environ["AWS_LAMBDA_RUNTIME_API"]))
+        runtime = RuntimeApi(os.environ["AWS_LAMBDA_RUNTIME_API"])
+        await serve(app, runtime, stall_s=settings.stall_timeout_s)
 
 
 if __name__ == "__main__":

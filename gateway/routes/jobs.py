@@ -66,7 +66,6 @@ async def stream_job(request: Request, caller: JobsReader, job_id: str) -> Respo
     return sse.SseResponse(
         job_stream(gateway, view, position),
         headers={"x-job-id": job_id},
-        stall_timeout_s=gateway.settings.stall_timeout_s,
         on_gone=_nothing,
     )
 

@@ -149,6 +149,6 @@ async def running_runtime_api() -> AsyncIterator[RuntimeServer]:
 async def looping(app: Any) -> AsyncIterator[RuntimeServer]:
     """The loop around an app, and the Runtime API that it asks for events."""
     async with running_runtime_api() as runtime:
-        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address)))
+        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address), stall_s=30.0))
         yield runtime
         await end(loop)

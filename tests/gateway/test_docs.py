@@ -5,12 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode
 from gateway.app import create_app
 from gateway.errors import STATUS_BY_CODE
 from gateway.routes import chat, completions, health, job_lists, jobs, models, objects, quotes
+from gateway.routing import Route
 from gateway.settings import GatewaySettings, variable
 from gateway.unsupported import UNSUPPORTED
 
@@ -43,7 +43,7 @@ def test_every_route_is_documented() -> None:
     modules = (chat, completions, health, job_lists, jobs, models, objects, quotes)
     for router in (module.router for module in modules):
         for route in router.routes:
-            assert isinstance(route, APIRoute)
+            assert isinstance(route, Route)  # the one whose endpoints are called
             path = re.sub(r"\{(\w+?)_id(:path)?\}", "{id}", route.path)
             for method in route.methods or ():
                 assert f"`{method} {path}`" in text, (method, path)
