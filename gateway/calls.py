@@ -61,7 +61,8 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted)
-    headers = {"x-job-id": job.id, **preference.applied(), **rate_headers(submitted.rates)}
+    told = preference.applied() | rate_headers(submitted.rates)
+    headers = {"x-job-id": job.id, **told}
     call = SyncCall(
         gateway.broker,
         gateway.settings,
@@ -71,7 +72,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         job_retention_s=caller.job_retention_s(gateway.settings),
         is_new=submitted.is_new,
         may_return=not _ends_with_caller(body, key),
-        headers=preference.applied() | rate_headers(submitted.rates),
+        headers=told,
     )
     if not body.stream:
         return await _whole(request, gateway, call, headers)

@@ -1,8 +1,6 @@
 """Connections that end when their client dawdles: uvicorn's own protocol waits for ever for the
-first request, for a head at a byte a second, for the rest of a body that was refused, and for
-readers who take nothing.
-
-Leaves the time for a body that is still wanted to `limits.Body`.
+first request, for a head or a body at a byte a second, for the rest of a body that was refused,
+and for readers who take nothing.
 """
 
 import asyncio
@@ -32,6 +30,7 @@ class ConnectionConfig(uvicorn.Config):
         *,
         idle_s: float,
         head_s: float,
+        body_s: float,
         stall_s: float,
         max_per_address: int,
         **options: Any,
@@ -44,6 +43,7 @@ class ConnectionConfig(uvicorn.Config):
         )
         self.idle_s = idle_s
         self.head_s = head_s
+        self.body_s = body_s
         self.stall_s = stall_s
         self.addresses = Tally(max_per_address)
 
@@ -53,6 +53,7 @@ class _Waits(Enum):
 
     FOR_A_REQUEST = auto()
     FOR_A_HEAD = auto()  # its first bytes are there
+    FOR_A_BODY = auto()  # the app has the head
     FOR_A_READER = auto()  # of what was written: the transport has enough of it
     FOR_NOTHING = auto()  # the app has the request
 
@@ -71,6 +72,7 @@ class PatientProtocol(StrictProtocol):
         self._wait_s = {
             _Waits.FOR_A_REQUEST: config.idle_s,
             _Waits.FOR_A_HEAD: config.head_s,
+            _Waits.FOR_A_BODY: config.body_s,
             _Waits.FOR_A_READER: config.stall_s,
         }
         self._addresses = config.addresses
@@ -123,9 +125,11 @@ class PatientProtocol(StrictProtocol):
             self._wait_until(self._wait_s.get(waits))
 
     def _waiting(self) -> _Waits:
-        if self.cycle is not None and not self.cycle.response_complete:
-            return _Waits.FOR_A_READER if self.flow.write_paused else _Waits.FOR_NOTHING
-        return _Waits.FOR_A_HEAD if self._is_in_head else _Waits.FOR_A_REQUEST
+        if self.cycle is None or self.cycle.response_complete:
+            return _Waits.FOR_A_HEAD if self._is_in_head else _Waits.FOR_A_REQUEST
+        if self.flow.write_paused:
+            return _Waits.FOR_A_READER
+        return _Waits.FOR_A_BODY if self._lacks_body() else _Waits.FOR_NOTHING
 
     def _wait_until(self, delay_s: float | None) -> None:
         if self._end is not None:
@@ -136,8 +140,14 @@ class PatientProtocol(StrictProtocol):
             self._end = self.loop.call_later(delay_s, self._on_time_up)
 
     def _on_time_up(self) -> None:
-        """Ends the connection, except of one who still reads the last answer, however slowly."""
+        """Ends the connection, except of one who still reads the last answer, however slowly. Who
+        is late with a body is told so by the app.
+        """
         self._end = None
+        if self._waits is _Waits.FOR_A_BODY:
+            if self._running is not None:
+                self._running.give_up_body()
+            return
         num_unread = self.transport.get_write_buffer_size()
         if 0 < num_unread < self._num_unread:
             self._wait_until(self._wait_s.get(self._waits))

@@ -5,7 +5,7 @@ its first token, which is that part. A client of HTTP/1.0 knows no chunks: its a
 its connection.
 """
 
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 _CLOSE = (b"connection", b"close")
@@ -16,6 +16,19 @@ class Exchange(RequestResponseCycle):
     """Writes what the app sends. The app's own mistakes are assertions."""
 
     _head = b""  # of the answer, until its body begins
+    _is_given_up = False  # the rest of the request's body
+
+    def give_up_body(self) -> None:
+        """The client has had its time."""
+        self._is_given_up = True
+        self.message_event.set()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """Raises TimeoutError where the body was given up before its end."""
+        message = await super().receive()
+        if self._is_given_up and self.more_body and not self.response_started:
+            raise TimeoutError
+        return message
 
     async def send(self, message: ASGISendEvent) -> None:
         """Waits while the client has not taken what was written before."""

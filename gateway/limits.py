@@ -44,7 +44,7 @@ class Limits:
 
 class Body:
     """The body of one request as it comes. Raises where it is too long, by its announced length or
-    by what came of it, or too slow.
+    by what came of it, or too slow: the server's `receive` raises TimeoutError then.
     """
 
     def __init__(self, receive: Receive, limits: Limits) -> None:
@@ -52,7 +52,6 @@ class Body:
         self._limits = limits
         self._num_bytes = 0
         self._is_complete = False
-        self._give_up_at = asyncio.get_running_loop().time() + limits.body_timeout_s
 
     async def check_announced(self, scope: Scope) -> None:
         """Before anything of it is taken in."""
@@ -68,8 +67,7 @@ class Body:
         if self._is_complete:
             return await self._receive()  # only a disconnect is left to come
         try:
-            async with asyncio.timeout_at(self._give_up_at):
-                message = await self._receive()
+            message = await self._receive()
         except TimeoutError as exc:
             raise self._too_slow() from exc
         self._num_bytes += len(message.get("body", b""))

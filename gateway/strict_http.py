@@ -81,12 +81,15 @@ class StrictProtocol(HttpToolsProtocol):
     def _refuse_request(self) -> None:
         """Of what comes nothing more is read. What was asked properly before is answered first."""
         self._is_refused = True
-        cycle = self.cycle
-        is_free = cycle is None or cycle.response_complete
-        if is_free or (cycle is self._running and cycle.more_body and not cycle.response_started):
+        if self.cycle is None or self.cycle.response_complete or self._lacks_body():
             self.send_400_response(_INVALID)
         else:
-            cycle.keep_alive = False
+            self.cycle.keep_alive = False
+
+    def _lacks_body(self) -> bool:
+        """Whether what the app was given last is not whole, and not answered so far."""
+        cycle = self.cycle
+        return cycle is self._running and cycle.more_body and not cycle.response_started
 
     def on_message_begin(self) -> None:
         self.url = b""

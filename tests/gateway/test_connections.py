@@ -103,7 +103,14 @@ async def answer(send: Send, said: bytes, headers: list[tuple[bytes, bytes]] | N
 @asynccontextmanager
 async def connected(app: ASGIApp = echo) -> AsyncIterator[Client]:
     config = ConnectionConfig(
-        app, idle_s=20, head_s=20, stall_s=20, max_per_address=0, lifespan="off", log_config=None
+        app,
+        idle_s=20,
+        head_s=20,
+        body_s=20,
+        stall_s=20,
+        max_per_address=0,
+        lifespan="off",
+        log_config=None,
     )
     state = ServerState()
     protocol = HeardProtocol(config, state, {})
