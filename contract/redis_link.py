@@ -43,14 +43,18 @@ class RedisLink(asyncio.Protocol):
         """Raises what redis-py raises."""
         connection = self._connection
         await connection.connect_check_health(retry_socket_connect=False)
+        reader, writer = connection._reader, connection._writer
+        connection._reader = connection._writer = None
+        if reader is None or writer is None:
+            raise ConnectionError("closed as it was opened")
+        transport = writer.transport
+        if reader.at_eof() or transport.is_closing():  # of that we would not hear again
+            transport.abort()
+            raise ConnectionError("closed as it was opened")
         # redis-py has read all that it has asked for. Its writer is kept: its end would be the
         # socket's.
-        self._writer = connection._writer
-        connection._writer = connection._reader = None
-        if self._writer is None:
-            raise ConnectionError("closed as it was opened")
-        self._transport = self._writer.transport
-        self._transport.set_protocol(self)
+        self._writer, self._transport = writer, transport
+        transport.set_protocol(self)
 
     def write(self, command: bytes) -> None:
         """Sends a packed command; nothing where the link has ended, as `on_end` was told. What does

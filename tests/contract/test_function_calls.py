@@ -144,6 +144,33 @@ async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
             assert isinstance(answer, ConnectionError)
 
 
+async def test_a_server_that_closes_as_soon_as_it_has_greeted_fails_the_call(
+    tmp_path: Path,
+) -> None:
+    """Its end comes with its last word, before anybody listens for it."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = b""
+        while said.count(b"SETINFO") < 2 and (data := await reader.read(1000)):
+            said += data
+            if b"PING" in data:
+                writer.write(b"+PONG\r\n")
+        writer.write(b"+OK\r\n+OK\r\n")
+        writer.close()
+
+    pem = certificate(tmp_path / "server.pem", "localhost")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pem)
+    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=tls)
+    url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}?ssl_ca_certs={pem}"
+    client = connect(url, retries=0, connect_timeout_s=5.0, command_timeout_s=None)
+    async with server, contextlib.aclosing(client):
+        for _ in range(5):
+            async with asyncio.timeout(20):
+                with pytest.raises(ConnectionError):
+                    await client.fcall("echo", 0, "x")
+
+
 async def test_a_call_that_is_cancelled_as_its_connection_opens_harms_no_other(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
