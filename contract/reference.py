@@ -146,6 +146,7 @@ class Reference:
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self._restarted = False
         self.memory_is_full = False
+        self.wakes: list[tuple[str, str]] = []  # (model, lane) of each that was told to workers
 
     # --- callers ------------------------------------------------------------------------------
 
@@ -612,6 +613,7 @@ class Reference:
                 self._turns_in(record.job.model, record.lane).join(record.job.tenant)
             record.turn = left[0] + len(waiting), left[1] + sum(r.cost for r in waiting)
         self._queue_of(record, queue).append(record.job.id)
+        self.wakes.append((record.job.model, record.lane))
 
     def _leave_queue(self, record: Record) -> None:
         queue = self._queue_of(record, record.queue)

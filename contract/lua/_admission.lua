@@ -23,7 +23,8 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
   local is_before = string.find(' ' .. pool.lanes .. ' ', ' ' .. job.lane .. ' ', 1, true) ~= nil
   local names = is_before and pool.lanes or job.lane
   for name in string.gmatch(names, '%S+') do
-    local load = numbers(tag .. ':counters:' .. job.model .. ':' .. name, LOAD)
+    local load = name == job.lane and lane
+      or numbers(tag .. ':counters:' .. job.model .. ':' .. name, LOAD)
     is_before = is_before and name ~= job.lane
     if is_before then
       ahead.jobs = ahead.jobs + load.queued_jobs

@@ -45,15 +45,15 @@ function fairness.bill(tag, model, lane, tenant, tokens)
   if own > now then redis.call('ZADD', idle, own, tenant) else redis.call('ZREM', idle, tenant) end
 end
 
--- A job is handed out from its tenant's line.
+-- A job is handed out from its tenant's line; `charged` is still to be kept in its record.
 function fairness.charge(tag, job)
-  local own = tonumber(redis.call('ZSCORE', lane_key(tag, 'active', job.model, job.lane), job.tenant))
+  local active = lane_key(tag, 'active', job.model, job.lane)
+  local own = tonumber(redis.call('ZSCORE', active, job.tenant))
   if own > clock(tag, job.model, job.lane) then
     redis.call('SET', lane_key(tag, 'clock', job.model, job.lane), string.format('%.17g', own))
   end
-  fairness.bill(tag, job.model, job.lane, job.tenant, job.cost)
+  redis.call('ZINCRBY', active, job.cost, job.tenant)
   job.charged = job.cost
-  redis.call('HSET', job.key, 'charged', job.charged)
 end
 
 -- The job was worth so much in the end; what it was charged beyond goes back.

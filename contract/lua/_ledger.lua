@@ -27,6 +27,23 @@ function ledger.progress(tag, job, tokens)
   redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
 end
 
+local function count_in_line(tag, job, sign)
+  local line = line_key(tag, job)
+  local jobs = redis.call('HINCRBY', line, 'jobs', sign)
+  if jobs == 0 then
+    redis.call('DEL', line)
+    fairness.retire(tag, job.model, job.lane, job.tenant)
+    return
+  end
+  redis.call('HINCRBY', line, 'tokens', sign * job.cost)
+  if sign < 0 then
+    redis.call('HINCRBY', line, 'left_jobs', 1)
+    redis.call('HINCRBY', line, 'left_tokens', job.cost)
+  elseif jobs == 1 then
+    fairness.join(tag, job.model, job.lane, job.tenant)
+  end
+end
+
 -- Counts a job into (1) or out of (-1) what is 'queued' or 'running' in its lane.
 function ledger.count(tag, job, what, sign)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
@@ -35,18 +52,7 @@ function ledger.count(tag, job, what, sign)
   if what == 'running' then
     ledger.progress(tag, job, sign * ledger.done(job))
   elseif is_in_line(job) then
-    local line = line_key(tag, job)
-    redis.call('HINCRBY', line, 'tokens', sign * job.cost)
-    if sign < 0 then
-      redis.call('HINCRBY', line, 'left_jobs', 1)
-      redis.call('HINCRBY', line, 'left_tokens', job.cost)
-    end
-    local jobs = redis.call('HINCRBY', line, 'jobs', sign)
-    if jobs == 1 and sign > 0 then fairness.join(tag, job.model, job.lane, job.tenant) end
-    if jobs == 0 then
-      redis.call('DEL', line)
-      fairness.retire(tag, job.model, job.lane, job.tenant)
-    end
+    count_in_line(tag, job, sign)
   end
 end
 

@@ -31,21 +31,17 @@ end
 -- How many live, what one of them does and holds on average, and of each lane its share and the
 -- tokens per second that were handed out lately.
 function pools.find(tag, model, now)
-  local key = tag .. ':pool:' .. model
-  local pool = numbers(key, POOL)
-  local lanes = redis.call('HMGET', key, 'lanes', 'shares')
-  pool.lanes, pool.shares, pool.used = lanes[1] or '', {}, {}
+  local known, pool = {}, {shares = {}, used = {}}
+  local flat = redis.call('HGETALL', tag .. ':pool:' .. model)
+  for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
+  for _, name in ipairs(POOL) do pool[name] = tonumber(known[name] or 0) end
+  pool.lanes = known.lanes or ''
   pool.live = redis.call('ZCOUNT', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf')
   pool.rate = pool.tokens_per_s * math.max(1, pool.live)  -- of the first, where it has yet to come
-  local names, fields, shares = {}, {}, string.gmatch(lanes[2] or '', '%S+')
+  local shares = string.gmatch(known.shares or '', '%S+')
   for name in string.gmatch(pool.lanes, '%S+') do
+    local tokens, before = rolled(known['used:' .. name], now)
     pool.shares[name] = tonumber(shares() or 0)
-    table.insert(names, name)
-    table.insert(fields, 'used:' .. name)
-  end
-  local found = #names > 0 and redis.call('HMGET', key, unpack(fields)) or {}
-  for i, name in ipairs(names) do
-    local tokens, before = rolled(found[i], now)
     pool.used[name] = (tokens + before * (WINDOW_MS - now % WINDOW_MS) / WINDOW_MS) * 1000 / WINDOW_MS
   end
   return pool

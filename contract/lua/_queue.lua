@@ -74,7 +74,7 @@ local function take(tag, found, incarnation, lease_ms, now, config)
   ledger.count(tag, job, 'running', 1)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
-    'attempt', job.attempt, 'config', config)
+    'attempt', job.attempt, 'config', config, 'charged', job.charged)
   local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
   totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end

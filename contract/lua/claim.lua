@@ -61,6 +61,17 @@ local function lanes_of(argv)
   return lanes
 end
 
+-- Whether a job may wait in one of the lanes: asked in one command, where to search them takes two
+-- for each. Mostly none does, once a claim has been handed what there was.
+local function has_waiting(tag, model, lanes)
+  local keys = {}
+  for _, lane in ipairs(lanes) do
+    table.insert(keys, lane_key(tag, 'back', model, lane.name))
+    table.insert(keys, lane_key(tag, 'active', model, lane.name))
+  end
+  return #keys > 0 and redis.call('EXISTS', unpack(keys)) > 0
+end
+
 -- The job to hand out next, and its lane; those that it passes over, in `skipped`.
 local function choose(tag, model, lanes, num_claimed, skipped)
   for _, lane in ipairs(lanes) do
@@ -109,10 +120,10 @@ local function claim(keys, argv)
       or {}
   end
   local claimed = {}
-  while true do
+  while has_waiting(tag, model, lanes) do
     local skipped = {}
     local found, lane = choose(tag, model, lanes, #claimed, skipped)
-    if not found then return claimed end
+    if not found then break end
     local job = take(tag, found, incarnation, lease_ms, now, argv[7])
     if job then
       for _, served in ipairs(lanes) do
@@ -124,6 +135,7 @@ local function claim(keys, argv)
       table.insert(claimed, job)
     end
   end
+  return claimed
 end
 redis.register_function{
   function_name = 'batchway_v1_claim', callback = claim, flags = {'allow-oom'},

@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "service is not charged",
-        "  fairness.bill(tag, job.model, job.lane, job.tenant, job.cost)\n",
+        "  redis.call('ZINCRBY', active, job.cost, job.tenant)\n",
         "",
     ),
     Mutant(
@@ -328,4 +328,19 @@ MUTANTS = [
     ),
     Mutant("all of the drain rate is promised", "FIRST_COMERS * job.cost", "job.cost"),
     Mutant("the limits per minute are told as promises", "and not METERS[limit] then", "then"),
+    Mutant(
+        "nobody is told that a job waits",
+        "  redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)\n",
+        "",
+    ),
+    Mutant(
+        "what was given back does not count as waiting",
+        "    table.insert(keys, lane_key(tag, 'back', model, lane.name))\n",
+        "",
+    ),
+    Mutant(
+        "tenants' lines do not count as waiting",
+        "    table.insert(keys, lane_key(tag, 'active', model, lane.name))\n",
+        "",
+    ),
 ]

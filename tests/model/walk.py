@@ -58,6 +58,7 @@ _TIMES = {
     "detach": 8,
     "claim": 20,
     "append": 10,
+    "go_on": 4,
     "heartbeat": 5,
     "release": 3,
     "blame": 3,
@@ -241,6 +242,15 @@ class Walk:
             beside=sorted(self._world.beliefs[worker])[-3:] if self._flip(0.3) else (),
             renews=self._flip(0.6),
         )
+
+    def _go_on(self) -> None:
+        """A worker says a token of some jobs, again and again for longer than a lease."""
+        worker, job_id = self._held()
+        beside = sorted(self._world.beliefs[worker])[-3:]
+        for _ in range(3):
+            self._world.append(worker, job_id, 1, "", shift=0, loses_reply=False, beside=beside)
+            self._world.pass_time(6)
+        self._world.sweep()
 
     def _heartbeat(self) -> None:
         rng = self._rng

@@ -97,8 +97,13 @@ class World:
         self.audit = Audit(self.client, self.keys)
         self.postmen = Postmen(self)
         self._freeze_clock()
+        self._hints: Any = self.client.pubsub(  # type: ignore[no-untyped-call]
+            ignore_subscribe_messages=True
+        )
+        self._hints.subscribe(self.keys.wake_channel("m"))
 
     def close(self) -> None:
+        self._hints.close()
         self.loop.run_until_complete(self.async_client.aclose())
         self.loop.close()
         self.client.close()
@@ -339,6 +344,7 @@ class World:
         assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
         self.job_ids = [job_id for job_id in self.job_ids if job_id in self.reference.records]
         self.replies.update(f"{name} {kind}" for kind in _kinds(there))
+        self._compare_hints()
         self.after_step()
         return there
 
@@ -359,6 +365,18 @@ class World:
                 return refused.code
 
         return self.loop.run_until_complete(run())
+
+    def _compare_hints(self) -> None:
+        """That a job waits is told to the workers of its model, once, with its lane."""
+        self._hints.ping()  # its answer comes behind all that was said before
+        there = []
+        while (message := self._hints.get_message(timeout=10)) is None or message["type"] != "pong":
+            if message is not None:
+                there.append(("m", message["data"].decode()))
+        assert there == self.reference.wakes, (
+            f"hints: {there}, the reference {self.reference.wakes}"
+        )
+        self.reference.wakes.clear()
 
     def _compare_records(self) -> None:
         rows: Any = self.client.zrange(self.keys.workers("m"), 0, -1)
