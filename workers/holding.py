@@ -155,12 +155,13 @@ class Holding:
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
-        if any(job.is_alone for job in self.jobs.values()):
-            return None
-        max_jobs = self.engine.options.max_num_seqs - sum(self._places(now_s).values())
+        max_jobs = self.engine.options.max_num_seqs
         if not self.jobs:
             # What can never fit is claimed and refused by the engine, not left waiting.
             return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
+        if any(job.is_alone for job in self.jobs.values()):
+            return None
+        max_jobs -= sum(self._places(now_s).values())
         held_tokens = sum(job.cost_tokens for job in self.jobs.values())
         max_tokens = self.max_tokens - held_tokens
         if max_jobs <= 0 or max_tokens <= 0:

@@ -86,6 +86,7 @@ class Supervisor:
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
         self._looked_s = 0.0  # for room, the last time
+        self._terms = settings.lane_terms(self._engine.options)
 
     def drain(self, why: str = "signal") -> None:
         """Claims no more; ends when the running jobs have ended or the budget is spent."""
@@ -102,6 +103,7 @@ class Supervisor:
             log.error("not reloaded: %s", exc)
             return
         self._engine.options = options
+        self._terms = self._settings.lane_terms(options)
         logs.stamp(options.batching_version)
         log.info("reloaded")
         self._engine.send([Reconfigure(options)])
@@ -151,13 +153,12 @@ class Supervisor:
 
     async def _claim_while_room(self) -> None:
         while not self._drain.begun.is_set():
-            terms = self._settings.lane_terms(self._engine.options)
             started_s = self._looked_s = time.monotonic()
-            rooms = self._holding.rooms(terms, started_s)
+            rooms = self._holding.rooms(self._terms, started_s)
             if not rooms:
                 return
             claimed = await self._lane.claim(
-                lanes={name: lane.min_share for name, lane in terms.items()},
+                lanes={name: lane.min_share for name, lane in self._terms.items()},
                 rooms=rooms,
                 is_idle=not self._holding.jobs,
                 config_version=self._engine.options.batching_version,
@@ -170,11 +171,11 @@ class Supervisor:
                 return  # nothing that waits fits
 
     async def _woken(self) -> None:
-        rest_s = self._holding.rest_s(time.monotonic(), self._looked_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(_POLL_S, rest_s)):
-                await self._holding.wake.wait()
-        self._holding.wake.clear()
+        wake, rest_s = self._holding.wake, self._holding.rest_s(time.monotonic(), self._looked_s)
+        poll = asyncio.get_running_loop().call_later(min(_POLL_S, rest_s), wake.set)
+        await wake.wait()
+        poll.cancel()
+        wake.clear()
 
     async def _start_all(self, claimed: list[Claimed]) -> None:
         for job in claimed:

@@ -20,6 +20,12 @@ __all__ = ["caller"]
 SLOW = HashModelOptions(step_s=0.005, eos_rate=0.0)
 
 
+async def runs_on(caller: Caller, text: str) -> bool:
+    """Whether a worker has said that it goes by this file."""
+    version = configuration.parse(text).version
+    return any(info["batching"] == version for info in await caller.worker_info())
+
+
 async def test_a_reload_under_load_loses_no_token(
     caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
@@ -28,24 +34,40 @@ async def test_a_reload_under_load_loses_no_token(
     path.write_text("max_num_seqs: 4\n")
     worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
 
-    async def runs_on(text: str) -> bool:
-        version = configuration.parse(text).version
-        return any(info["batching"] == version for info in await caller.worker_info())
-
     try:
         jobs = [await caller.submit(f"before {n}", max_tokens=60) for n in range(6)]
         await caller.has_output(jobs[0], 5)
 
         path.write_text(changed := "strategy: {name: static, batch_size: 2, window_s: 0.05}\n")
         os.kill(worker.pid, signal.SIGHUP)
-        await until(lambda: runs_on(changed))
+        await until(lambda: runs_on(caller, changed))
         path.write_text("strategy: unheard of\n")
         os.kill(worker.pid, signal.SIGHUP)
         jobs += [await caller.submit(f"after {n}", max_tokens=20) for n in range(3)]
 
         for job in jobs:
             assert_exact(job, await caller.answer(job), SLOW)
-        assert await runs_on(changed)
+        assert await runs_on(caller, changed)
+    finally:
+        await worker.close()
+
+
+async def test_a_lane_that_a_reload_adds_is_served(
+    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """The next claim goes by the new file."""
+    path = tmp_path / "batching.yaml"
+    path.write_text("max_num_seqs: 4\n")
+    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+    try:
+        await caller.num_workers(1)
+        path.write_text(changed := "lanes:\n  urgent: {priority: 0}\n")
+        os.kill(worker.pid, signal.SIGHUP)
+        await until(lambda: runs_on(caller, changed))
+
+        job = await caller.submit("in a new lane", lane="urgent", max_tokens=5)
+
+        assert_exact(job, await caller.answer(job), SLOW)
     finally:
         await worker.close()
 
