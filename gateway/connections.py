@@ -5,7 +5,6 @@ and for readers who take nothing.
 
 import asyncio
 import ipaddress
-import math
 from enum import Enum, auto
 from typing import Any
 
@@ -35,12 +34,7 @@ class ConnectionConfig(uvicorn.Config):
         max_per_address: int,
         **options: Any,
     ) -> None:
-        super().__init__(
-            app,
-            http=PatientProtocol,
-            timeout_keep_alive=math.ceil(idle_s),  # never before ours
-            **options,
-        )
+        super().__init__(app, http=PatientProtocol, **options)
         self.idle_s = idle_s
         self.head_s = head_s
         self.body_s = body_s

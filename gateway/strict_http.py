@@ -169,6 +169,15 @@ class StrictProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        """Without uvicorn's clock for the next request, which would run on beside that one."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+
     def on_body(self, body: bytes) -> None:
         self._num_untold = 0
         if self.cycle.response_complete:

@@ -101,10 +101,10 @@ async def answer(send: Send, said: bytes, headers: list[tuple[bytes, bytes]] | N
 
 
 @asynccontextmanager
-async def connected(app: ASGIApp = echo) -> AsyncIterator[Client]:
+async def connected(app: ASGIApp = echo, *, idle_s: float = 20) -> AsyncIterator[Client]:
     config = ConnectionConfig(
         app,
-        idle_s=20,
+        idle_s=idle_s,
         head_s=20,
         body_s=20,
         stall_s=20,
@@ -353,6 +353,22 @@ async def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more() ->
         async with asyncio.timeout(10):
             await is_told.wait()
     assert told == [{"type": "http.disconnect"}]
+
+
+async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
+    """Also where another was given before on the connection, and the wait for the next began."""
+    idle_s = 0.5
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/last":
+            await asyncio.sleep(3 * idle_s)
+        await echo(scope, receive, send)
+
+    async with connected(app, idle_s=idle_s) as client:
+        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert bodies(await client.part()) == [b"GET /a "]
+        await client.send(LAST)
+        assert bodies(await client.rest()) == [b"GET /last "]
 
 
 async def test_a_line_end_in_a_header_is_never_written(caplog: pytest.LogCaptureFixture) -> None:
