@@ -13,9 +13,12 @@ _NO_BODY = (204, 304)
 
 
 class Exchange(RequestResponseCycle):
-    """Writes what the app sends. The app's own mistakes are assertions."""
+    """Writes what the app sends. Raises RuntimeError where that would not end where its head says:
+    a client would take the rest for the next answer on the connection.
+    """
 
     _head = b""  # of the answer, until its body begins
+    _num_left: int | None = None  # bytes of the body, where their number was announced
     _is_given_up = False  # the rest of the request's body
 
     def give_up_body(self) -> None:
@@ -31,35 +34,41 @@ class Exchange(RequestResponseCycle):
         return message
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Waits while the client has not taken what was written before."""
+        """Waits while the client has not taken what was written before. An answer has started when
+        its head was written: until then it may be replaced by another, which says what went wrong.
+        """
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
             return
-        assert not self.response_complete, "an answer that goes on behind its end"
-        if not self.response_started:
-            assert message["type"] == "http.response.start", message["type"]
-            self.response_started = True
-            self.waiting_for_100_continue = False
+        if message["type"] == "http.response.start" and not self.response_started:
             self._head = self._head_of(message["status"], [*message["headers"]])
+            self.waiting_for_100_continue = False
             return
-        assert message["type"] == "http.response.body", message["type"]
+        if message["type"] != "http.response.body" or self.response_complete:
+            raise RuntimeError(f"{message['type']} out of turn")
         is_last = not message.get("more_body", False)
-        self.transport.write(self._head + self._framed(message.get("body", b""), is_last=is_last))
-        self._head = b""
+        framed = self._framed(message.get("body", b""), is_last=is_last)
+        if not self.response_started:
+            if not self._head:
+                raise RuntimeError("a body without a head")
+            framed = self._head + framed
+            self.response_started = True
+        self.transport.write(framed)
         if is_last:
             self._end()
 
     def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         length = next((value for name, value in headers if name == b"content-length"), None)
-        self.expected_content_length = 0 if length is None else int(length)
-        self.chunked_encoding = False
-        if length is None and self.scope["method"] != "HEAD" and status not in _NO_BODY:
-            if self.scope["http_version"] == "1.0":
-                self.keep_alive = False
-            else:
-                self.chunked_encoding = True
-                headers.append((b"transfer-encoding", b"chunked"))
+        has_body = self.scope["method"] != "HEAD" and status not in _NO_BODY
+        self._num_left = 0 if not has_body else None if length is None else int(length)
+        self.chunked_encoding = self._num_left is None and self.scope["http_version"] != "1.0"
+        if self.chunked_encoding:
+            headers.append((b"transfer-encoding", b"chunked"))
+        elif self._num_left is None:
+            self.keep_alive = False
+        if self.waiting_for_100_continue and self.more_body:
+            self.keep_alive = False  # the body may come or not: what comes next could be either
         if _CLOSE in headers:
             self.keep_alive = False
         elif not self.keep_alive:
@@ -67,22 +76,25 @@ class Exchange(RequestResponseCycle):
         headers = [*self.default_headers, *headers]
         lines = [b"%b: %b\r\n" % header for header in headers]
         head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
-        assert head.count(b"\n") == head.count(b"\r") == len(headers) + 2, "a line end in a header"
+        if not head.count(b"\n") == head.count(b"\r") == len(headers) + 2:
+            raise RuntimeError("a line end in a header")
         return head
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
+        if self.chunked_encoding:
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            return chunk + b"0\r\n\r\n" if is_last else chunk
         if self.scope["method"] == "HEAD":
-            self.expected_content_length = 0
             return b""
-        if not self.chunked_encoding:
-            self.expected_content_length -= len(body)
-            return body
-        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-        return chunk + b"0\r\n\r\n" if is_last else chunk
+        if self._num_left is not None:
+            self._num_left -= len(body)
+            if self._num_left < 0 or (is_last and self._num_left > 0):
+                raise RuntimeError("a body of another length than its head says")
+        return body
 
     def _end(self) -> None:
         self.response_complete = True
         self.message_event.set()
-        if not self.keep_alive or self.expected_content_length != 0:
+        if not self.keep_alive:
             self.transport.close()
         self.on_response()

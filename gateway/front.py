@@ -87,20 +87,20 @@ class _Answer:
 
     def send(self, message: Message) -> Awaitable[None]:
         """Not a coroutine of its own: only the first message is anything to us."""
-        if not self.has_begun:
-            self._begin(message)
-        return self._send(message)
+        return self._send(message) if self.has_begun else self._begin(message)
 
-    def _begin(self, message: Message) -> None:
+    async def _begin(self, message: Message) -> None:
+        """Where the server does not take the head, the answer has not begun: another may."""
+        headers = [*message["headers"], (b"x-request-id", self._request_id)]
+        await self._send({**message, "headers": headers})
         self.has_begun = True
         route = getattr(self._scope.get("route"), "path", OTHER)
         self._metrics.note_request(route, self._scope["method"], message["status"])
-        if _STREAM in message["headers"]:
+        if _STREAM in headers:
             self._is_stream = True
             self._metrics.note_stream(1)
         if self._span is not None:
             self._span.note_status(message["status"])
-        message["headers"] = [*message["headers"], (b"x-request-id", self._request_id)]
 
     def end(self) -> None:
         if self._is_stream:

@@ -1,0 +1,150 @@
+"""One connection to the gateway's protocol without a gateway: a client by hand, and apps for it."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from contract.tasks import end
+from gateway.connections import ConnectionConfig, PatientProtocol
+
+LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+REFUSED = b"Invalid HTTP request received."
+
+
+class HeardProtocol(PatientProtocol):
+    """Tells how much it has been given."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_bytes = 0
+        self.heard = asyncio.Condition()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.num_bytes += len(data)
+        self.said = asyncio.ensure_future(self._say())
+
+    async def _say(self) -> None:
+        async with self.heard:
+            self.heard.notify_all()
+
+    async def has(self, num_bytes: int) -> None:
+        async with self.heard:
+            await self.heard.wait_for(lambda: self.num_bytes >= num_bytes)
+
+
+class Client:
+    """The other end of the connection."""
+
+    def __init__(self, protocol: HeardProtocol, ours: socket.socket) -> None:
+        self.protocol = protocol
+        self._socket = ours
+        self._num_sent = 0
+
+    async def send(self, raw: bytes) -> None:
+        """Returns when the protocol has been given all of it."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, raw)
+        self._num_sent += len(raw)
+        await self.protocol.has(self._num_sent)
+
+    async def part(self) -> bytes:
+        """What has come by now, or comes next."""
+        return await asyncio.get_running_loop().sock_recv(self._socket, 1_000_000)
+
+    async def rest(self) -> bytes:
+        """All until the connection is closed."""
+        parts = b""
+        while part := await self.part():
+            parts += part
+        return parts
+
+    def has_been_sent_some(self) -> bool:
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return False
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with what it was asked: method, path, body."""
+    body, is_complete = b"", False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        is_complete = not message["more_body"]
+    said = b"%b %b %b" % (scope["method"].encode(), scope["path"].encode(), body)
+    await answer(send, said, [(b"content-length", b"%d" % len(said))])
+
+
+async def answer(send: Send, said: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": headers or []})
+    await send({"type": "http.response.body", "body": said})
+
+
+@asynccontextmanager
+async def connected(
+    app: ASGIApp = echo, *, idle_s: float = 20, body_s: float = 20
+) -> AsyncIterator[Client]:
+    config = ConnectionConfig(
+        app,
+        idle_s=idle_s,
+        head_s=20,
+        body_s=body_s,
+        stall_s=20,
+        max_per_address=0,
+        lifespan="off",
+        log_config=None,
+    )
+    state = ServerState()
+    protocol = HeardProtocol(config, state, {})
+    ours, theirs = socket.socketpair()
+    for end_ in (ours, theirs):
+        end_.setblocking(False)
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, theirs)
+    try:
+        yield Client(protocol, ours)
+    finally:
+        ours.close()
+        if protocol in state.connections:  # not lost already
+            protocol.transport.abort()
+        await end(*state.tasks)
+
+
+def bodies(said: bytes) -> list[bytes]:
+    """Of answers with a length."""
+    found = []
+    while said:
+        head, _, said = said.partition(b"\r\n\r\n")
+        length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+        found.append(said[:length])
+        said = said[length:]
+    return found
+
+
+def streaming(
+    has_begun: asyncio.Event, goes_on: asyncio.Event
+) -> Callable[[Scope, Receive, Send], Any]:
+    """An app whose answer to `/stream` comes in two parts."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/stream":
+            await echo(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        has_begun.set()
+        await goes_on.wait()
+        await send({"type": "http.response.body", "body": b"two", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app

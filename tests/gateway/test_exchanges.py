@@ -1,0 +1,191 @@
+"""Answers on a connection, without an app of ours behind: each ends where its head says, whatever
+the app does.
+"""
+
+import asyncio
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from tests.gateway.bare_connection import LAST, answer, bodies, connected, echo, streaming
+
+pytestmark = pytest.mark.anyio
+
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+START: Message = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+async def test_a_head_comes_with_the_first_part_of_its_body() -> None:
+    """In one write: who waits for a first token gets it with one segment."""
+    has_sent, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        has_sent.set()
+        await goes_on.wait()
+        await send({"type": "http.response.body", "body": b"one"})
+
+    async with connected(app) as client:
+        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
+        await has_sent.wait()
+        assert not client.has_been_sent_some()
+        goes_on.set()
+        head, _, body = (await client.part()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert body == b"3\r\none\r\n0\r\n\r\n"
+
+
+async def test_a_client_of_old_is_sent_no_chunks() -> None:
+    """HTTP/1.0 knows none: the answer ends with its connection."""
+    goes_on = asyncio.Event()
+    goes_on.set()
+    async with connected(streaming(asyncio.Event(), goes_on)) as client:
+        await client.send(b"GET /stream HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"chunked" not in head
+    assert body == b"onetwo"
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\n", b"\r"])
+@pytest.mark.parametrize("is_name", [False, True])
+async def test_a_line_end_in_a_header_is_never_written(end: bytes, is_name: bool) -> None:
+    """Whatever an app puts there: a client would take what follows for a header of ours."""
+    bad = b"a" + end + b"set-cookie: b"
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"", [(bad, b"x") if is_name else (b"x", bad)])
+
+    async with connected(app) as client:
+        await client.send(GET)
+        said = await client.rest()
+    assert said.startswith(b"HTTP/1.1 500 ")
+    assert b"set-cookie" not in said
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_head_without_a_body_becomes_an_error(fails: bool) -> None:
+    """It was not written yet."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        if fails:
+            raise ValueError
+
+    async with connected(app) as client:
+        await client.send(GET)
+        said = await client.rest()
+    assert said.startswith(b"HTTP/1.1 500 ")
+    assert said.count(b"HTTP/1.1") == 1
+
+
+async def test_an_answer_that_breaks_off_is_not_ended() -> None:
+    """The connection is closed before the last chunk: the client knows that there was more."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        raise ValueError
+
+    async with connected(app) as client:
+        await client.send(GET)
+        said = await client.rest()
+    assert said.endswith(b"\r\n\r\n3\r\none\r\n")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said_last"),
+    [
+        ([b"abcdef"], b"Internal Server Error"),
+        ([b"ab"], b"Internal Server Error"),
+        ([b"ab", b"cdef"], b"\r\n\r\nab"),
+        ([b"ab", b"c"], b"\r\n\r\nab"),
+    ],
+)
+async def test_a_body_of_another_length_than_was_said_is_cut(
+    parts: list[bytes], said_last: bytes
+) -> None:
+    """What is too much would be read as the next answer, and what is too little completed by it."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**START, "headers": [(b"content-length", b"4")]})
+        for i, part in enumerate(parts, 1):
+            more = i < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    async with connected(app) as client:
+        await client.send(GET)
+        assert (await client.rest()).endswith(said_last)
+
+
+async def test_nothing_is_said_behind_the_end_of_an_answer() -> None:
+    """An app that goes on fails; its connection is used for the next request."""
+    failed: list[Exception] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await echo(scope, receive, send)
+        for message in (START, {"type": "http.response.body", "body": b"more"}):
+            try:
+                await send(message)
+            except RuntimeError as exc:
+                failed.append(exc)
+
+    async with connected(app) as client:
+        await client.send(GET + LAST)
+        assert bodies(await client.rest()) == [b"GET /a ", b"GET /last "]
+    assert len(failed) >= 2
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "headers"),
+    [
+        (b"HEAD", 200, []),
+        (b"HEAD", 200, [(b"content-length", b"3")]),
+        (b"GET", 204, []),
+        (b"GET", 304, []),
+    ],
+)
+async def test_an_answer_without_a_body_ends_with_its_head(
+    method: bytes, status: int, headers: list[tuple[bytes, bytes]]
+) -> None:
+    """The next one on the connection comes right behind it."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/last":
+            await echo(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        body = b"" if status != 200 else b"one"
+        await send({"type": "http.response.body", "body": body})
+
+    async with connected(app) as client:
+        await client.send(GET.replace(b"GET", method) + LAST)
+        head, _, rest = (await client.rest()).partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert bodies(rest) == [b"GET /last "]
+
+
+ASKS = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+
+
+async def test_a_client_that_asks_before_its_body_is_told_to_send_it() -> None:
+    """As soon as the app wants it."""
+    async with connected() as client:
+        await client.send(ASKS)
+        assert await client.part() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(b"ab" + LAST)
+        assert bodies(await client.rest()) == [b"POST /a ab", b"GET /last "]
+
+
+async def test_a_client_that_asks_and_is_answered_at_once_is_asked_nothing_more() -> None:
+    """It may send the body or keep it: what it sends next could be either, so nothing is read."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"no", [(b"content-length", b"2")])
+
+    async with connected(app) as client:
+        await client.send(ASKS)
+        said = await client.rest()
+    assert b"connection: close" in said
+    assert bodies(said) == [b"no"]
