@@ -138,7 +138,7 @@ class PatientProtocol(StrictProtocol):
         is late with a body is told so by the app.
         """
         self._end = None
-        if self._waits is _Waits.FOR_A_BODY:
+        if self._waits is _Waits.FOR_A_BODY and not self._is_refused:
             if self._running is not None:
                 self._running.give_up_body()
             return

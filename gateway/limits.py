@@ -58,7 +58,8 @@ class Body:
         length = header(scope, b"content-length")
         if length is None or not length.isdigit() or int(length) <= self._limits.max_body_bytes:
             return
-        if int(length) <= _DISCARD_TIMES * self._limits.max_body_bytes:
+        asks_first = header(scope, b"expect") is not None  # and has sent nothing of it
+        if int(length) <= _DISCARD_TIMES * self._limits.max_body_bytes and not asks_first:
             await self._discard()
         raise self._too_long()
 

@@ -87,13 +87,16 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The work's result. Raises ClientGone, with the work ended, where the caller goes first."""
+    """The work's result. Raises, with the work ended, ClientGone where the caller goes first, and
+    what `receive` raises: a body may still come, though nobody asked for one.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(until_gone(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        watching.result()
         raise ClientGone
     finally:
         await end(working, watching)
@@ -131,8 +134,8 @@ class SseResponse(Response):
         try:
             async for part in self._events:
                 if not has_started:
-                    has_started = True
                     await send(self._start())
+                    has_started = True
                 await self._send_part(send, part)
         except ClientGone:
             raise

@@ -81,7 +81,11 @@ class StrictProtocol(HttpToolsProtocol):
     def _refuse_request(self) -> None:
         """Of what comes nothing more is read. What was asked properly before is answered first."""
         self._is_refused = True
-        if self.cycle is None or self.cycle.response_complete or self._lacks_body():
+        if self.cycle is None or self.cycle.response_complete:
+            self.send_400_response(_INVALID)
+        elif self._lacks_body():
+            self.cycle.disconnected = True  # what the app would still say came behind the refusal
+            self.cycle.message_event.set()
             self.send_400_response(_INVALID)
         else:
             self.cycle.keep_alive = False
@@ -140,7 +144,7 @@ class StrictProtocol(HttpToolsProtocol):
         num_hosts = 0
         for name, value in self.headers:
             num_hosts += name == b"host"
-            if name == b"transfer-encoding" and value.lower() != b"chunked":
+            if name == b"transfer-encoding" and (value.lower() != b"chunked" or version == "1.0"):
                 raise _BadRequest
         if version not in ("1.0", "1.1") or method == b"CONNECT":
             raise _BadRequest

@@ -1,18 +1,34 @@
-"""The layer around the routes, without a server."""
+"""The layer around the routes, without an app of ours behind."""
 
+import asyncio
+import json
 import logging
+from collections.abc import AsyncGenerator
 
 import pytest
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.front import Front
 from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
+from gateway.sse import SseResponse
 from telemetry.tracing import Tracing
+from tests.gateway.bare_connection import connected
 
 pytestmark = pytest.mark.anyio
+
+MAX_BODY_BYTES = 100
+
+
+def front_of(routes: ASGIApp, metrics: GatewayMetrics | None = None) -> Front:
+    settings = GatewaySettings(
+        redis_url="redis://nowhere", allowed_hosts=("*",), max_body_bytes=MAX_BODY_BYTES
+    )
+    counted = metrics or GatewayMetrics()
+    return Front(routes, Limits(settings), counted, Tracing("test"), lambda: 0.0)
 
 
 async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
@@ -31,9 +47,55 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
         sent.append(message)
 
     with caplog.at_level(logging.INFO):
-        limits = Limits(GatewaySettings(redis_url="redis://nowhere", allowed_hosts=("*",)))
-        front = Front(reads_the_body, limits, GatewayMetrics(), Tracing("test"), lambda: 0.0)
-        await front({"type": "http", "headers": []}, leaves, keep)
+        await front_of(reads_the_body)({"type": "http", "headers": []}, leaves, keep)
 
     assert sent == []
     assert caplog.records == []
+
+
+async def test_a_header_that_cannot_be_sent_is_an_error_of_ours() -> None:
+    """With an id and in the one shape, as any; counted once, as what was said."""
+    metrics = GatewayMetrics()
+    response = Response("fine", headers={"x": "a\nset-cookie: b"})
+    async with connected(front_of(response, metrics)) as client:
+        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\n\r\n")
+        head, _, body = (await client.part()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"\r\nx-request-id: mine" in head
+    assert json.loads(body)["error"]["code"] == "internal_error"
+    requests = metrics.counts()["http_requests_total"]
+    assert requests == {("other", "GET", "500"): 1}
+
+
+async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
+    """A reader of a stream that announced one, before there is anything to stream."""
+    was_told_gone: list[bool] = []
+
+    async def nothing_yet() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def on_gone() -> None:
+        was_told_gone.append(True)
+
+    response = SseResponse(nothing_yet(), headers={}, on_gone=on_gone)
+    async with connected(front_of(response), body_s=0.1) as client:
+        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
+        said = await client.rest()
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert not was_told_gone
+
+
+async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
+    """A client that waits for our word before it sends is told at once."""
+
+    async def routes(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError
+
+    length = b"%d" % (2 * MAX_BODY_BYTES)
+    async with connected(front_of(routes)) as client:
+        await client.send(
+            b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+            b"content-length: " + length + b"\r\n\r\n"
+        )
+        assert (await client.rest()).startswith(b"HTTP/1.1 413 ")
