@@ -93,6 +93,9 @@ class RuntimeApi:
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             yield _Connection(reader, writer)
+        except BaseException:
+            writer.transport.abort()  # nobody may take what was written
+            raise
         finally:
             writer.close()
 

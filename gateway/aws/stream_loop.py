@@ -81,7 +81,8 @@ class Exchange:
                 log.error("unexpected %s request_id=%s", type(exc).__name__, self._invocation.id)
             finally:
                 await tasks.end(clock)
-            await self._finish()
+            async with asyncio.timeout(self._stall_s):  # a TimeoutError is an OSError
+                await self._finish()
 
     async def _finish(self) -> None:
         if self._answer is None:
@@ -105,7 +106,7 @@ class Exchange:
             self._answer.reply.add_done_callback(lambda _: self._gone.set())
             return
         assert self._answer is not None
-        async with asyncio.timeout(self._stall_s):  # a TimeoutError is an OSError
+        async with asyncio.timeout(self._stall_s):
             await self._answer.write(message.get("body", b""))
         self._is_complete = not message.get("more_body", False)
 

@@ -49,6 +49,7 @@ class RuntimeServer:
 
     address: str = ""
     replies: dict[str, Reply] = field(default_factory=dict)
+    takes: asyncio.Event = field(default_factory=asyncio.Event)  # answers, while it is set
     _events: asyncio.Queue[tuple[str, float, dict[str, Any]]] = field(default_factory=asyncio.Queue)
     _writers: dict[str, asyncio.StreamWriter] = field(default_factory=dict)
 
@@ -58,6 +59,10 @@ class RuntimeServer:
         self.replies[request_id] = Reply()
         self._events.put_nowait((request_id, time.time() + time_left_s, event))
         return self.replies[request_id]
+
+    async def has_handed_out_all(self) -> None:
+        """Waits until the loop has asked for what was sent."""
+        await self._events.join()
 
     def hang_up(self, reply: Reply) -> None:
         """Cuts the connection that an answer comes on."""
@@ -81,6 +86,7 @@ class RuntimeServer:
         path = request.target.decode()
         if path.endswith("/next"):
             request_id, deadline_s, event = await self._events.get()
+            self._events.task_done()
             head = {
                 "Lambda-Runtime-Aws-Request-Id": request_id,
                 "Lambda-Runtime-Deadline-Ms": str(int(deadline_s * 1000)),
@@ -101,6 +107,7 @@ class RuntimeServer:
 
     async def _take(self, http: h11.Connection, reader: asyncio.StreamReader, reply: Reply) -> None:
         while True:
+            await self.takes.wait()
             event = await _next(http, reader)
             if isinstance(event, h11.EndOfMessage):
                 reply.trailers = dict(event.headers)
@@ -136,6 +143,7 @@ async def _respond(
 @asynccontextmanager
 async def running_runtime_api() -> AsyncIterator[RuntimeServer]:
     runtime = RuntimeServer()
+    runtime.takes.set()
     server = await asyncio.start_server(runtime.serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     runtime.address = f"{host}:{port}"
@@ -146,9 +154,9 @@ async def running_runtime_api() -> AsyncIterator[RuntimeServer]:
 
 
 @asynccontextmanager
-async def looping(app: Any) -> AsyncIterator[RuntimeServer]:
+async def looping(app: Any, *, stall_s: float = 30.0) -> AsyncIterator[RuntimeServer]:
     """The loop around an app, and the Runtime API that it asks for events."""
     async with running_runtime_api() as runtime:
-        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address), stall_s=30.0))
+        loop = asyncio.create_task(serve(app, RuntimeApi(runtime.address), stall_s=stall_s))
         yield runtime
         await end(loop)

@@ -189,3 +189,30 @@ async def test_a_worker_that_fails_in_mid_stream_ends_the_stream_in_order(
     assert b'"engine_error"' in reply.content
     assert reply.content.endswith(b"data: [DONE]\n\n")
     assert not reply.trailers
+
+
+async def test_an_answer_that_nobody_takes_is_ended() -> None:
+    """Connected still, but nothing is read: the app is told, and the next event is answered."""
+    is_told = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/livez":
+            await send({"type": "http.response.body", "body": b"alive"})
+            return
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 10**6, "more_body": True})
+        except OSError:
+            is_told.set()
+
+    async with looping(app, stall_s=0.2) as runtime:
+        runtime.takes.clear()
+        runtime.send(CALL)
+        async with asyncio.timeout(20):
+            await is_told.wait()
+            alive = runtime.send(rest_event("GET", "/livez"))
+            await runtime.has_handed_out_all()
+            runtime.takes.set()
+            await alive.over.wait()
+    assert alive.content == b"alive"
