@@ -94,6 +94,12 @@ _LAST_EVENT_ID = _parameter(
 _STARTING_AFTER = _parameter(
     "query", "starting_after", _EVENT_ID, "the same as the header, which wins"
 )
+_LIMIT = _parameter(
+    "query",
+    "limit",
+    {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "so many on a page",
+)
 _LIST_QUERY = (
     _parameter(
         "query",
@@ -109,7 +115,7 @@ _LIST_QUERY = (
         {"type": "number", "minimum": 0, "maximum": 10**11},
         "submitted later than this, in Unix seconds",
     ),
-    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": 100}, "20 if none"),
+    _LIMIT,
     _parameter("query", "after", _STRING, "the `last_id` of the page before"),
     {
         **_parameter(
@@ -123,7 +129,7 @@ _LIST_QUERY = (
     },
 )
 _PAGE_QUERY = (
-    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": 100}, "20 if none"),
+    _LIMIT,
     _parameter(
         "query",
         "before",
