@@ -44,6 +44,12 @@ class StrictProtocol(HttpToolsProtocol):
         self._num_untold = 0  # bytes taken in since the parser told of any
         self._running: Exchange | None = None
 
+    def shutdown(self) -> None:
+        """What runs is the last; of what waits behind it nothing is begun."""
+        if self._running is not None:
+            self._running.keep_alive = False
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True  # uvicorn tells the last request alone

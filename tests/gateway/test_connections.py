@@ -222,3 +222,16 @@ async def test_nothing_follows_a_refusal() -> None:
         said = await client.rest()
     assert said.endswith(REFUSED)
     assert said.count(b"HTTP/1.1") == 2
+
+
+async def test_what_waits_behind_a_stream_is_not_begun_once_the_server_stops() -> None:
+    """The stream has its time to end, and the connection ends with it."""
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
+    async with connected(streaming(has_begun, goes_on)) as client:
+        await client.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n" * 3)
+        await has_begun.wait()
+        client.protocol.shutdown()
+        goes_on.set()
+        said = await client.rest()
+    assert said.count(b"HTTP/1.1 200 OK") == 1
+    assert said.endswith(b"two\r\n0\r\n\r\n")
