@@ -7,11 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from contract.errors import BatchwayError
 from contract.tasks import end
@@ -25,6 +25,8 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+_PART = {"type": "http.response.body", "body": b"", "more_body": True}
 
 T = TypeVar("T")
 
@@ -134,9 +136,9 @@ class SseResponse(Response):
         try:
             async for part in self._events:
                 if not has_started:
-                    await send(self._start())
+                    await self._say(send, self._start())
                     has_started = True
-                await self._send_part(send, part)
+                await self._say(send, {**_PART, "body": part})
         except ClientGone:
             raise
         except AnsweredOtherwise as exc:
@@ -151,18 +153,19 @@ class SseResponse(Response):
                 error.headers.update(self._own_headers())
                 await error.response()(scope, receive, send)
                 return
-            await self._send_part(send, message(error.body()) + DONE)
+            await self._say(send, {**_PART, "body": message(error.body()) + DONE})
         if not has_started:
-            await send(self._start())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._say(send, self._start())
+        await self._say(send, {**_PART, "more_body": False})
 
-    async def _send_part(self, send: Send, part: bytes) -> None:
+    async def _say(self, send: Send, said: Message) -> None:
+        """Raises ClientGone where nobody takes it."""
         try:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send(said)
         except OSError as exc:
             raise ClientGone from exc
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> Message:
         return {
             "type": "http.response.start",
             "status": self.status_code,

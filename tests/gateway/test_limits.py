@@ -99,3 +99,31 @@ async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
             b"content-length: " + length + b"\r\n\r\n"
         )
         assert (await client.rest()).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+async def test_a_stream_that_is_not_taken_is_given_up(num_taken: int) -> None:
+    """Its job must not go on for nobody, be it the head, an event or the end that fails."""
+    sent: list[Message] = []
+    was_told_gone: list[bool] = []
+
+    async def one() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+
+    async def on_gone() -> None:
+        was_told_gone.append(True)
+
+    async def stays() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def take(message: Message) -> None:
+        if len(sent) == num_taken:
+            raise ConnectionResetError
+        sent.append(message)
+
+    scope: Scope = {"type": "http", "headers": []}
+    await SseResponse(one(), headers={}, on_gone=on_gone)(scope, stays, take)
+
+    assert was_told_gone == [True]
+    assert len(sent) == num_taken
