@@ -271,12 +271,11 @@ async def test_a_move_reaches_the_job_s_worker_and_its_record(
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
-    async with redis_client.pubsub(ignore_subscribe_messages=True) as heard:
+    async with redis_client.pubsub() as heard:
         await heard.subscribe(keys.control_channel("w1"))
+        await anext(heard.listen())  # from now on it hears
         moved = await functions.reprioritise(job.id, "t", lane="interactive", deadline_s=5)
-        message = None
-        while message is None:
-            message = await heard.get_message(timeout=5)
+        message = await anext(heard.listen())
     assert moved is Verdict.OK
     word, job_id, lane, deadline_ms = message["data"].decode().split()
     assert (word, job_id, lane, int(deadline_ms)) == ("moved", job.id, "interactive", 5000)

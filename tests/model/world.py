@@ -101,6 +101,7 @@ class World:
             ignore_subscribe_messages=True
         )
         self._hints.subscribe(self.keys.wake_channel("m"))
+        self._hints.get_message(timeout=5)  # the confirmation: from now on it hears
 
     def close(self) -> None:
         self._hints.close()
