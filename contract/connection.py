@@ -51,9 +51,10 @@ class _Client(redis.asyncio.Redis):
         self._opening: asyncio.Task[FunctionCalls] | None = None
 
     async def execute_command(self, *args: EncodableT, **options: Any) -> Any:
-        """As redis-py's, retries and errors too."""
+        """As redis-py's, retries and errors too; `num_retries` of a function call may be given."""
         if args[0] not in _FUNCTION_CALLS:
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        num_retries = options.get("num_retries", self.num_retries)
         command, num_failures = packed(*args), 0
         while True:
             try:
@@ -63,7 +64,7 @@ class _Client(redis.asyncio.Redis):
                 return await calls.call(command)
             except (ConnectionError, TimeoutError):
                 num_failures += 1
-                if num_failures > self.num_retries:
+                if num_failures > num_retries:
                     raise
             await asyncio.sleep(_BACKOFF.compute(num_failures))
 

@@ -53,11 +53,17 @@ class Functions:
         self._client = client
         self._tag = keys.tag
 
-    async def _call(self, name: str, *args: str | bytes | int | float, reads: bool = False) -> Any:
+    async def _call(
+        self,
+        name: str,
+        *args: str | bytes | int | float,
+        reads: bool = False,
+        **options: int,
+    ) -> Any:
         verb = "FCALL_RO" if reads else "FCALL"
         with broker_errors():
             return await self._client.execute_command(  # type: ignore[no-untyped-call]
-                verb, f"{LIBRARY}_{name}", 1, self._tag, *args
+                verb, f"{LIBRARY}_{name}", 1, self._tag, *args, **options
             )
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
@@ -109,12 +115,15 @@ class Functions:
         Lanes come most urgent first; one with a minimum share gets that much of the tokens that
         are handed out while it has work. An idle worker may be handed one job under suspicion,
         which must run alone. The version of the worker's configuration is kept with the job.
+
+        Not made again where its answer is lost: `mine` says what that has handed out.
         """
         room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
         served: list[str] = []
         for lane in lanes:
             served += (lane, _claim_terms(lane, min_shares or {}, rooms))
-        return replies.claimed(await self._call("claim", incarnation, model, *room, *served))
+        reply = await self._call("claim", incarnation, model, *room, *served, num_retries=0)
+        return replies.claimed(reply)
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

@@ -1,4 +1,4 @@
-"""A way to Redis with TLS, or one that falls silent."""
+"""A way to Redis with TLS, or one that falls silent or loses an answer."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ class Relay:
         self._tls = tls
         self._passes = asyncio.Event()
         self._passes.set()
+        self._loses_answer = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_connections = 0
         self.port = 0
@@ -39,6 +40,10 @@ class Relay:
     def speak_again(self) -> None:
         self._passes.set()
 
+    def lose_next_answer(self) -> None:
+        """Closes the connection in its place, once the server has done what it was asked."""
+        self._loses_answer = True
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -48,16 +53,21 @@ class Relay:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pass_on(reader, to_server))
-                group.create_task(self._pass_on(from_server, writer))
+                group.create_task(self._pass_on(from_server, writer, are_answers=True))
         finally:
             self._tasks.discard(task)
             for end in (writer, to_server):
                 end.transport.abort()
 
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pass_on(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, are_answers: bool = False
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(2**16):
                 await self._passes.wait()
+                if are_answers and self._loses_answer:
+                    self._loses_answer = False
+                    break
                 sink.write(data)
                 await sink.drain()
         sink.transport.abort()

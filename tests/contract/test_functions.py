@@ -1,14 +1,19 @@
 """The Redis Functions on a real Redis: each transition of the state table."""
 
+import contextlib
+
 import pytest
 import redis.asyncio
 
 from contract.calls import Append, Claimed, Release, Submission, Swept, Verdict
-from contract.errors import ErrorCode, JobRefused
+from contract.connection import connect
+from contract.errors import BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import ChoiceDelta, End, Tokens
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.relay import Relay
 
 pytestmark = pytest.mark.anyio
 
@@ -262,6 +267,25 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
     assert len(await claim(functions, max_tokens=25)) == 2
     assert len(await claim(functions, max_tokens=9)) == 0
     assert [c.job.id for c in await claim(functions, max_jobs=1)] == [jobs[2].id]
+
+
+async def test_a_claim_whose_answer_is_lost_is_not_made_again(
+    functions: Functions, redis_server: EmbeddedRedis, keys: Keys
+) -> None:
+    """Else its job would wait for its lease to lapse: whoever asked asks what is its own."""
+    jobs = [make_job(), make_job()]
+    async with Relay(redis_server).running() as relay:
+        client = connect(f"redis://127.0.0.1:{relay.port}")
+        async with contextlib.aclosing(client):
+            worker = Functions(client, keys)
+            assert await claim(worker) == []
+            for job in jobs:
+                await functions.submit(job, make_submission())
+            relay.lose_next_answer()
+            with pytest.raises(BrokerUnavailable):
+                await claim(worker, max_jobs=1)
+            [mine] = await worker.mine("w1", [], lease_s=LEASE_S)
+    assert (mine.job.id, mine.attempt) == (jobs[0].id, 1)
 
 
 async def test_a_move_reaches_the_job_s_worker_and_its_record(
