@@ -43,6 +43,7 @@ FIRST_HASH = "00000000"
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
 _NO_ROOM = LaneRoom(0, 0)
+_Word = str | bytes | int | float  # of a command
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
 
@@ -53,18 +54,11 @@ class Functions:
         self._client = client
         self._tag = keys.tag
 
-    async def _call(
-        self,
-        name: str,
-        *args: str | bytes | int | float,
-        reads: bool = False,
-        **options: int,
-    ) -> Any:
+    async def _call(self, name: str, *args: _Word, reads: bool = False, **options: int) -> Any:
         verb = "FCALL_RO" if reads else "FCALL"
+        words = (verb, f"{LIBRARY}_{name}", 1, self._tag, *args)
         with broker_errors():
-            return await self._client.execute_command(  # type: ignore[no-untyped-call]
-                verb, f"{LIBRARY}_{name}", 1, self._tag, *args, **options
-            )
+            return await self._client.execute_command(*words, **options)  # type: ignore[no-untyped-call]
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
@@ -118,12 +112,11 @@ class Functions:
 
         Not made again where its answer is lost: `mine` says what that has handed out.
         """
-        room = (int(lease_s * 1000), max_jobs, max_tokens, int(is_idle), config_version)
-        served: list[str] = []
+        says: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
+        says += [int(is_idle), config_version]
         for lane in lanes:
-            served += (lane, _claim_terms(lane, min_shares or {}, rooms))
-        reply = await self._call("claim", incarnation, model, *room, *served, num_retries=0)
-        return replies.claimed(reply)
+            says += [lane, _claim_terms(lane, min_shares or {}, rooms)]
+        return replies.claimed(await self._call("claim", *says, num_retries=0))
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
