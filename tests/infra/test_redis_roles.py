@@ -181,9 +181,9 @@ class RoleClients:
     def __post_init__(self) -> None:
         self._clients = {name: connect(role_url(self.redis_url, name)) for name in NAMES}
 
-    def execute_command(self, verb: str, name: str, *args: Any) -> Any:
+    def execute_command(self, verb: str, name: str, *args: Any, **options: int) -> Any:
         call: Any = self._client_for(name).execute_command
-        return call(verb, name, *args)
+        return call(verb, name, *args, **options)
 
     def fcall(self, name: str, *args: Any) -> Any:
         return self._client_for(name).fcall(name, *args)
