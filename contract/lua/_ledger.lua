@@ -44,6 +44,17 @@ local function count_in_line(tag, job, sign)
   end
 end
 
+-- Counts a queued job as one that runs.
+function ledger.start(tag, job)
+  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
+  local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
+  local is = redis.call('HMGET', key, unpack(names))
+  redis.call('HSET', key, names[1], (is[1] or 0) - 1, names[2], (is[2] or 0) - job.cost,
+    names[3], (is[3] or 0) + 1, names[4], (is[4] or 0) + job.cost)
+  ledger.progress(tag, job, ledger.done(job))
+  if is_in_line(job) then count_in_line(tag, job, -1) end
+end
+
 -- Counts a job into (1) or out of (-1) what is 'queued' or 'running' in its lane.
 function ledger.count(tag, job, what, sign)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
@@ -56,12 +67,15 @@ function ledger.count(tag, job, what, sign)
   end
 end
 
--- Notes where a job enters its tenant's line: how much will have left it when its turn comes.
-function ledger.line_up(tag, job)
+-- Notes in its record where a job enters its tenant's line: how much will have left it when its
+-- turn comes.
+function ledger.line_up(tag, job, record)
   if not is_in_line(job) then return end
   local line = redis.call('HMGET', line_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
-  redis.call('HSET', job.key, 'turn_jobs', (line[1] or 0) + (line[3] or 0),
-    'turn_tokens', (line[2] or 0) + (line[4] or 0))
+  for _, word in ipairs({'turn_jobs', (line[1] or 0) + (line[3] or 0),
+    'turn_tokens', (line[2] or 0) + (line[4] or 0)}) do
+    table.insert(record, word)
+  end
 end
 
 -- What is known of output lengths, and of how many outputs.
@@ -92,19 +106,20 @@ end
 
 -- Notes how long a job has waited beside how long it was to wait, where that was predicted.
 function ledger.calibrate(tag, job, now)
-  local predicted = tonumber(redis.call('HGET', job.key, 'predicted') or -1)
+  local predicted = tonumber(job.predicted or -1)
   if predicted < 0 then return end
   local key = tag .. ':calibration:' .. job.model .. ':' .. job.lane
-  redis.call('LPUSH', key, string.format('%d %d', predicted, now - job.created))
-  redis.call('LTRIM', key, 0, MAX_CALIBRATIONS - 1)
+  local known = redis.call('LPUSH', key, string.format('%d %d', predicted, now - job.created))
+  if known > MAX_CALIBRATIONS then redis.call('LTRIM', key, 0, MAX_CALIBRATIONS - 1) end
   redis.call('PEXPIRE', key, LENGTHS_TTL_MS)
 end
 
 -- Reserves a new job's cost with its tenant.
 function ledger.reserve(tag, job)
   local tenant = tag .. ':tenant:' .. job.tenant
-  redis.call('HINCRBY', tenant, 'reserved', job.cost)
-  redis.call('PERSIST', tenant)
+  if redis.call('HINCRBY', tenant, 'reserved', job.cost) == job.cost then
+    redis.call('PERSIST', tenant)  -- nothing was reserved: it was to expire
+  end
 end
 
 -- The bill at a job's end: what it has used is charged, the rest of its cost refunded (more than

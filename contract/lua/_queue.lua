@@ -70,15 +70,15 @@ local function take(tag, found, incarnation, lease_ms, now, config)
     return nil
   end
   if is_in_line(job) then fairness.charge(tag, job) end
-  ledger.count(tag, job, 'queued', -1)
-  ledger.count(tag, job, 'running', 1)
+  ledger.start(tag, job)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
+  local is_first = not job.claimed
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
-    'attempt', job.attempt, 'config', config, 'charged', job.charged)
-  local is_first = redis.call('HSETNX', job.key, 'claimed', now) == 1
+    'attempt', job.attempt, 'config', config, 'charged', job.charged,
+    'claimed', job.claimed or now)
   totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end
-  if is_first and redis.call('HGET', job.key, 'callback_started') == '1' then
+  if is_first and job.callback_started == '1' then
     outbox.post(tag, job, 'started', now, '', '')
   end
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)

@@ -35,10 +35,10 @@ function running.note(tag, job)
     running.place(job)))
 end
 
--- How far the job is: {next, tokens, hash}, nil where its record says it.
-function running.progress(tag, owner, id)
+-- How far the job is: {next, tokens, hash}, nil where its record says it. `packed` as in load_job.
+function running.progress(tag, owner, id, packed)
   if not owner or owner == '' then return nil end
-  local packed = redis.call('HGET', running.key(tag, owner), id)
+  if packed == nil then packed = redis.call('HGET', running.key(tag, owner), id) end
   if not packed then return nil end
   local form = string.byte(packed) == 0 and PROGRESS or FORMER_PROGRESS
   local _, next_number, tokens, hash = struct.unpack(form, packed)

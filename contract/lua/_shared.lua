@@ -24,7 +24,7 @@ local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
-  'callback_to', 'callback_every', 'created',
+  'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted',
 }
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
@@ -40,8 +40,9 @@ local function now_ms(tag)
   return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
 end
 
--- The mutable part of a job's record, or nil.
-local function load_job(tag, id)
+-- The mutable part of a job's record, or nil. `packed` is how far it is by its worker, where that
+-- was read before; false: the worker has noted nothing.
+local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
   local values = redis.call('HMGET', key, unpack(JOB_FIELDS))
   if not values[1] then return nil end
@@ -49,7 +50,8 @@ local function load_job(tag, id)
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
   for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
-  for name, value in pairs(running.progress(tag, job.owner, id) or {}) do job[name] = value end
+  local progress = running.progress(tag, job.owner, id, packed)
+  for name, value in pairs(progress or {}) do job[name] = value end
   return job
 end
 
@@ -103,18 +105,23 @@ local function handed_out(tag, job, now)
 end
 
 -- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>`,
--- `back:<model>:<lane>` or `q:<model>:suspect`.
-local function enqueue(tag, job, stream)
+-- `back:<model>:<lane>` or `q:<model>:suspect`. `record` is what else its record is to say from now
+-- on: {field, value, …}.
+local function enqueue(tag, job, stream, record)
   local key = tag .. ':' .. stream
   if redis.call('EXISTS', key) == 0 then
     redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
   end
   job.stream = stream
-  ledger.line_up(tag, job)
   job.entry = redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
   job.state = 'queued'
   job.owner = ''
-  redis.call('HSET', job.key, 'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry)
+  record = record or {}
+  for _, word in ipairs({'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry}) do
+    table.insert(record, word)
+  end
+  ledger.line_up(tag, job, record)
+  redis.call('HSET', job.key, unpack(record))
   ledger.count(tag, job, 'queued', 1)
   redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
 end

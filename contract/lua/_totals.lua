@@ -12,12 +12,21 @@ function totals.add(tag, model, field, value)
   redis.call('HINCRBY', tag .. ':totals:' .. model, field, string.format('%.0f', value))
 end
 
--- One more observation of a job's latency.
-function totals.observe(tag, job, metric, ms)
-  local bucket = 1
+-- Adds to several fields: {field, value, …}.
+local function add_all(tag, model, gains)
+  local key, fields = tag .. ':totals:' .. model, {}
+  for i = 1, #gains, 2 do table.insert(fields, gains[i]) end
+  for i, value in ipairs(redis.call('HMGET', key, unpack(fields))) do
+    gains[2 * i] = string.format('%.0f', (value or 0) + gains[2 * i])
+  end
+  redis.call('HSET', key, unpack(gains))
+end
+
+-- One more observation of a job's latency, beside a field that grows with it.
+local function observe(tag, job, metric, ms, field, value)
+  local bucket, name = 1, metric .. ':' .. job.lane
   while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
-  totals.add(tag, job.model, metric .. ':' .. job.lane .. ':' .. bucket, 1)
-  totals.add(tag, job.model, metric .. ':' .. job.lane .. ':sum', ms * 1000)
+  add_all(tag, job.model, {field, value, name .. ':' .. bucket, 1, name .. ':sum', ms * 1000})
 end
 
 function totals.age(job, now)
@@ -26,20 +35,26 @@ end
 
 -- A worker has taken the job.
 function totals.claimed(tag, job, now, is_first)
-  totals.add(tag, job.model, 'attempts_total:' .. job.lane, 1)
-  if is_first then totals.observe(tag, job, 'request_queue_time_seconds', totals.age(job, now)) end
+  local attempts = 'attempts_total:' .. job.lane
+  if is_first then
+    observe(tag, job, 'request_queue_time_seconds', totals.age(job, now), attempts, 1)
+  else
+    totals.add(tag, job.model, attempts, 1)
+  end
 end
 
 -- Output came into a job's log, its first.
 function totals.began(tag, job, now)
-  totals.add(tag, job.model, 'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
-  totals.observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now))
+  observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now),
+    'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
 end
 
 function totals.ended(tag, job, status, now)
-  totals.add(tag, job.model, 'requests_total:' .. job.lane .. ':' .. status, 1)
+  local requests = 'requests_total:' .. job.lane .. ':' .. status
   if status == 'succeeded' then
-    totals.observe(tag, job, 'e2e_request_latency_seconds', totals.age(job, now))
+    observe(tag, job, 'e2e_request_latency_seconds', totals.age(job, now), requests, 1)
+  else
+    totals.add(tag, job.model, requests, 1)
   end
 end
 

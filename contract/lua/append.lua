@@ -55,7 +55,7 @@ end
 
 -- The long way: a verdict and its number.
 local function append_one(tag, now, incarnation, item, said, renewed)
-  local job, num_tokens = load_job(tag, item.id), item.num_tokens
+  local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
   local refusal = fence(job, incarnation, item.epoch)
   if refusal then return refusal, 0 end
   if item.number < job.next then return 'OK', job.next end
@@ -98,13 +98,13 @@ local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, sai
     place)
 end
 
--- How far those of the call's jobs are that go on, packed, by id.
+-- How far those of the call's jobs are that go on, packed, by id; false of others.
 local function those_running(tag, incarnation, argv)
   local found = {}
   for first = FIRST_ID, #argv, MOST_ARGUMENTS do
     local last = math.min(#argv, first + MOST_ARGUMENTS - 1)
     local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, first, last))
-    for i, value in ipairs(values) do found[argv[first + i - 1]] = value or nil end
+    for i, value in ipairs(values) do found[argv[first + i - 1]] = value end
   end
   return found
 end
@@ -144,7 +144,8 @@ local function append(keys, argv)
     local id = argv[i]
     local epoch, num_tokens, event, number, fin, after = unpack_struct(ITEM, says, from)
     from = after
-    local packed = found[id]
+    local known = found[id]
+    local packed = known
     found[id] = nil  -- a second event of a job in one call goes the long way
     if packed and event ~= '' and fin == '' then
       packed = go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
@@ -160,7 +161,7 @@ local function append(keys, argv)
       write('HSET', running.key(tag, incarnation), gone_on)
       gone_on, num_gone_on = {}, 0
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
-        num_tokens = num_tokens, fin = fin}
+        num_tokens = num_tokens, fin = fin, packed = known}
       if fin ~= '' then
         item.code, item.message, item.result, from = struct.unpack(END, says, from)
       end

@@ -103,11 +103,13 @@ local function book(tag, model, lanes, name, tokens, now)
   for _, lane in ipairs(lanes) do
     if lane.share > 0 then
       local key = tag .. ':owed:' .. model
-      local owed = tonumber(redis.call('HGET', key, lane.name) or 0) + lane.share * tokens
+      local before = tonumber(redis.call('HGET', key, lane.name) or 0)
+      local owed = before + lane.share * tokens
       if lane.name == name then owed = owed - tokens end
       local queued = redis.call('HGET', lane_key(tag, 'counters', model, lane.name), 'queued_jobs')
       if tonumber(queued or 0) == 0 then owed = 0 end
-      redis.call('HSET', key, lane.name, math.max(0, math.min(MAX_OWED, owed)))
+      owed = math.max(0, math.min(MAX_OWED, owed))
+      if owed ~= before then redis.call('HSET', key, lane.name, owed) end
     end
   end
 end

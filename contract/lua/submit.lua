@@ -35,7 +35,7 @@ end
 
 local function accept(tag, job, terms, argv, found, now)
   local deadline, tenant = now + terms.deadline_ms, found.tenant
-  redis.call('HSET', job.key, 'v', terms.version, 'tenant', job.tenant, 'model', job.model,
+  local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
     'prompt_tokens', terms.prompt_tokens, 'max_tokens', terms.max_tokens,
@@ -43,7 +43,7 @@ local function accept(tag, job, terms, argv, found, now)
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,
     'metered', terms.tokens_per_min > 0 and 1 or 0, 'job', argv[5],
-    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '')
+    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or ''}
   if terms.callback_to ~= '' then
     redis.call('HSET', job.key, 'callback', argv[8], 'callback_to', terms.callback_to,
       'callback_started', terms.callback_started and 1 or 0,
@@ -61,7 +61,7 @@ local function accept(tag, job, terms, argv, found, now)
       redis.call('HSET', tag .. ':tenant:' .. job.tenant, what, tenant[what], what .. '_ms', now)
     end
   end
-  enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
+  enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant, record)
 end
 
 local function submit(keys, argv)

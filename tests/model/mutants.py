@@ -20,8 +20,8 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "every claim is a first wait in the totals",
-        "  if is_first then totals.observe",
-        "  if true then totals.observe",
+        "  if is_first then\n    observe",
+        "  if true then\n    observe",
     ),
     Mutant(
         "a prompt counts with every output",
@@ -30,8 +30,23 @@ MUTANTS = [
     ),
     Mutant(
         "what fails took its time too",
-        "  if status == 'succeeded' then\n    totals",
-        "  if true then\n    totals",
+        "  if status == 'succeeded' then\n    observe",
+        "  if true then\n    observe",
+    ),
+    Mutant(
+        "the first claim is forgotten for the next",
+        "'claimed', job.claimed or now)",
+        "'claimed', now)",
+    ),
+    Mutant(
+        "who runs still counts among those who wait",
+        "names[1], (is[1] or 0) - 1,",
+        "names[1], (is[1] or 0),",
+    ),
+    Mutant(
+        "how far a job is that waited for its worker is not looked at",
+        "if packed == nil then packed =",
+        "if false then packed =",
     ),
     Mutant(
         "every claim is a first wait",

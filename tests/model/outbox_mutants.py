@@ -15,8 +15,8 @@ _TEXTS = [
     ),
     (
         "the start is told again",
-        "if is_first and redis.call('HGET'",
-        "if redis.call('HGET'",
+        "if is_first and job.callback_started",
+        "if job.callback_started",
     ),
     (
         "progress is told twice",
