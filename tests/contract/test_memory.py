@@ -50,11 +50,13 @@ async def test_jobs_are_refused_before_memory_is_full(
     await functions.submit(known, make_submission())
 
     await fill(small_redis, 0.85)
-    num_taken = 0
-    with pytest.raises(BrokerFull) as refused:
-        while num_taken <= 16:
+
+    async def submit_seventeen() -> None:
+        for _ in range(17):
             await functions.submit(make_job(), make_submission())
-            num_taken += 1
+
+    with pytest.raises(BrokerFull) as refused:
+        await submit_seventeen()
     assert refused.value.code == "memory_full"
     assert not (await functions.submit(known, make_submission())).is_new
 
