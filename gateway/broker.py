@@ -41,6 +41,8 @@ PAGE_EVENTS = 500  # of a log, in one read
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
 SWEEP_EVERY_S = 1.0
 FIRST_LOOK_S = 0.02  # into a new job's log, where no hint comes before
+SAFE_LOOK_S = 0.2  # where its hints are heard since `SOON_S` after its submit: none was missed
+SOON_S = 0.005
 
 T = TypeVar("T")
 
@@ -48,8 +50,11 @@ T = TypeVar("T")
 class Broker:
     """One for each gateway process."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(
+        self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
+        self.clock = clock
         self.keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
@@ -64,7 +69,6 @@ class Broker:
         self._hints = Hints(
             connect(settings.redis_url, retries=0, command_timeout_s=None),
             max_bytes=settings.max_buffer_bytes,
-            idle_channel=self.keys.events_channel("none"),
         )
         self._swept_s = 0.0
         self._followed: Counter[str] = Counter()
@@ -200,46 +204,32 @@ class Broker:
         after: int = 0,
         after_hash: str | None = None,
         *,
-        is_new: bool = False,
+        submitted_s: float | None = None,
     ) -> AsyncIterator[LogEntry | Idle | Reset]:
         """Follows a job's log from event `after` to its End; Idle at least every poll.
 
-        `is_new`: the job was submitted a moment ago. To look into its log, which is empty, would
-        only stand in the way of the worker that claims it: its first hint is waited for.
+        `submitted_s`: since when it may be there (the broker's clock), where it is new. To look
+        into its log, which is empty, would only stand in the way of the worker that claims and
+        computes it: its first hint is waited for.
 
         Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
         """
         cursor = Cursor(after, after_hash)
-        answered_s = time.monotonic()
+        view: JobView | None = None
+        answered_s = self.clock()
         async with (
             self._following(job_id),
             self._hints.listen(self.keys.events_channel(job_id)) as mailbox,
         ):
-            if is_new:
-                for entry in cursor.next_of(await mailbox.take(FIRST_LOOK_S) or ()):
-                    yield entry
-                    if is_end(entry):
-                        return
+            is_whole, wait_s = False, self._settings.poll_s
+            if submitted_s is not None:
+                is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
             while True:
-                try:
-                    page = await self._next_page(job_id, tenant, cursor)
-                except BrokerUnavailable:
-                    if time.monotonic() - answered_s > self._settings.outage_grace_s:
-                        raise
-                    yield Idle(None)
-                    await asyncio.sleep(self._settings.poll_s)
-                    continue
-                answered_s = time.monotonic()
-                for item in page.items:
-                    yield item
-                    if is_end(item):
-                        return
-                if page.is_whole and page.view.is_terminal:
-                    return  # the caller has the end already
-                while page.is_whole:
-                    hints = await mailbox.take(self._settings.poll_s)
+                while is_whole:
+                    hints = await mailbox.take(wait_s)
+                    wait_s = self._settings.poll_s
                     if hints is None:
-                        yield Idle(page.view)
+                        yield Idle(view)
                         await self.sweep()
                         break
                     for entry in cursor.next_of(hints):
@@ -248,6 +238,28 @@ class Broker:
                             return
                     if cursor.misses_some_of(hints):
                         break
+                    answered_s = self.clock()
+                try:
+                    page = await self._next_page(job_id, tenant, cursor)
+                except BrokerUnavailable:
+                    if self.clock() - answered_s > self._settings.outage_grace_s:
+                        raise
+                    yield Idle(None)
+                    await asyncio.sleep(self._settings.poll_s)
+                    is_whole = False
+                    continue
+                answered_s = self.clock()
+                for item in page.items:
+                    yield item
+                    if is_end(item):
+                        return
+                view, is_whole = page.view, page.is_whole
+                if is_whole and view.is_terminal:
+                    return  # the caller has the end already
+
+    def _first_look_s(self, submitted_s: float) -> float:
+        """How long a new job's first hint is waited for, now that hints are heard."""
+        return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
     async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:
         view, entries = await self.read(
@@ -260,7 +272,7 @@ class Broker:
 
     async def sweep(self) -> None:
         """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
-        now_s = time.monotonic()
+        now_s = self.clock()
         if now_s - self._swept_s < SWEEP_EVERY_S:
             return
         self._swept_s = now_s

@@ -58,6 +58,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         return await submit_job(gateway, *prepared, preference.applied())
     position = _resumed_position(request, body, key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+    submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted)
@@ -70,7 +71,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         patience,
         timing,
         job_retention_s=caller.job_retention_s(gateway.settings),
-        is_new=submitted.is_new,
+        submitted_s=submitted_s if submitted.is_new else None,
         may_return=not _ends_with_caller(body, key),
         headers=told,
     )

@@ -83,10 +83,9 @@ class Mailbox:
 class Hints:
     """The shared subscription. `listen` starts it; `aclose` ends it."""
 
-    def __init__(self, client: redis.asyncio.Redis, *, max_bytes: int, idle_channel: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, *, max_bytes: int) -> None:
         self._client = client
         self._max_bytes = max_bytes
-        self._idle_channel = idle_channel.encode()  # keeps the subscription from being empty
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         self._confirmed: set[bytes] = set()
         self._subscription: Subscription | None = None  # while there is one
@@ -137,7 +136,8 @@ class Hints:
             subscription = Subscription(new_connection(self._client), self._deliver, self._confirm)
             try:
                 async with subscription:
-                    subscription.subscribe(self._idle_channel, *self._mailboxes)
+                    if self._mailboxes:
+                        subscription.subscribe(*self._mailboxes)
                     self._subscription = subscription
                     await subscription.end()
             except (RedisError, OSError) as exc:

@@ -74,7 +74,7 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
     """
     job = call.job
     answer = Answer(job, await gateway.tokenizer_for(job))
-    async for item in gateway.broker.events(job.id, job.tenant, is_new=call.is_new):
+    async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
         match item:
             case LogEntry(event=End() as end):
                 failure = failure_of(end)
@@ -120,7 +120,7 @@ async def call_stream(
     has_sent, last_id = starts_over, position.sse_id
     try:
         async for item in gateway.broker.events(
-            job.id, job.tenant, position.number, position.hash, is_new=call.is_new
+            job.id, job.tenant, position.number, position.hash, submitted_s=call.submitted_s
         ):
             match item:
                 case LogEntry(event=End() as end):

@@ -20,9 +20,10 @@ log = logging.getLogger("batchway.gateway")
 
 
 class SyncCall:
-    """One call. `is_new`: its job was not there before. `may_return`: its caller brought an
-    Idempotency-Key, and may come back for it. `job_retention_s`: how long its output is kept once
-    it has turned into a job."""
+    """One call. `submitted_s`: since when (monotonic) its job may be there, None where it was there
+    before. `may_return`: its caller brought an Idempotency-Key, and may come back for it.
+    `job_retention_s`: how long its output is kept once it has turned into a job.
+    """
 
     def __init__(
         self,
@@ -33,14 +34,14 @@ class SyncCall:
         timing: ServerTiming,
         *,
         job_retention_s: float,
-        is_new: bool,
+        submitted_s: float | None,
         may_return: bool,
         headers: Mapping[str, str],
     ) -> None:
         self.job = job
         self.patience = patience
         self.timing = timing
-        self.is_new = is_new
+        self.submitted_s = submitted_s
         self._broker = broker
         self._settings = settings
         self._job_retention_s = job_retention_s

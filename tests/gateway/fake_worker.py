@@ -11,9 +11,19 @@ from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.functions import Functions
-from contract.jobs import FinishReason, Job, JobStatus, ModelCard, TokenizerFiles
+from contract.jobs import (
+    Endpoint,
+    FinishReason,
+    Job,
+    JobStatus,
+    ModelCard,
+    SamplingParams,
+    TokenizerFiles,
+)
 from contract.keys import Keys
+from contract.library import ensure_library
 from tests.fakes import EOS_ID, VOCAB_SIZE, encode_text, hash_tokenizer
+from tests.fleet import until
 
 MODEL = "hash"
 LANES = ("interactive", "standard", "batch")
@@ -170,3 +180,40 @@ class FakeWorker:
         found = await self.functions.read(claimed.job.id, claimed.job.tenant)
         assert found is not None
         return found[0].status
+
+
+async def live_worker(client: redis.asyncio.Redis) -> FakeWorker:
+    """One of a published model, where nothing was there before."""
+    await ensure_library(client)
+    keys = Keys("test")
+    await publish_model(client, keys)
+    worker = FakeWorker(Functions(client, keys))
+    await worker.beat()
+    return worker
+
+
+async def until_followers(
+    client: redis.asyncio.Redis, keys: Keys, job_id: str, wanted: int
+) -> None:
+    """Returns once so many gateways follow the job."""
+
+    async def is_so() -> bool:
+        [(_, num_followers)] = await client.pubsub_numsub(keys.events_channel(job_id))
+        return bool(num_followers == wanted)
+
+    await until(is_so)
+
+
+def job_of_one() -> Job:
+    """With a prompt of one token."""
+    params = SamplingParams(max_tokens=64, seed=1)
+    return Job(
+        id="x",
+        tenant="t",
+        model=MODEL,
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(1,),
+        params=params,
+        created_s=0,
+    )

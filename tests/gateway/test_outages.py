@@ -12,17 +12,24 @@ import redis.asyncio
 
 from contract.connection import connect
 from contract.errors import BrokerUnavailable
-from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams
+from contract.events import LogEntry
 from contract.keys import Keys
-from contract.library import ensure_library
 from contract.tasks import end
 from gateway.breaker import Breaker
 from gateway.broker import Broker
-from gateway.hints import Hints
+from gateway.log_items import Idle
 from infra.embedded_redis import EmbeddedRedis
+from tests.contract.test_functions import make_submission
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.gateway.fake_worker import (
+    MODEL,
+    FakeWorker,
+    job_of_one,
+    live_worker,
+    publish_model,
+    says,
+    until_followers,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -34,15 +41,6 @@ def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
     """A server that may be killed; its file survives, to the last write."""
     with EmbeddedRedis(tmp_path, fsync="always") as server:
         yield server
-
-
-async def live_worker(client: redis.asyncio.Redis) -> FakeWorker:
-    await ensure_library(client)
-    keys = Keys("test")
-    await publish_model(client, keys)
-    worker = FakeWorker(Functions(client, keys))
-    await worker.beat()
-    return worker
 
 
 async def ready_as(http: httpx.AsyncClient, status: int) -> httpx.Response:
@@ -177,99 +175,38 @@ async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -
             await client.aclose()
 
 
-def job_of_one() -> Job:
-    params = SamplingParams(max_tokens=64, seed=1)
-    return Job(
-        id="x",
-        tenant="t",
-        model=MODEL,
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(1,),
-        params=params,
-        created_s=0,
-    )
+async def test_an_absence_counts_from_the_last_word(own_redis: EmbeddedRedis) -> None:
+    """A stream that heard hints alone for longer than it waits for Redis rides out a restart all
+    the same.
+    """
+    now_s = 0.0
+    settings = make_settings(own_redis.url, poll_s=0.5, outage_grace_s=5.0)
+    broker = Broker(settings, clock=lambda: now_s)
+    client = connect(own_redis.url)
+    worker = await live_worker(client)
+    job = job_of_one()
+    await worker.functions.submit(job, make_submission())
+    one, two, three = says("a", "b", "c")(job)
+    claimed = await worker.claim()
+    events = aiter(broker.events(job.id, job.tenant, submitted_s=now_s))
+    heard = asyncio.ensure_future(anext(events))
+    await until_followers(client, Keys("test"), job.id, 1)
+    await worker.say(claimed, 1, one)
+    assert isinstance(await heard, LogEntry)
+    now_s += 100
+    await worker.say(claimed, 2, two)
+    assert isinstance(await anext(events), LogEntry)
 
+    own_redis.kill()
+    assert await anext(events) == Idle(None)
 
-async def test_lost_hints_cost_a_poll_and_no_token(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis
-) -> None:
-    """The subscription is cut before every event; the log has them all."""
-    call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
-    claimed = await idle_worker.claim()
-    for number, event in enumerate(says("a", "b", "c")(claimed.job), 1):
-        await redis_client.client_kill_filter(_type="pubsub")
-        await idle_worker.say(claimed, number, event)
-    await idle_worker.finish(claimed, 4)
-    text = (await call).text
-    assert [f'"text":"{letter}"' in text for letter in "abc"] == [True] * 3
-    assert text.count('"text"') == 3
-
-
-async def test_hints_arrive_without_waiting_for_a_poll(
-    redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """With polls an hour apart the whole call still ends."""
-    with running_gateway(make_settings(redis_server.url, poll_s=3600.0, drain_s=0.0)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            worker = await live_worker(redis_client)
-            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
-            await worker.run(await worker.claim(), says("a", "b"))
-            assert (await call).json()["choices"][0]["text"] == "ab"
-
-
-async def test_a_broken_subscription_is_made_anew_once(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
-) -> None:
-    """Whoever begins to listen in the same moment makes no second connection beside it."""
-    client = connect(redis_server.url, retries=0, command_timeout_s=None)
-    hints = Hints(client, max_bytes=1000, idle_channel="idle of one")
-    async with hints.listen("first"):
-        await redis_client.client_kill_filter(_type="pubsub")
-        async with hints.listen("second") as mailbox:
-            async with asyncio.timeout(20):
-                await mailbox.is_subscribed.wait()
-            assert await redis_client.pubsub_numsub("idle of one") == [(b"idle of one", 1)]
-    await hints.aclose()
-
-
-async def test_a_full_mailbox_forgets_and_says_so(
-    redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
-) -> None:
-    """Its memory is bounded; the owner reads the log instead."""
-    client = connect(redis_server.url, retries=0, command_timeout_s=None)
-    hints = Hints(client, max_bytes=40, idle_channel="idle")
-    async with hints.listen("ch") as mailbox:
-        assert await mailbox.take(0.001) is None
-        entry: Any = object()
-        mailbox.put(entry, 30)
-        assert await mailbox.take(0.001) == [entry]
-        mailbox.put(entry, 30)
-        mailbox.put(entry, 30)
-        assert await mailbox.take(0.001) == []
-    await hints.aclose()
-
-
-async def test_a_slow_reader_gets_every_byte(
-    idle_worker: FakeWorker, redis_server: EmbeddedRedis
-) -> None:
-    """More than all buffers hold waits in the log until it is read."""
-    settings = make_settings(redis_server.url, max_buffer_bytes=10_000)
-    text = "x" * 400
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            body = BODY | {"max_tokens": 500}
-            answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
-            job_id = answer.json()["id"]
-            async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
-                claimed = await idle_worker.claim()
-                # 400 events of 1 kB, none of them read yet: far over the 10 kB of hints.
-                events = says(*[text[0]] * 400)(claimed.job)
-                for number, event in enumerate(events, 1):
-                    await idle_worker.say(claimed, number, event)
-                await idle_worker.finish(claimed, 401)
-                ids = [line async for line in stream.aiter_lines() if line.startswith("id: ")]
-    assert [int(line[4:].partition(".")[0]) for line in ids] == list(range(1, 402))
+    own_redis.start()
+    await worker.say(claimed, 3, three)
+    while not isinstance(item := await anext(events), LogEntry):
+        pass
+    assert item.number == 3
+    await broker.aclose()
+    await client.aclose()
 
 
 async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(

@@ -15,9 +15,8 @@ from contract.events import ChoiceDelta, Tokens
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.fake_worker import MODEL, FakeWorker, says, until_followers
 
 pytestmark = pytest.mark.anyio
 
@@ -147,18 +146,6 @@ async def hang_up(
     await reading
     await until_followers(client, keys, claimed.job.id, 0)
     return claimed
-
-
-async def until_followers(
-    client: redis.asyncio.Redis, keys: Keys, job_id: str, wanted: int
-) -> None:
-    """Returns once so many gateways follow the job."""
-
-    async def is_so() -> bool:
-        [(_, num_followers)] = await client.pubsub_numsub(keys.events_channel(job_id))
-        return bool(num_followers == wanted)
-
-    await until(is_so)
 
 
 @pytest.mark.parametrize(

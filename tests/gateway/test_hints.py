@@ -1,0 +1,163 @@
+"""Hints get lost, or come alone: a follower misses nothing, and reads only what it did not hear."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.connection import connect
+from contract.events import LogEntry
+from contract.functions import Functions
+from contract.keys import Keys
+from gateway import broker
+from gateway.broker import Broker
+from gateway.hints import Hints
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.test_functions import make_submission
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import (
+    MODEL,
+    FakeWorker,
+    job_of_one,
+    live_worker,
+    says,
+    until_followers,
+)
+
+pytestmark = pytest.mark.anyio
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a hint that it cannot have missed waits for ever."""
+    monkeypatch.setattr(broker, "SAFE_LOOK_S", 3600.0)
+
+
+async def test_what_is_heard_is_not_read(
+    patient: None,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    idle_worker: FakeWorker,
+) -> None:
+    """A new job is followed by hints alone, from its first to its end."""
+    gateway = Broker(make_settings(redis_server.url, poll_s=3600.0), clock=lambda: 0.0)
+    job = job_of_one()
+    await functions.submit(job, make_submission())
+    num_reads = await _num_reads(redis_client)
+    events = aiter(gateway.events(job.id, job.tenant, submitted_s=0.0))
+    first = asyncio.ensure_future(anext(events))
+    claimed = await idle_worker.claim()
+    await until_followers(redis_client, Keys("test"), job.id, 1)
+
+    await idle_worker.run(claimed, says("a", "b"))
+    items = [await first, *[item async for item in events]]
+
+    assert [item.number for item in items if isinstance(item, LogEntry)] == [1, 2, 3]
+    assert await _num_reads(redis_client) == num_reads
+    await gateway.aclose()
+
+
+async def test_who_hears_too_late_reads(
+    patient: None, redis_server: EmbeddedRedis, functions: Functions, idle_worker: FakeWorker
+) -> None:
+    """The worker was faster than the subscription: nobody will say it again."""
+    gateway = Broker(make_settings(redis_server.url, poll_s=3600.0), clock=lambda: 1.0)
+    job = job_of_one()
+    await functions.submit(job, make_submission())
+    await idle_worker.run(await idle_worker.claim(), says("a", "b"))
+
+    items = [item async for item in gateway.events(job.id, job.tenant, submitted_s=0.0)]
+
+    assert [item.number for item in items if isinstance(item, LogEntry)] == [1, 2, 3]
+    await gateway.aclose()
+
+
+async def _num_reads(client: redis.asyncio.Redis) -> int:
+    stats = await client.info("commandstats")
+    return int(stats.get("cmdstat_fcall_ro", {"calls": 0})["calls"])
+
+
+async def test_lost_hints_cost_a_poll_and_no_token(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis
+) -> None:
+    """The subscription is cut before every event; the log has them all."""
+    call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
+    claimed = await idle_worker.claim()
+    for number, event in enumerate(says("a", "b", "c")(claimed.job), 1):
+        await redis_client.client_kill_filter(_type="pubsub")
+        await idle_worker.say(claimed, number, event)
+    await idle_worker.finish(claimed, 4)
+    text = (await call).text
+    assert [f'"text":"{letter}"' in text for letter in "abc"] == [True] * 3
+    assert text.count('"text"') == 3
+
+
+async def test_hints_arrive_without_waiting_for_a_poll(
+    redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """With polls an hour apart the whole call still ends."""
+    with running_gateway(make_settings(redis_server.url, poll_s=3600.0, drain_s=0.0)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            worker = await live_worker(redis_client)
+            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
+            await worker.run(await worker.claim(), says("a", "b"))
+            assert (await call).json()["choices"][0]["text"] == "ab"
+
+
+async def test_a_broken_subscription_is_made_anew_once(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
+) -> None:
+    """Whoever begins to listen in the same moment makes no second connection beside it."""
+    client = connect(redis_server.url, retries=0, command_timeout_s=None)
+    hints = Hints(client, max_bytes=1000)
+    async with hints.listen("first of one"):
+        await redis_client.client_kill_filter(_type="pubsub")
+        async with hints.listen("second") as mailbox:
+            async with asyncio.timeout(20):
+                await mailbox.is_subscribed.wait()
+            assert await redis_client.pubsub_numsub("first of one") == [(b"first of one", 1)]
+    await hints.aclose()
+
+
+async def test_a_full_mailbox_forgets_and_says_so(
+    redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
+) -> None:
+    """Its memory is bounded; the owner reads the log instead."""
+    client = connect(redis_server.url, retries=0, command_timeout_s=None)
+    hints = Hints(client, max_bytes=40)
+    async with hints.listen("ch") as mailbox:
+        assert await mailbox.take(0.001) is None
+        entry: Any = object()
+        mailbox.put(entry, 30)
+        assert await mailbox.take(0.001) == [entry]
+        mailbox.put(entry, 30)
+        mailbox.put(entry, 30)
+        assert await mailbox.take(0.001) == []
+    await hints.aclose()
+
+
+async def test_a_slow_reader_gets_every_byte(
+    idle_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """More than all buffers hold waits in the log until it is read."""
+    settings = make_settings(redis_server.url, max_buffer_bytes=10_000)
+    text = "x" * 400
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            body = BODY | {"max_tokens": 500}
+            answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
+            job_id = answer.json()["id"]
+            async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
+                claimed = await idle_worker.claim()
+                # 400 events of 1 kB, none of them read yet: far over the 10 kB of hints.
+                events = says(*[text[0]] * 400)(claimed.job)
+                for number, event in enumerate(events, 1):
+                    await idle_worker.say(claimed, number, event)
+                await idle_worker.finish(claimed, 401)
+                ids = [line async for line in stream.aiter_lines() if line.startswith("id: ")]
+    assert [int(line[4:].partition(".")[0]) for line in ids] == list(range(1, 402))
