@@ -14,7 +14,7 @@ from contract.outbox import Outbox
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Answer, Receiver, always
 from tests.callbacks.test_delivery import dead_letter, service, to_url
-from tests.contract.test_functions import make_job, make_submission
+from tests.contract.some_calls import make_job, make_submission
 from tests.gateway.conftest import gateway_url, http, idle_worker  # noqa: F401 - fixtures
 from tests.gateway.fake_worker import MODEL, FakeWorker
 

@@ -14,7 +14,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.outbox import Outbox
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import make_job, make_submission
+from tests.contract.some_calls import make_job, make_submission
 
 pytestmark = pytest.mark.anyio
 

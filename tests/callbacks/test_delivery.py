@@ -21,7 +21,7 @@ from contract.outbox import DeadLetter, Outbox
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.office import office_settings
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
-from tests.contract.test_functions import claim, make_job, make_submission
+from tests.contract.some_calls import claim, make_job, make_submission
 from workers.callbacks.service import CallbackService
 
 pytestmark = pytest.mark.anyio

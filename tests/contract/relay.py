@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.test_tls import certificate
 
 
 class Relay:
@@ -71,3 +73,13 @@ class Relay:
                 sink.write(data)
                 await sink.drain()
         sink.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def with_tls(server: EmbeddedRedis, folder: Path) -> AsyncIterator[tuple[Relay, str]]:
+    """A relay that speaks TLS, and the URL by which clients trust it."""
+    pem = certificate(folder / "server.pem", "localhost")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pem)
+    async with Relay(server, tls).running() as relay:
+        yield relay, f"rediss://localhost:{relay.port}?ssl_ca_certs={pem}"

@@ -19,8 +19,8 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.reference import Reference
 from infra.embedded_redis import EmbeddedRedis
+from tests.contract.some_calls import append, make_job, make_submission, pass_time, tokens
 from tests.contract.submitter import COST, hammer
-from tests.contract.test_functions import append, make_job, make_submission, pass_time, tokens
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from infra import cli
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import claim, make_job, make_submission
+from tests.contract.some_calls import claim, make_job, make_submission
 from tests.gateway.fake_worker import publish_model
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import find_server
-from tests.contract.test_functions import make_job
+from tests.contract.some_calls import make_job
 
 pytestmark = pytest.mark.anyio
 

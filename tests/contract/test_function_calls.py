@@ -15,7 +15,7 @@ from contract.function_calls import FunctionCalls
 from contract.redis_link import packed
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.test_tls import certificate
-from tests.contract.relay import Relay
+from tests.contract.relay import with_tls
 from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
@@ -188,12 +188,10 @@ async def test_calls_go_through_tls(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     """Answers that come in many records too."""
-    pem = certificate(tmp_path / "server.pem", "localhost")
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(pem)
-    async with Relay(redis_server, tls).running() as relay:
-        url = f"rediss://localhost:{relay.port}?ssl_ca_certs={pem}"
-        async with contextlib.aclosing(connect(url, connect_timeout_s=5.0)) as client:
-            for text in ("short", "long" * 50_000):
-                assert await client.fcall("echo", 0, text) == text.encode()
-            assert relay.num_connections == 1
+    async with (
+        with_tls(redis_server, tmp_path) as (relay, url),
+        contextlib.aclosing(connect(url, connect_timeout_s=5.0)) as client,
+    ):
+        for text in ("short", "long" * 50_000):
+            assert await client.fcall("echo", 0, text) == text.encode()
+        assert relay.num_connections == 1

@@ -8,7 +8,7 @@ from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys
 from telemetry.metrics import LATENCY_BOUNDS_S
-from tests.contract.test_functions import claim, make_job, make_submission, tokens
+from tests.contract.some_calls import claim, make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
 

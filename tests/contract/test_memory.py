@@ -17,7 +17,7 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis, find_server
-from tests.contract.test_functions import claim, make_job, make_submission, tokens
+from tests.contract.some_calls import claim, make_job, make_submission, tokens
 from tests.fleet import until
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from contract.calls import TenantLimits, WorkerCapacity
 from contract.errors import JobRefused
 from contract.functions import Functions
 from contract.keys import Keys
-from tests.contract.test_functions import make_job, make_submission
+from tests.contract.some_calls import make_job, make_submission
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from contract.calls import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from tests.contract.test_functions import (
+from tests.contract.some_calls import (
     append,
     claim,
     make_job,

@@ -14,7 +14,7 @@ from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys
 from contract.library import LIBRARY
 from contract.steps import decode_verdicts
-from tests.contract.test_functions import (
+from tests.contract.some_calls import (
     LEASE_S,
     append,
     claim,

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 from contract.connection import connect, new_connection
 from contract.subscription import Subscription
 from infra.embedded_redis import EmbeddedRedis
-from tests.callbacks.test_tls import certificate
-from tests.contract.relay import Relay
+from tests.contract.relay import Relay, with_tls
 from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
@@ -140,14 +138,9 @@ async def test_a_user_without_the_right_to_a_channel_is_told_so(
 async def test_a_subscription_goes_through_tls(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    pem = certificate(tmp_path / "server.pem", "localhost")
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(pem)
     ear = Ear()
-    async with Relay(redis_server, tls).running() as relay:
-        url = f"rediss://localhost:{relay.port}?ssl_ca_certs={pem}"
-        async with ear.at(url) as subscription:
-            subscription.subscribe(b"one")
-            await ear.confirmed.get()
-            await redis_client.publish("one", "x" * 100_000)
-            assert await ear.heard.get() == (b"one", b"x" * 100_000)
+    async with with_tls(redis_server, tmp_path) as (_, url), ear.at(url) as subscription:
+        subscription.subscribe(b"one")
+        await ear.confirmed.get()
+        await redis_client.publish("one", "x" * 100_000)
+        assert await ear.heard.get() == (b"one", b"x" * 100_000)

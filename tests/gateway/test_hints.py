@@ -15,7 +15,7 @@ from gateway import broker
 from gateway.broker import Broker
 from gateway.hints import Hints
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import make_submission
+from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import (
     MODEL,

@@ -14,7 +14,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.quarantine import CannotRequeue, NotInQuarantine, Quarantine, requeued_id
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import claim, make_job, make_submission
+from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 

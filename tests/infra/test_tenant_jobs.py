@@ -10,7 +10,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import claim, make_job, make_submission
+from tests.contract.some_calls import claim, make_job, make_submission
 from tests.infra.test_jobs_command import run_cli
 
 pytestmark = pytest.mark.anyio

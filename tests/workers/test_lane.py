@@ -7,7 +7,7 @@ from contract.calls import Append
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.test_functions import make_job, make_submission, tokens
+from tests.contract.some_calls import make_job, make_submission, tokens
 from tests.hash_worker import hash_worker_settings
 from workers.lane import Lane
 

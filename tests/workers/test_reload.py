@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -26,50 +27,55 @@ async def runs_on(caller: Caller, text: str) -> bool:
     return any(info["batching"] == version for info in await caller.worker_info())
 
 
-async def test_a_reload_under_load_loses_no_token(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
-    """Jobs run on through a change of strategy, and through a file that cannot be used."""
+def change(path: Path, worker: WorkerProcess, text: str) -> None:
+    """Writes the worker's file anew, and tells it."""
+    path.write_text(text)
+    os.kill(worker.pid, signal.SIGHUP)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A batching.yaml of which nothing is asked yet."""
     path = tmp_path / "batching.yaml"
     path.write_text("max_num_seqs: 4\n")
+    return path
+
+
+@pytest.fixture
+async def worker(redis_server: EmbeddedRedis, path: Path) -> AsyncIterator[WorkerProcess]:
     worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+    yield worker
+    await worker.close()
 
-    try:
-        jobs = [await caller.submit(f"before {n}", max_tokens=60) for n in range(6)]
-        await caller.has_output(jobs[0], 5)
 
-        path.write_text(changed := "strategy: {name: static, batch_size: 2, window_s: 0.05}\n")
-        os.kill(worker.pid, signal.SIGHUP)
-        await until(lambda: runs_on(caller, changed))
-        path.write_text("strategy: unheard of\n")
-        os.kill(worker.pid, signal.SIGHUP)
-        jobs += [await caller.submit(f"after {n}", max_tokens=20) for n in range(3)]
+async def test_a_reload_under_load_loses_no_token(
+    caller: Caller, worker: WorkerProcess, path: Path
+) -> None:
+    """Jobs run on through a change of strategy, and through a file that cannot be used."""
+    jobs = [await caller.submit(f"before {n}", max_tokens=60) for n in range(6)]
+    await caller.has_output(jobs[0], 5)
 
-        for job in jobs:
-            assert_exact(job, await caller.answer(job), SLOW)
-        assert await runs_on(caller, changed)
-    finally:
-        await worker.close()
+    change(path, worker, changed := "strategy: {name: static, batch_size: 2, window_s: 0.05}\n")
+    await until(lambda: runs_on(caller, changed))
+    change(path, worker, "strategy: unheard of\n")
+    jobs += [await caller.submit(f"after {n}", max_tokens=20) for n in range(3)]
+
+    for job in jobs:
+        assert_exact(job, await caller.answer(job), SLOW)
+    assert await runs_on(caller, changed)
 
 
 async def test_a_lane_that_a_reload_adds_is_served(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+    caller: Caller, worker: WorkerProcess, path: Path
 ) -> None:
     """The next claim goes by the new file."""
-    path = tmp_path / "batching.yaml"
-    path.write_text("max_num_seqs: 4\n")
-    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
-    try:
-        await caller.num_workers(1)
-        path.write_text(changed := "lanes:\n  urgent: {priority: 0}\n")
-        os.kill(worker.pid, signal.SIGHUP)
-        await until(lambda: runs_on(caller, changed))
+    await caller.num_workers(1)
+    change(path, worker, changed := "lanes:\n  urgent: {priority: 0}\n")
+    await until(lambda: runs_on(caller, changed))
 
-        job = await caller.submit("in a new lane", lane="urgent", max_tokens=5)
+    job = await caller.submit("in a new lane", lane="urgent", max_tokens=5)
 
-        assert_exact(job, await caller.answer(job), SLOW)
-    finally:
-        await worker.close()
+    assert_exact(job, await caller.answer(job), SLOW)
 
 
 async def test_a_worker_does_not_start_on_a_file_that_it_cannot_use(

@@ -1,0 +1,60 @@
+"""Jobs as the tests of the functions submit them, and calls with what they mostly say."""
+
+import redis.asyncio
+
+from contract.calls import Append, Claimed, Submission, Verdict
+from contract.events import ChoiceDelta, Tokens
+from contract.functions import Functions
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
+from contract.keys import Keys
+
+LEASE_S = 10.0
+
+
+def make_job(tenant: str = "t", lane: str = "standard", num_prompt: int = 3) -> Job:
+    return Job(
+        id=new_job_id(),
+        tenant=tenant,
+        model="m",
+        lane=lane,
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=tuple(range(num_prompt)),
+        params=SamplingParams(max_tokens=10, seed=1),
+        created_s=0,
+    )
+
+
+def make_submission(**overrides: object) -> Submission:
+    fields: dict[str, object] = {
+        "max_output_tokens": 10,
+        "deadline_s": 60.0,
+        "retention_s": 60.0,
+    }
+    return Submission(**(fields | overrides))  # type: ignore[arg-type]
+
+
+def tokens(start: int, *ids: int) -> Tokens:
+    return Tokens((ChoiceDelta(0, start, ids, "x" * len(ids)),))
+
+
+async def claim(
+    functions: Functions, incarnation: str = "w1", max_jobs: int = 8, max_tokens: int = 1000
+) -> list[Claimed]:
+    return await functions.claim(
+        incarnation,
+        "m",
+        ["interactive", "standard"],
+        lease_s=LEASE_S,
+        max_jobs=max_jobs,
+        max_tokens=max_tokens,
+    )
+
+
+async def append(
+    functions: Functions, incarnation: str, *items: Append
+) -> list[tuple[Verdict | JobStatus, int]]:
+    return await functions.append(incarnation, items, lease_s=LEASE_S)
+
+
+async def pass_time(client: redis.asyncio.Redis, keys: Keys, seconds: float) -> None:
+    await client.incrby(keys.clock_offset, int(seconds * 1000))
