@@ -92,7 +92,7 @@ class EngineClient(asyncio.Protocol):
 
     # --- what the event loop calls ------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
