@@ -40,14 +40,6 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", params=[False, True], ids=["asyncio", "uvloop"])
-def either_loop(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """What gateways run on: asyncio's own loop on Lambda, uvloop where they serve for long. A file
-    whose code speaks to transports makes it its `anyio_backend`.
-    """
-    return "asyncio", {"use_uvloop": request.param}
-
-
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:

@@ -20,12 +20,6 @@ from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
 
-
-@pytest.fixture(scope="session")
-def anyio_backend(either_loop: tuple[str, dict[str, bool]]) -> tuple[str, dict[str, bool]]:
-    return either_loop
-
-
 _LIBRARY = """#!lua name=echo
 redis.register_function('echo', function(_, args) return args[1] end)
 redis.register_function('fail', function(_, args) return redis.error_reply(args[1]) end)"""

@@ -18,11 +18,6 @@ from tests.fleet import until
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="session")
-def anyio_backend(either_loop: tuple[str, dict[str, bool]]) -> tuple[str, dict[str, bool]]:
-    return either_loop
-
-
 class Ear:
     """What a subscription has heard, in order."""
 

@@ -19,12 +19,6 @@ from workers.messages import (
 
 pytestmark = pytest.mark.anyio
 
-
-@pytest.fixture(scope="session")
-def anyio_backend(either_loop: tuple[str, dict[str, bool]]) -> tuple[str, dict[str, bool]]:
-    return either_loop
-
-
 OPTIONS = EngineOptions(model_path="hash")
 
 
