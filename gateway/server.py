@@ -6,9 +6,8 @@ import gc
 import logging
 import resource
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import uvicorn
 
@@ -64,12 +63,10 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_bound: Callable[[str, int], None] | None = None,
-    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains. `on_bound` hears the address, before the first
     request is taken; connections wait from then on. Beyond loopback nobody is served without a
     key, also where the last one is forgotten; a `listener` was bound by whoever made sure of one.
-    `run` brings the event loop.
 
     Raises UnsafeBinding, OSError.
     """
@@ -83,7 +80,7 @@ def serve(
     server = build_server(settings)
     gc.collect()
     gc.freeze()  # what is there now stays: no call waits while it is searched for garbage
-    run(server.serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def allow_many_files() -> None:

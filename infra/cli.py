@@ -107,8 +107,6 @@ def _gateway(options: argparse.Namespace) -> int:
     else:
         listener = socket.socket(fileno=options.listen_fd)
 
-    import uvloop
-
     from gateway.server import serve
     from infra.lifeline import end_with_parent
 
@@ -116,7 +114,7 @@ def _gateway(options: argparse.Namespace) -> int:
     # uvicorn raises the signal that it has obeyed once more, when all is done.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
-    serve(settings, listener=listener, on_bound=_say_where, run=uvloop.run)
+    serve(settings, listener=listener, on_bound=_say_where)
     return 0
 
 
@@ -172,8 +170,6 @@ def _worker(options: argparse.Namespace) -> int:
 
     from dataclasses import replace
 
-    import uvloop
-
     from infra.lifeline import end_with_parent
     from workers.settings import WorkerSettings
     from workers.supervisor import run_worker
@@ -196,7 +192,7 @@ def _worker(options: argparse.Namespace) -> int:
     if options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
-    return uvloop.run(run_worker(settings))
+    return asyncio.run(run_worker(settings))
 
 
 def _callbacks(options: argparse.Namespace) -> int:

@@ -14,17 +14,9 @@ from payloads.opening import open_store
 from payloads.store import PayloadUnavailable
 
 _NEEDS = {  # modules that show whether an extra is installed
-    "gateway": (
-        "fastapi",
-        "uvicorn",
-        "uvloop",
-        "httptools",
-        "tokenizers",
-        "jinja2",
-        "prometheus_client",
-    ),
+    "gateway": ("fastapi", "uvicorn", "httptools", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
-    "worker": ("torch", "transformers", "tokenizers", "numpy", "uvloop", "prometheus_client"),
+    "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),
     "top": ("prometheus_client", "rich"),
 }

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import redis.asyncio
-import uvloop
 
 from contract.functions import Functions
 from contract.keys import Keys
@@ -39,7 +38,7 @@ def running_gateway(settings: GatewaySettings) -> Iterator[str]:
     listener = bind(settings, "127.0.0.1", 0)
     server = build_server(settings)
     thread = threading.Thread(
-        target=lambda: uvloop.run(server.serve(sockets=[listener])), daemon=True
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
     )
     thread.start()
     try:
