@@ -171,7 +171,6 @@ async def submit_job(
 async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
     """The job that answers: this one, or the earlier one of the same idempotency key."""
     if submitted.is_new:
-        _log_accepted(job)
         return job
     view = await _known_job(gateway, submitted.job_id, job.tenant)
     return await gateway.whole(view.job)

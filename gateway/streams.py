@@ -1,5 +1,6 @@
 """A job's log as a caller's stream: of a synchronous call, or of the job itself (resumable)."""
 
+import logging
 import time
 from collections.abc import AsyncGenerator
 
@@ -23,6 +24,8 @@ from gateway.settings import GatewaySettings
 from gateway.sync_call import SyncCall
 from gateway.tokens import ModelTokenizer
 from telemetry.tracing import traced
+
+log = logging.getLogger("batchway.gateway")
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -60,6 +63,19 @@ class Gateway(msgspec.Struct, frozen=True):
         return None if card is None else await self.broker.known.tokenizer(card)
 
 
+def _log_answered(job: Job, end: End) -> None:
+    """Of a call that was waited for. At its end, as in any access log: before its first token it
+    would stand in the way of that."""
+    log.info(
+        "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
+        job.id,
+        job.lane,
+        end.status,
+        end.prompt_tokens,
+        end.output_tokens,
+    )
+
+
 _RESET = sse.message({"from": 0}, event="stream_reset")
 
 
@@ -77,6 +93,7 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
     async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
         match item:
             case LogEntry(event=End() as end):
+                _log_answered(job, end)
                 failure = failure_of(end)
                 if failure is not None:
                     raise failure
@@ -124,6 +141,7 @@ async def call_stream(
         ):
             match item:
                 case LogEntry(event=End() as end):
+                    _log_answered(job, end)
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure

@@ -1,11 +1,12 @@
 """Ten thousand canaries through the ways to be refused: none is in a log of the gateway."""
 
+import asyncio
 import logging
 
 import httpx
 import pytest
 
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +28,13 @@ async def test_no_canary_is_ever_logged(
     accepted = {"model": MODEL, "prompt": "canary-accepted"}
     call = {"endpoint": "/v1/completions", "body": accepted}
     assert (await http.post("/v1/jobs?q=canary-accepted", json=call)).status_code == 202
+    answer_to_call = asyncio.create_task(http.post("/v1/completions", json=accepted))
+    for _ in range(2):
+        await idle_worker.run(await idle_worker.claim(), says("canary-output"))
+    assert (await answer_to_call).status_code == 200
     lines = "\n".join(_line(record) for record in caplog.records if not _is_ours(record))
     assert "accepted job_id=" in lines  # what is logged is seen here
+    assert "answered job_id=" in lines
     assert "canary-" not in lines
 
 
