@@ -92,7 +92,8 @@ class EngineClient(asyncio.Protocol):
 
     # --- what the event loop calls ------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
