@@ -5,6 +5,7 @@ Safetensors only, never code that comes with a model. Leaves the checks of the c
 `sequential_probe`.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ from workers.model.int8_weights import check_quantization, num_weight_bytes, qua
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.memory import default_kv_bytes
 from workers.model.probe import check_parity, probe_layers, streamline
+from workers.model.processor import Processor
+from workers.model.products import Products
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -40,6 +43,8 @@ from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 # The token budget of a step. A CPU's matrix product is at its best from some 128 rows on: a larger
@@ -51,6 +56,8 @@ _LEAST_HUGE_BYTES = 2**24
 # that a small model starts as fast as before.
 _MOST_READY_BYTES = 2**29
 _READY_PER_WEIGHT = 8
+# From this factor on a type is called slower than float32: what is below may be noise.
+_NOTABLE_SLOWDOWN = 1.15
 # For models without a limit of their own, where the operator sets none.
 DEFAULT_CONTEXT_LENGTH = 8192
 
@@ -80,6 +87,7 @@ class _Loaded:
     options: EngineOptions
     max_model_len: int  # the operator's limit, or the model's own
     eos_token_ids: frozenset[int]
+    processor: Processor | None = None  # the one at hand, unless a test narrows it
 
     @property
     def block_size(self) -> int:
@@ -96,7 +104,11 @@ class _Loaded:
         return self.options.max_num_seqs * -(-self.max_model_len // self.block_size)
 
 
-def load_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
+def load_model(
+    options: EngineOptions,
+    progress: Callable[[str], None],
+    processor: Processor | None = None,
+) -> LoadedModel:
     """Loads, checks and sizes a model. Raises ModelRefused with one sentence for the operator."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -113,7 +125,9 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
     max_model_len = _max_model_len(options, config)
     if num_fixed := fix_rope(decoder, max_model_len):
         progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
-    loaded = _Loaded(decoder, config, device, dtype, options, max_model_len, frozenset(eos_ids))
+    loaded = _Loaded(
+        decoder, config, device, dtype, options, max_model_len, frozenset(eos_ids), processor
+    )
     runner = _runner(loaded, progress)
     vocab_size = int(config.get_text_config().vocab_size)
     num_step_tokens = _CPU_STEP_TOKENS if device.type == "cpu" else DEFAULT_STEP_TOKENS
@@ -176,6 +190,8 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
         cache.block_size,
         progress,
         fused=options.fused,
+        weight_bytes=weight_bytes,
+        processor=loaded.processor,
     )
     runner = ModelRunner(
         loaded.decoder,
@@ -190,7 +206,10 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
     if backend.merges:
         done = operate(loaded.decoder, shapes, backend)
         cache.rename(done.attentions)
-        progress(f"{'merged or packed' if backend.packs else 'merged'} for this processor: {done}")
+        how = "merged or packed" if backend.layout.packs else "merged"
+        progress(f"{how} for this processor: {done}")
+        if backend.layout.products is not None:
+            _warn_if_slower(backend.layout.products, options, loaded.dtype)
         if num_own := len(shapes) - done.counts["attention layers"]:
             progress(f"{num_own} of {len(shapes)} attention layers stay as they are, unfused")
         if streamline(runner, loaded.decoder, loaded.config):
@@ -201,6 +220,21 @@ def _paged_runner(loaded: _Loaded, progress: Callable[[str], None]) -> tuple[Mod
     if loaded.device.type == "cpu":
         touch(cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * weight_bytes))
     return runner, backend
+
+
+def _warn_if_slower(products: Products, options: EngineOptions, dtype: torch.dtype) -> None:
+    """Where float32 would be faster: says so, with the measured factors."""
+    factors = products.slowdown()
+    if max(factors.values(), default=0.0) < _NOTABLE_SLOWDOWN:
+        return
+    asked = "quantization int8" if options.quantization == "int8" else f"dtype {_name(dtype)}"
+    times = ", ".join(f"{factor:.1f} with {rows}" for rows, factor in factors.items())
+    log.warning(
+        "%s is slower than float32 on this processor: time of its matrix products divided by that "
+        "of float32, by rows in a step: %s",
+        asked,
+        times,
+    )
 
 
 def _sequential_runner(loaded: _Loaded) -> SequentialRunner:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiny_models import make_model
+from tests.workers.model.processors import ISAS, PROCESSORS
 from tests.workers.model.test_surgeon import wide
 from workers.model.attention.interface import ATTENTION_NAME, Span, register_attention
 from workers.model.backend import choose_backend
 from workers.model.kv_cache import KVCache, PagedStep
-from workers.model.native.library import load_library
+from workers.model.native.library import Isa
 from workers.model.probe import probe_layers, streamline
+from workers.model.processor import Processor, Product
 from workers.model.runner import ModelRunner
 from workers.model.surgery.stack import Stack
 from workers.model.surgery.surgeon import operate
@@ -21,13 +23,20 @@ from workers.model.surgery.surgeon import operate
 CPU = torch.device("cpu")
 
 
-def merged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
+def merged(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    processor: Processor | None = None,
+    **changes: Any,
+) -> tuple[Any, Any]:
     """A tiny decoder whose modules have been exchanged, and its runner."""
     register_attention()
     decoder = make_model(family, **(wide(family) | changes)).to(dtype)
     decoder.set_attn_implementation(ATTENTION_NAME)
     shapes = probe_layers(decoder, decoder.config, CPU)
-    backend = choose_backend("auto", dtype, CPU, 16, lambda text: None, fused=True)
+    backend = choose_backend(
+        "auto", dtype, CPU, 16, lambda text: None, fused=True, processor=processor
+    )
     cache = KVCache(shapes, 4, 16, dtype, CPU)
     cache.rename(operate(decoder, shapes, backend).attentions)
     runner = ModelRunner(
@@ -42,28 +51,28 @@ def merged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> t
     return decoder, runner
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_families_of_the_common_shape_run_as_one_loop(family: str, dtype: torch.dtype) -> None:
+def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Processor) -> None:
     """Biases, windows and norms of heads among them; the trial is the comparison of the logits."""
-    decoder, runner = merged(family, dtype)
+    decoder, runner = merged(family, processor=processor)
 
     assert streamline(runner, decoder, decoder.config)
     assert isinstance(runner.stack, Stack)
 
 
+@pytest.mark.parametrize("isa", ISAS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", [[], [5], [0, 2, 5], [0, 1, 2, 3, 4, 5]], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_one_call_of_the_kernels_is_the_loop(
-    family: str, wanted: list[int], dtype: torch.dtype
+    family: str, wanted: list[int], dtype: torch.dtype, isa: Isa
 ) -> None:
     """The same logits for whichever rows are wanted, and the same keys and values."""
-    decoder, runner = merged(family, dtype, num_hidden_layers=3)
+    processor = Processor(isa, frozenset({Product.OWN}))
+    decoder, runner = merged(family, dtype, processor, num_hidden_layers=3)
     assert streamline(runner, decoder, decoder.config)
     native = runner.stack._native
-    if not load_library().multiplies_well():
-        pytest.skip("the products are not the kernels' on this processor")
     assert native is not None
     ids, index = torch.arange(6)[None] + 3, torch.tensor(wanted, dtype=torch.int64)
     found, kept = [], []
@@ -80,9 +89,10 @@ def test_one_call_of_the_kernels_is_the_loop(
     torch.testing.assert_close(kept[0], kept[1], rtol=most, atol=most)
 
 
-def test_a_bias_keeps_the_layers_apart() -> None:
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_a_bias_keeps_the_layers_apart(processor: Processor) -> None:
     """The call has no place for it; the loop has."""
-    decoder, runner = merged("llama", attention_bias=True)
+    decoder, runner = merged("llama", processor=processor, attention_bias=True)
     for layer in decoder.model.layers:
         layer.self_attn.qkv.bias = torch.randn(layer.self_attn.qkv.num_out)
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiny_models import make_config, make_model
+from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
-from workers.model.attention.native import NativeAttention
-from workers.model.attention.packed import PackedAttention
-from workers.model.backend import Backend
-from workers.model.native.kernels import Kernels
-from workers.model.native.library import load_library
+from workers.model.backend import choose_backend
+from workers.model.native.library import Isa
 from workers.model.probe import probe_layers
+from workers.model.processor import Processor, Product
 from workers.model.surgery.linear import NativeLinear, PackedLinear
 from workers.model.surgery.surgeon import Operation, operate
 
@@ -25,7 +24,7 @@ def exchanged(
     family: str,
     dtype: torch.dtype = torch.float32,
     *,
-    is_native: bool = True,
+    processor: Processor | None = None,
     spoil: Callable[[Any], None] | None = None,
 ) -> tuple[Any, Operation]:
     """A tiny decoder with heads that the kernels take, after the operation."""
@@ -35,9 +34,10 @@ def exchanged(
     shapes = probe_layers(decoder, decoder.config, CPU)
     if spoil is not None:
         spoil(decoder)
-    kernels = Kernels(load_library(), dtype) if is_native else None
-    attention = PackedAttention() if kernels is None else NativeAttention(kernels)
-    return decoder, operate(decoder, shapes, Backend(attention, kernels, merges=True, packs=True))
+    backend = choose_backend(
+        "auto", dtype, CPU, 16, lambda text: None, fused=True, processor=processor
+    )
+    return decoder, operate(decoder, shapes, backend)
 
 
 def wide(family: str) -> dict[str, int]:
@@ -47,23 +47,24 @@ def wide(family: str) -> dict[str, int]:
     return sizes | ({"head_dim": 32} if has_head_dim else {})
 
 
-@pytest.mark.parametrize("is_native", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
-def test_families_of_the_common_shape_are_merged(family: str, is_native: bool) -> None:
+def test_families_of_the_common_shape_are_merged(family: str, processor: Processor) -> None:
     """Attention with norms of heads, windows and softcaps among them; every MLP and linear."""
-    decoder, done = exchanged(family, is_native=is_native)
+    decoder, done = exchanged(family, processor=processor)
 
     num_layers = decoder.config.num_hidden_layers
     assert done.counts["attention layers"] == len(done.attentions) == num_layers
     assert done.counts["gated MLPs"] == num_layers
     assert not any(type(module) is nn.Linear for module in decoder.modules())
-    if is_native:
-        assert done.counts["norms"] >= 2 * num_layers + 1
+    assert done.counts["norms"] >= 2 * num_layers + 1
 
 
-def test_bfloat16_is_merged_too() -> None:
-    """Within its own precision."""
-    _, done = exchanged("llama", torch.bfloat16)
+@pytest.mark.parametrize("isa", ISAS, ids=str)
+def test_bfloat16_is_merged_too(isa: Isa) -> None:
+    """Within its own precision, also where the processor does not multiply bfloat16 numbers."""
+    processor = Processor(isa, frozenset({Product.OWN}))
+    _, done = exchanged("llama", torch.bfloat16, processor=processor)
 
     assert set(done.counts) == {"attention layers", "gated MLPs", "norms", "other linear layers"}
 

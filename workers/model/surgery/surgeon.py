@@ -24,7 +24,6 @@ from workers.model.backend import Backend
 from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
-from workers.model.native.kernels import Kernels
 from workers.model.native.panels import Weight
 from workers.model.surgery.blocks import (
     MergedAttention,
@@ -37,7 +36,7 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import Layout, can_pack, weight_of
+from workers.model.surgery.linear import Layout, weight_of
 
 _TOKENS = 7  # of the random input
 # Largest difference of an output's element, as a share of the largest element.
@@ -68,8 +67,7 @@ def operate(
     """
     done = Operation()
     device = next(decoder.parameters()).device
-    native = backend.kernels if isinstance(backend.kernels, Kernels) else None
-    patch = _Patch(device, Layout(backend.packs, native))
+    patch = _Patch(device, backend.layout)
     _Surgeon(shapes, backend.attention, backend.kernels, patch, done).visit(decoder)
     return done
 
@@ -83,7 +81,7 @@ class _Patch:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def can_take(self, weight: Weight) -> bool:
-        return can_pack(weight) if self.layout.packs else weight.dtype in _TOLERANCE
+        return weight.dtype in _TOLERANCE
 
     def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, dtype)
