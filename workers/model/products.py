@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,13 +24,20 @@ from workers.model.native.panels import PANEL, Panels
 from workers.model.processor import Product
 
 ROWS = (1, 8, 32, 128)  # of x: one stream, a few, many, a chunk of a prompt
-_ROUNDS = 3
+_SHAPE_S = 0.12  # for all rows of one shape
+_LEAST_CALLS = 5
 # A product is timed on weights that the caches do not hold where those of the model do not fit
 # there either, and on a part of a very large layer, whose outputs all cost the same.
 _WORKING_SET_BYTES = 2**25
 _MOST_WEIGHTS = 2**21
-# Ours is taken unless the other is faster by this much: it also computes norms, gates and sums,
-# and layers whose products are all ours run in one call.
+# The least time of the calls counts. Where the median is above so many times the least, or where
+# the process had less than this share of its threads' time, other work has the processor, and
+# nothing is known.
+_STEADY = 2.0
+_LEAST_SHARE = 0.7
+# Ours is taken unless the other is faster by this much, and where nothing is known: it also
+# computes norms, gates and sums, layers whose products are all ours run in one call, and a row's
+# outputs are the same whatever rows are beside it.
 _MARGIN = 1.1
 
 _Multiply = Callable[[Tensor], Tensor]
@@ -73,6 +81,7 @@ class Products:
         self._working_set = min(weight_bytes, _WORKING_SET_BYTES)
         self._kept_in = kept_in
         self._timed: dict[str, dict[str, list[float]]] = {} if kept_in is None else _read(kept_in)
+        self._unknown: set[str] = set()
         self._laid_out: Counter[Shape] = Counter()
 
     def fastest(self, shape: Shape) -> Product:
@@ -81,6 +90,8 @@ class Products:
         if len(candidates) < 2:
             return next(iter(candidates), Product.TORCH)
         timed = self._time(shape, candidates)
+        if not timed:
+            return Product.OWN
         ratios = [
             math.log(own / other)
             for own, other in zip(timed[Product.OWN], timed[Product.ONEDNN], strict=True)
@@ -108,7 +119,8 @@ class Products:
         """Seconds of all layers for each of ROWS, each by its fastest product."""
         totals = [0.0] * len(ROWS)
         for shape, count in layers.items():
-            timed = self._time(shape, self._candidates(shape))
+            candidates = self._candidates(shape)
+            timed = self._time(shape, candidates) if candidates else {}
             if not timed:
                 return []
             for i, wall_s in enumerate(timed[self.fastest(shape)]):
@@ -124,11 +136,13 @@ class Products:
         return found
 
     def _time(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
-        """Product -> seconds of one product, for each of ROWS."""
+        """Product -> seconds of one product, for each of ROWS; empty where nothing is known."""
         key = str(shape)
-        if set(self._timed.get(key, ())) != set(candidates):
+        if set(self._timed.get(key, ())) != set(candidates) and key not in self._unknown:
             self._timed[key] = self._measure(shape, candidates)
-            if self._kept_in is not None:
+            if not self._timed[key]:
+                self._unknown.add(key)
+            elif self._kept_in is not None:
                 _write(self._kept_in, self._timed)
         return self._timed[key]
 
@@ -139,16 +153,20 @@ class Products:
         makers = {Product.OWN: self._make_own, Product.ONEDNN: _make_onednn}
         layers = {name: [makers[name](part) for _ in range(num_copies)] for name in candidates}
         found: dict[str, list[float]] = {name: [] for name in candidates}
-        share = shape.num_out / part.num_out / num_copies
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for num_rows in ROWS:
             x = torch.randn(num_rows, shape.num_in).to(shape.dtype)
-            least_s = dict.fromkeys(candidates, math.inf)
-            for _ in range(_ROUNDS):
-                for name in candidates:
-                    least_s[name] = min(least_s[name], _wall_s(layers[name], x))
-            for name in candidates:
-                found[name].append(least_s[name] * share)
-        return found
+            walls_s: dict[Product, list[float]] = {name: [] for name in candidates}
+            end_s = time.perf_counter() + _SHAPE_S / len(ROWS)
+            while time.perf_counter() < end_s or len(walls_s[candidates[0]]) < _LEAST_CALLS:
+                for name, taken_s in walls_s.items():
+                    taken_s.append(_wall_s(layers[name][len(taken_s) % num_copies], x))
+            for name, taken_s in walls_s.items():
+                if statistics.median(taken_s) > _STEADY * min(taken_s):
+                    return {}
+                found[name].append(min(taken_s) * shape.num_out / part.num_out)
+        share = (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
+        return found if share >= _LEAST_SHARE * torch.get_num_threads() else {}
 
     def _make_own(self, shape: Shape) -> _Multiply:
         kernels = self._kernels[shape.dtype]
@@ -213,10 +231,9 @@ def _part(shape: Shape) -> Shape:
     return Shape(shape.num_in, min(shape.num_out, most), shape.dtype, shape.is_int8)
 
 
-def _wall_s(layers: list[_Multiply], x: Tensor) -> float:
+def _wall_s(multiply: _Multiply, x: Tensor) -> float:
     start_s = time.perf_counter()
-    for multiply in layers:
-        multiply(x)
+    multiply(x)
     return time.perf_counter() - start_s
 
 
@@ -227,7 +244,7 @@ def _read(file: Path) -> dict[str, dict[str, list[float]]]:
         return {
             str(shape): {str(name): [float(s) for s in walls_s] for name, walls_s in timed.items()}
             for shape, timed in found.items()
-            if all(len(walls_s) == len(ROWS) and min(walls_s) > 0 for walls_s in timed.values())
+            if timed and all(len(w) == len(ROWS) and min(w) > 0 for w in timed.values())
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

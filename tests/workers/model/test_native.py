@@ -58,33 +58,32 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("flags", ["plain", "window", "long window", "softcap", "sinks", "all"])
-@pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES.keys())
 def test_the_attention_kernel_equals_the_reference(
-    chunks: list[tuple[int, int]],
     flags: str,
-    heads: tuple[int, int],
     shape: tuple[int, int],
+    heads: tuple[int, int],
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> None:
     """For groups and head sizes of all kinds, and queries that lie among keys and values."""
     torch.manual_seed(0)
     (num_heads, kv_heads), (k_dim, v_dim) = heads, shape
-    spans = make_spans(chunks)
     num_slots = NUM_BLOCKS * BLOCK_SIZE
-    beside = torch.randn(sum(n for _, n in chunks), num_heads * k_dim + 32).to(dtype)
-    query = beside[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
     keys = torch.randn(num_slots, kv_heads, k_dim).to(dtype)
     values = torch.randn(num_slots, kv_heads, v_dim).to(dtype)
+    for chunks in BATCHES.values():
+        spans = make_spans(chunks)
+        beside = torch.randn(sum(n for _, n in chunks), num_heads * k_dim + 32).to(dtype)
+        query = beside[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
 
-    arguments = (query, keys, values, make_flags(flags, num_heads))
-    expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
-    found = NativeAttention(kernels).prepare(spans, CPU).attend(*arguments)
+        arguments = (query, keys, values, make_flags(flags, num_heads))
+        expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
+        found = NativeAttention(kernels).prepare(spans, CPU).attend(*arguments)
 
-    assert_close(found, expected)
+        assert_close(found, expected)
 
 
 def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
@@ -256,20 +255,20 @@ def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
     assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 10, 11, 32, 100])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272)])
 def test_the_matrix_product_equals_that_of_torch(
-    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, kernels: Kernels
+    num_in: int, num_out: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:
     """For whole and partial panels, with and without a tensor that is added, on a part of a row."""
     weight = torch.randn(num_out, num_in).to(dtype)
-    x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
-    to = torch.randn(num_rows, num_out).to(dtype)
     panels = kernels.lay_out(weight)
-    expected = x.double() @ weight.double().T
+    for num_rows in (0, 1, 5, 6, 7, 10, 11, 32, 100):
+        x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
+        to = torch.randn(num_rows, num_out).to(dtype)
+        expected = x.double() @ weight.double().T
 
-    assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
-    assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
+        assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
+        assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
