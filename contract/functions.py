@@ -291,14 +291,15 @@ class Functions:
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a
         restart of Redis it first grants a grace."""
-        *counts, raw = await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1)
-        corrections = tuple(Correction(*(part.decode() for part in row)) for row in raw)
+        reply = await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1)
+        lapsed, expired, unattended, forgotten, rows = reply
+        corrections = tuple(Correction(*(part.decode() for part in row)) for row in rows)
         for said in corrections:
             log.error(
                 "corrected %s key=%s field=%s held=%s holds=%s",
                 *(said.kind, said.key, said.field, said.held, said.holds),
             )
-        return Swept(*counts, corrections)
+        return Swept(lapsed, expired, unattended, forgotten, corrections)
 
 
 def _claim_terms(

@@ -21,9 +21,9 @@ _SUBSCRIBES = "subscribe unsubscribe"
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
     "del exists get hdel hexists hget hgetall hincrby hmget hscan hset hsetnx info persist pexpire "
-    "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups xlen "
-    "xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank zscan "
-    "zscore"
+    "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups "
+    "xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank "
+    "zscan zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hmget scard smembers time xrange zcard zcount zrange zrangebyscore "
@@ -157,8 +157,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
-    "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox memory models "
-    "api_keys key_pepper clock_offset"
+    "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox "
+    "memory models api_keys key_pepper clock_offset"
 )
 
 

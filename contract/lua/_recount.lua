@@ -15,8 +15,10 @@
 --
 -- Listed is each job in its tenant's list; an unfinished one in `deadlines`, one that has ended in
 -- `kept`; one that waits, in its stream; one that runs, in `leases` and among its owner's. `deadlines`
--- is looked through with the count; where it was wrong, the count starts anew. `kept` and the lists
--- of tenants that were counted are looked through from a cursor.
+-- is looked through with the count; where it was wrong, the count begins anew. `kept` is looked through
+-- from a cursor, and so are, before each count, the lists of the tenants that the last one met: what
+-- is not in `deadlines` would not be counted. An unfinished job that lacks what it takes to run it is
+-- forgotten: every function would fail on it.
 --
 -- The cost of a sweep is bounded by RECOUNT_JOBS of each of the three, and as many sums. A few more
 -- come where several jobs have the very same deadline, and where Redis keeps a small set or hash, of up
@@ -103,8 +105,10 @@ local function count_some(tag, now, limit, sums, found)
   end
   for i = 1, #rows, 2 do
     local id, job = rows[i], load_job(tag, rows[i])
-    if not job or TERMINAL[job.state] then
+    local is_whole = job and job.tenant and job.model and job.lane and job.stream and job.entry
+    if not is_whole or TERMINAL[job.state] then
       redis.call('ZREM', deadlines, id)
+      if job and not is_whole then forget(tag, id, job.tenant or '', job.has_objects, '') end
       corrected(found, 'list', 'deadlines', id, rows[i + 1], nil)
       place = nil
     elseif job.deadline ~= tonumber(rows[i + 1]) then
@@ -171,7 +175,7 @@ local function look_at_kept(tag, now, limit, sums, found)
     elseif state and not TERMINAL[state] then
       redis.call('ZREM', tag .. ':kept', entry)
       corrected(found, 'list', 'kept', entry, score, nil)
-    elseif state then
+    elseif model and lane and created then
       add_to(sums, ledger.all_sums({tenant = tenant, model = model, lane = lane}), 0)
       if redis.call('ZADD', tag .. ':jobs:' .. tenant, 'NX', created, id) == 1 then
         corrected(found, 'list', 'jobs:' .. tenant, id, nil, created)
@@ -180,20 +184,11 @@ local function look_at_kept(tag, now, limit, sums, found)
   end
 end
 
--- Looks through a tenant's list. True where an unfinished job was not in `deadlines`.
-local function look_at_list(tag, limit, found)
-  local lists, place = tag .. ':recount:lists', tag .. ':recount:place'
-  local tenant, is_wrong = redis.call('ZRANGE', lists, 0, 0)[1], false
-  if not tenant then return false end
+-- Looks at some entries of a tenant's list: each needs a record, and a place in `deadlines` or `kept`.
+-- Returns the cursor to go on from, '0' at the end, and how many were looked at.
+local function look_at_list(tag, tenant, cursor, limit, found)
   local list = 'jobs:' .. tenant
-  local reply = redis.call('ZSCAN', tag .. ':' .. list, redis.call('HGET', place, 'listed') or '0',
-    'COUNT', limit)
-  if reply[1] ~= '0' then
-    redis.call('HSET', place, 'listed', reply[1])
-  else
-    redis.call('HDEL', place, 'listed')
-    redis.call('ZREM', lists, tenant)
-  end
+  local reply = redis.call('ZSCAN', tag .. ':' .. list, cursor, 'COUNT', limit)
   for i = 1, #reply[2], 2 do
     local id = reply[2][i]
     local state, deadline, finished, ttl_ms, has_objects = unpack(redis.call('HMGET',
@@ -207,25 +202,39 @@ local function look_at_list(tag, limit, found)
         corrected(found, 'list', list, id, reply[2][i + 1], nil)
       end
     elseif TERMINAL[state] then
-      local until_ms = finished + ttl_ms
+      local until_ms = (finished or 0) + (ttl_ms or 0)
       if redis.call('ZADD', tag .. ':kept', 'NX', until_ms, entry) == 1 then
         corrected(found, 'list', 'kept', entry, nil, until_ms)
       end
-    elseif redis.call('ZADD', tag .. ':deadlines', 'NX', deadline, id) == 1 then
+    elseif redis.call('ZADD', tag .. ':deadlines', 'NX', deadline or 0, id) == 1 then
       corrected(found, 'list', 'deadlines', id, nil, deadline)
-      is_wrong = true
     end
   end
-  return is_wrong
+  return reply[1], #reply[2] / 2
 end
 
--- Goes on with the count, and looks at some entries of the lists; returns all corrections.
-function recount.some(tag, now)
-  local limit, place, found, sums = RECOUNT_JOBS, tag .. ':recount:place', {}, {}
-  local wait = tonumber(redis.call('HGET', place, 'next') or 0) - now
-  if wait > 0 and wait <= RECOUNT_GAP_MS then return found end
-  redis.call('HSET', place, 'next', now + RECOUNT_GAP_MS)
-  look_at_kept(tag, now, limit, sums, found)
+-- Looks at the lists of the tenants that the last count met. True once it has seen all of them.
+local function look_at_lists(tag, limit, found)
+  local lists, place = tag .. ':recount:lists', tag .. ':recount:place'
+  local cursor = redis.call('HGET', place, 'listed') or '0'
+  while limit > 0 do
+    local tenant = redis.call('ZRANGE', lists, 0, 0)[1]
+    if not tenant then
+      redis.call('HDEL', place, 'listed')
+      return true
+    end
+    local num_seen
+    cursor, num_seen = look_at_list(tag, tenant, cursor, limit, found)
+    limit = limit - math.max(1, num_seen)
+    if cursor == '0' then redis.call('ZREM', lists, tenant) end
+  end
+  redis.call('HSET', place, 'listed', cursor)
+  return false
+end
+
+-- Counts and compares some more; the count begins where none is under way.
+local function count(tag, now, limit, sums, found)
+  local place = tag .. ':recount:place'
   local before = redis.call('HGET', place, 'deadline')
   local reached = before == ALL and ALL or count_some(tag, now, limit, sums, found)
   local is_over = not reached
@@ -236,9 +245,24 @@ function recount.some(tag, now)
     for name, sum in pairs(sums) do recount.add(tag, {name, sum}, 1) end
     if reached == ALL then is_over = compare_some(tag, limit, found) end
   end
-  if look_at_list(tag, limit, found) or is_over then
+  if is_over then
     redis.call('HDEL', place, 'deadline', 'compared')
     redis.call('DEL', tag .. ':recount:sums')
+  end
+end
+
+-- Looks at some entries of the lists, then goes on with the count; returns all corrections.
+function recount.some(tag, now)
+  local limit, place, found, sums = RECOUNT_JOBS, tag .. ':recount:place', {}, {}
+  local wait = tonumber(redis.call('HGET', place, 'next') or 0) - now
+  if wait > 0 and wait <= RECOUNT_GAP_MS then return found end
+  redis.call('HSET', place, 'next', now + RECOUNT_GAP_MS)
+  look_at_kept(tag, now, limit, sums, found)
+  local is_under_way = redis.call('HEXISTS', place, 'deadline') == 1
+  if is_under_way or look_at_lists(tag, limit, found) then
+    count(tag, now, limit, sums, found)
+  else
+    for name in pairs(sums) do recount.add(tag, {name, 0}, 1) end
   end
   for _, correction in ipairs(found) do
     redis.call('HINCRBY', tag .. ':corrections', correction[1], 1)
