@@ -181,9 +181,12 @@ class Blame(msgspec.Struct, frozen=True):
     about: str
 
 
+CORRECTION_KINDS = ("lane", "line", "tenant", "list")
+
+
 class Correction(msgspec.Struct, frozen=True):
-    """A counter or a list that was not as the jobs' records say. `kind`: lane, line, tenant, list;
-    `key` without the tag; `field` or member of it."""
+    """A counter or a list that was not as the jobs' records say: its key without the tag, and the
+    field or member of it."""
 
     kind: str
     key: str

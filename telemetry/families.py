@@ -11,6 +11,7 @@ from prometheus_client.core import (
     Metric as Family,
 )
 
+from contract.calls import CORRECTION_KINDS
 from contract.glance import Glance
 from contract.jobs import JobStatus
 from telemetry.metrics import METRICS, Metric, Source, of_sources
@@ -103,12 +104,9 @@ def fleet_families(glances: Mapping[str, Glance]) -> Iterator[Family]:
     # What follows is not of a model: each glance has all of it.
     any_glance = next(iter(glances.values()), None)
     yield _counter("webhook_deliveries_total", any_glance.deliveries if any_glance else {})
-    fields = (name.partition(":") for name in (any_glance.totals if any_glance else ()))
-    corrections = {
-        kind: any_glance.totals[f"{name}:{kind}"]
-        for name, _, kind in fields
-        if any_glance is not None and name == "corrections_total"
-    }
+    totals = any_glance.totals if any_glance else {}
+    # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
+    corrections = {kind: totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS}
     yield _counter("corrections_total", corrections)
 
 
