@@ -3,7 +3,6 @@
 The functions are contract/lua/*.lua; the header of each names its arguments and replies.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from contract.calls import (
     Append,
     Blame,
     Claimed,
-    Correction,
     JobView,
     LaneRoom,
     Page,
@@ -42,8 +40,6 @@ from contract.steps import decode_verdicts, encode_items
 from contract.terms import asked
 
 FIRST_HASH = "00000000"
-
-log = logging.getLogger("batchway.recount")
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
 _NO_ROOM = LaneRoom(0, 0)
@@ -291,15 +287,7 @@ class Functions:
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a
         restart of Redis it first grants a grace."""
-        reply = await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1)
-        lapsed, expired, unattended, forgotten, rows = reply
-        corrections = tuple(Correction(*(part.decode() for part in row)) for row in rows)
-        for said in corrections:
-            log.error(
-                "corrected %s key=%s field=%s held=%s holds=%s",
-                *(said.kind, said.key, said.field, said.held, said.holds),
-            )
-        return Swept(lapsed, expired, unattended, forgotten, corrections)
+        return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1))
 
 
 def _claim_terms(

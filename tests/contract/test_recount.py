@@ -65,8 +65,8 @@ async def make_jobs(functions: Functions) -> dict[str, str]:
     return {"ended": ended.job.id, "running": running.job.id, "waiting": jobs[2].id}
 
 
-# What is planted: commands, their keys without the tag; then of each correction its kind, key, field,
-# what it held and what it holds ('*': anything).
+# What is planted: commands, their keys without the tag; then of each correction its kind, key,
+# field, what it held and what it holds ('*': anything).
 PLANTED: dict[str, tuple[list[str], list[tuple[str, ...]]]] = {
     "a lane's waiting jobs": (
         ["HSET counters:m:standard queued_jobs 4"],
