@@ -181,13 +181,29 @@ class Blame(msgspec.Struct, frozen=True):
     about: str
 
 
+CORRECTION_KINDS = ("lane", "line", "tenant", "list")
+
+
+class Correction(msgspec.Struct, frozen=True):
+    """A counter or a list that was not as the jobs' records say: its key without the tag, and the
+    field or member of it."""
+
+    kind: str
+    key: str
+    field: str
+    held: str
+    holds: str
+
+
 class Swept(msgspec.Struct, frozen=True):
-    """What a sweep found: leases lapsed, deadlines passed, callers gone, retentions over."""
+    """What a sweep found: leases lapsed, deadlines passed, callers gone, retentions over; what it
+    set right."""
 
     num_lapsed: int
     num_expired: int
     num_unattended: int
     num_forgotten: int
+    corrections: tuple[Correction, ...] = ()
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -1,14 +1,21 @@
 """Whether a Redis may hold jobs at all: one that evicts keys would drop them without a word."""
 
+import logging
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from contract.connection import broker_errors
 from contract.errors import BrokerUnfit
 
 FIT_POLICY = "noeviction"
+
+# The first that takes back a function's writes whole where its append-only file ends among them.
+# Of Redis no version is known to.
+_WHOLE_SINCE_VALKEY = (9, 1, 2)
+
+log = logging.getLogger("batchway.redis")
 
 
 async def check_fitness(client: redis.asyncio.Redis) -> None:
@@ -17,12 +24,33 @@ async def check_fitness(client: redis.asyncio.Redis) -> None:
     """
     try:
         with broker_errors():
-            memory: Any = await client.info("memory")
+            known: Any = await client.info("memory", "persistence", "server")
     except NoPermissionError:
         return
-    policy = memory.get("maxmemory_policy", FIT_POLICY)
+    policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy != FIT_POLICY:
         raise BrokerUnfit(
             f"Redis would evict jobs when its memory is full: its maxmemory-policy is {policy}; "
             f"set it to {FIT_POLICY}"
         )
+    if known.get("aof_enabled") and not _reverts_blocks(known) and not await _refuses(client):
+        log.warning(
+            "after a power cut this Redis may run half of a function's writes: "
+            "set its aof-load-truncated to no (docs/deployment.md)"
+        )
+
+
+def _reverts_blocks(known: dict[str, Any]) -> bool:
+    version = str(known.get("valkey_version", "0")).split(".")
+    return tuple(int(part) for part in version if part.isdigit()) >= _WHOLE_SINCE_VALKEY
+
+
+async def _refuses(client: redis.asyncio.Redis) -> bool:
+    """Whether it starts with no file that ends in the middle of a write. False where it may not be
+    asked."""
+    try:
+        with broker_errors():
+            said: Any = await client.config_get("aof-load-truncated")
+    except ResponseError:
+        return False
+    return bool(said["aof-load-truncated"] == "no")

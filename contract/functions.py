@@ -285,8 +285,9 @@ class Functions:
         return replies.glance(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
-        """Does what time has done; after a restart of Redis it first grants a grace."""
-        return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+        """Does what time has done, and sets right what differs from the jobs' records; after a
+        restart of Redis it first grants a grace."""
+        return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1))
 
 
 def _claim_terms(

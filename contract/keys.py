@@ -69,6 +69,15 @@ class Keys(msgspec.Struct, frozen=True):
         """Attempts to deliver callbacks, by outcome."""
         return f"{self.tag}:deliveries"
 
+    @property
+    def corrections(self) -> str:
+        """Counters and lists that a sweep has set right, by kind."""
+        return f"{self.tag}:corrections"
+
+    def recount(self, part: str) -> str:
+        """`place`, `sums`, `lists`: how far sweeps are that hold counters against records."""
+        return f"{self.tag}:recount:{part}"
+
     def pool(self, model: str) -> str:
         return f"{self.tag}:pool:{model}"
 

@@ -16,6 +16,7 @@ _SHARED = (  # in this order
     "running",
     "totals",
     "queue",
+    "recount",
     "promises",
     "pools",
     "admission",

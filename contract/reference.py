@@ -144,7 +144,7 @@ class Reference:
         self.totals: dict[str, Counter[str]] = defaultdict(Counter)  # by model; without buckets
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
-        self._restarted = False
+        self.is_restarted = False
         self.memory_is_full = False
         self.wakes: list[tuple[str, str]] = []  # (model, lane) of each that was told to workers
 
@@ -420,8 +420,8 @@ class Reference:
         return [(self._blame(incarnation, item, max_crashes), 0) for item in items]
 
     def sweep(self, max_jobs: int = 100) -> Swept:
-        if self._restarted:
-            self._restarted = False
+        if self.is_restarted:
+            self.is_restarted = False
             self._grant_grace()
             return Swept(0, 0, 0, 0)
         open_records = [r for r in self.records.values() if not r.is_terminal]
@@ -448,7 +448,7 @@ class Reference:
 
     def restart(self) -> None:
         """Redis has been restarted: the next sweep grants a grace."""
-        self._restarted = True
+        self.is_restarted = True
 
     # --- transitions --------------------------------------------------------------------------
 

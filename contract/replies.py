@@ -1,14 +1,17 @@
 """What the functions answer, from lists of bytes to types. The calls are in functions.py."""
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import Claimed, JobView, Verdict
+from contract.calls import Claimed, Correction, JobView, Swept, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
 from contract.glance import Glance, LaneSight, WorkerSight
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 from contract.refusals import decode_position
+
+log = logging.getLogger("batchway.recount")
 
 
 def claimed(reply: list[Any]) -> list[Claimed]:
@@ -66,6 +69,17 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
         predicted_wait_ms=None if predicted_ms < 0 else predicted_ms,
         position=decode_position(place) if place else None,
     )
+
+
+def swept(reply: list[Any]) -> Swept:
+    """The reply of `sweep`; what it set right goes into the log."""
+    *counts, rows = reply
+    lapsed, expired, unattended, forgotten = counts
+    corrections = tuple(Correction(*(part.decode() for part in row)) for row in rows)
+    for it in corrections:
+        words = (it.kind, it.key, it.field, it.held, it.holds)
+        log.error("corrected %s key=%s field=%s held=%s holds=%s", *words)
+    return Swept(lapsed, expired, unattended, forgotten, corrections)
 
 
 def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:

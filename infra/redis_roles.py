@@ -20,9 +20,10 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hdel hget hgetall hincrby hmget hset hsetnx info persist pexpire publish sadd "
-    "scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups xlen xrange "
-    "xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank zscore"
+    "del exists get hdel hexists hget hgetall hincrby hmget hscan hset hsetnx info persist pexpire "
+    "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups "
+    "xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank "
+    "zscan zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hmget scard smembers time xrange zcard zcount zrange zrangebyscore "
@@ -31,8 +32,8 @@ _READ_COMMANDS = (
 
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
-    "active alone attended back counters deadlines due idle job jobs kept leases lengths line "
-    "litter log out outbox own poison q quarantine run runid tenant totals"
+    "active alone attended back corrections counters deadlines due idle job jobs kept leases "
+    "lengths line litter log out outbox own poison q quarantine recount run runid tenant totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
@@ -94,7 +95,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
             "xinfo|groups xrange zrange zrangebyscore",
             keeps="worker",
-            reads="active back clock_offset counters deliveries job own pool q totals workers",
+            reads="active back clock_offset corrections counters deliveries job own pool q totals "
+            "workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(
@@ -155,8 +157,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
-    "attended deadlines deliveries kept leases litter poison quarantine runid outbox memory models "
-    "api_keys key_pepper clock_offset"
+    "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox "
+    "memory models api_keys key_pepper clock_offset"
 )
 
 

@@ -11,6 +11,7 @@ from prometheus_client.core import (
     Metric as Family,
 )
 
+from contract.calls import CORRECTION_KINDS
 from contract.glance import Glance
 from contract.jobs import JobStatus
 from telemetry.metrics import METRICS, Metric, Source, of_sources
@@ -100,12 +101,22 @@ def fleet_families(glances: Mapping[str, Glance]) -> Iterator[Family]:
             gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
             gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
     yield from gauges.values()
-    metric = METRICS["webhook_deliveries_total"]
-    deliveries = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
-    for glance in list(glances.values())[:1]:  # they are not of a model
-        for outcome, num in sorted(glance.deliveries.items()):
-            deliveries.add_metric((outcome,), num)
-    yield deliveries
+    # What follows is not of a model: each glance has all of it.
+    any_glance = next(iter(glances.values()), None)
+    yield _counter("webhook_deliveries_total", any_glance.deliveries if any_glance else {})
+    totals = any_glance.totals if any_glance else {}
+    # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
+    corrections = {kind: totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS}
+    yield _counter("corrections_total", corrections)
+
+
+def _counter(name: str, values: Mapping[str, int]) -> Family:
+    """Of one label."""
+    metric = METRICS[name]
+    family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+    for label, value in sorted(values.items()):
+        family.add_metric((label,), value)
+    return family
 
 
 def deadline_kept_ratio(glance: Glance, lane: str) -> float | None:

@@ -22,6 +22,7 @@ function ledger.done(job)
   return math.min(job.cost, job.prompt_tokens + job.tokens)
 end
 
+-- A lane's running jobs have so many more tokens of their costs computed.
 function ledger.progress(tag, job, tokens)
   if tokens == 0 then return end
   redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
@@ -44,6 +45,69 @@ local function count_in_line(tag, job, sign)
   end
 end
 
+-- What a job adds to the counters, as one that is 'queued' or 'running': {key after the tag and
+-- field, value, …}.
+local function shares(job, what)
+  local lane = 'counters:' .. job.model .. ':' .. job.lane
+  local added = {lane .. ' ' .. what .. '_jobs', 1, lane .. ' ' .. what .. '_tokens', job.cost}
+  if what == 'running' then
+    added[5], added[6] = lane .. ' done_tokens', ledger.done(job)
+  elseif is_in_line(job) then
+    local line = 'line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
+    added[5], added[6], added[7], added[8] = line .. ' jobs', 1, line .. ' tokens', job.cost
+  end
+  return added
+end
+
+local function reservation(job)
+  return {'tenant:' .. job.tenant .. ' reserved', job.cost}
+end
+
+-- All that an unfinished job adds to counters.
+function ledger.shares_of(job)
+  local added, reserved = shares(job, job.state == 'queued' and 'queued' or 'running'), reservation(job)
+  table.insert(added, reserved[1])
+  table.insert(added, reserved[2])
+  return added
+end
+
+-- All that is counted of a job's lane, line and tenant, whether or not it adds to it.
+function ledger.all_sums(job)
+  local found = {}
+  local lane = job.model .. ':' .. job.lane
+  for _, name in ipairs({'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens',
+    'done_tokens'}) do
+    table.insert(found, 'counters:' .. lane .. ' ' .. name)
+    table.insert(found, 0)
+  end
+  for _, name in ipairs({'jobs', 'tokens'}) do
+    table.insert(found, 'line:' .. lane .. ':' .. job.tenant .. ' ' .. name)
+    table.insert(found, 0)
+  end
+  table.insert(found, 'tenant:' .. job.tenant .. ' reserved')
+  table.insert(found, 0)
+  return found
+end
+
+-- Sets a counter right that held something else.
+function ledger.correct(tag, key, field, value, held)
+  local kind = string.match(key, '^%a+')
+  key = tag .. ':' .. key
+  if kind == 'line' and field == 'jobs' and value == 0 then
+    redis.call('DEL', key)
+    return
+  end
+  local was_there = redis.call('EXISTS', key) == 1
+  redis.call('HSET', key, field, value)
+  if kind == 'line' and was_there then
+    redis.call('HINCRBY', key, 'left_' .. field, held - value)  -- those behind keep their turns
+  elseif kind == 'tenant' and value > 0 then
+    redis.call('PERSIST', key)
+  elseif kind == 'tenant' then
+    redis.call('PEXPIRE', key, TENANT_TTL_MS)
+  end
+end
+
 -- Counts a queued job as one that runs.
 function ledger.start(tag, job)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
@@ -53,6 +117,10 @@ function ledger.start(tag, job)
     names[3], (is[3] or 0) + 1, names[4], (is[4] or 0) + job.cost)
   ledger.progress(tag, job, ledger.done(job))
   if is_in_line(job) then count_in_line(tag, job, -1) end
+  if recount.has(tag, job.deadline) then
+    recount.add(tag, shares(job, 'queued'), -1)
+    recount.add(tag, shares(job, 'running'), 1)
+  end
 end
 
 -- Counts a job into (1) or out of (-1) what is 'queued' or 'running' in its lane.
@@ -65,6 +133,7 @@ function ledger.count(tag, job, what, sign)
   elseif is_in_line(job) then
     count_in_line(tag, job, sign)
   end
+  if recount.has(tag, job.deadline) then recount.add(tag, shares(job, what), sign) end
 end
 
 -- Notes in its record where a job enters its tenant's line: how much will have left it when its
@@ -120,6 +189,7 @@ function ledger.reserve(tag, job)
   if redis.call('HINCRBY', tenant, 'reserved', job.cost) == job.cost then
     redis.call('PERSIST', tenant)  -- nothing was reserved: it was to expire
   end
+  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
 end
 
 -- The bill at a job's end: what it has used is charged, the rest of its cost refunded (more than
@@ -137,6 +207,7 @@ function ledger.settle(tag, job, status)
   if redis.call('HINCRBY', tenant, 'reserved', -job.cost) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
+  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
   if status == 'succeeded' then
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')

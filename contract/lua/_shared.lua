@@ -29,6 +29,7 @@ local JOB_FIELDS = {
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
 local outbox = {}  -- what callers are to be told; _outbox.lua
+local recount = {}  -- holds counters and lists against the records; _recount.lua
 local running = {}  -- how far jobs are that run; _running.lua
 local totals = {}  -- what metrics count; _totals.lua
 
@@ -104,16 +105,20 @@ local function handed_out(tag, job, now)
     redis.call('HGET', job.key, 'job')}
 end
 
+-- Adds a job's entry to a queue stream.
+local function add_entry(key, job)
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
+  end
+  return redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
+end
+
 -- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>`,
 -- `back:<model>:<lane>` or `q:<model>:suspect`. `record` is what else its record is to say from now
 -- on: {field, value, …}.
 local function enqueue(tag, job, stream, record)
-  local key = tag .. ':' .. stream
-  if redis.call('EXISTS', key) == 0 then
-    redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
-  end
   job.stream = stream
-  job.entry = redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
+  job.entry = add_entry(tag .. ':' .. stream, job)
   job.state = 'queued'
   job.owner = ''
   record = record or {}

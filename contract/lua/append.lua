@@ -25,11 +25,11 @@ local MOST_ARGUMENTS = 1000  -- of one command
 local FIRST_ID = 4  -- argument
 
 -- What the jobs of one place, a lane of a model, have gained in this call: output tokens, and
--- tokens of their cost.
+-- tokens of their cost, all and those of jobs that are in the count (_recount.lua).
 local function gains_of(said, place)
   local gains = said[place]
   if not gains then
-    gains = {tokens = 0, done = 0}
+    gains = {tokens = 0, done = 0, counted = 0}
     said[place] = gains
   end
   return gains
@@ -37,11 +37,13 @@ end
 
 -- Appends the event, and writes all that it changes in the record.
 local function progress(tag, job, event, num_tokens, now, said)
-  local gains, done = gains_of(said, running.place(job)), ledger.done(job)
+  local gains, done_before = gains_of(said, running.place(job)), ledger.done(job)
   local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
-  gains.done = gains.done + ledger.done(job) - done
+  local done = ledger.done(job) - done_before
+  gains.done = gains.done + done
+  if recount.has(tag, job.deadline) then gains.counted = gains.counted + done end
   job.hash = write_event(tag, job.id, job.next, job.hash, event)
   job.next = job.next + 1
   local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash}
@@ -83,7 +85,7 @@ end
 
 -- The short way, for a job that goes on with output: how far it is now, packed; nil where it must go
 -- the long one.
-local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
+local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, said, place_of_count)
   local its_epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place =
     running.unpack(packed)
   if epoch ~= its_epoch or tonumber(number) ~= next_number then return nil end
@@ -94,6 +96,7 @@ local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, sai
   if done > to_do then done = to_do end
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + done
+  if deadline <= place_of_count then gains.counted = gains.counted + done end
   return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, to_do - done,
     place)
 end
@@ -131,6 +134,9 @@ local function count(tag, said)
       totals.add(tag, model, 'generation_tokens_total:' .. lane, gains.tokens)
     end
     ledger.progress(tag, {model = model, lane = lane}, gains.done)
+    if gains.counted > 0 then
+      recount.add(tag, {'counters:' .. model .. ':' .. lane .. ' done_tokens', gains.counted}, 1)
+    end
   end
 end
 
@@ -138,6 +144,7 @@ local function append(keys, argv)
   local tag, now = keys[1], now_ms(keys[1])
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
   local odd, said, renewed = {}, {}, {}  -- said: gains by place
+  local place_of_count = recount.place(tag)
   local found, gone_on, num_gone_on = those_running(tag, incarnation, argv), {}, 0
   local says, from, unpack_struct = argv[3], 2, struct.unpack  -- from: after the version
   for i = FIRST_ID, #argv do
@@ -148,7 +155,7 @@ local function append(keys, argv)
     local packed = known
     found[id] = nil  -- a second event of a job in one call goes the long way
     if packed and event ~= '' and fin == '' then
-      packed = go_on(tag, now, packed, id, epoch, number, event, num_tokens, said)
+      packed = go_on(tag, now, packed, id, epoch, number, event, num_tokens, said, place_of_count)
     else
       packed = nil
     end

@@ -1,7 +1,7 @@
 -- glance: a model's lanes, workers and totals at one moment; changes nothing.
 -- KEYS  1 tag
 -- ARGV  1 model  2… lanes
--- reply {now (ms), {field, total, …}, one {queued jobs, queued tokens, running jobs, running tokens,
+-- reply {now (ms), {field, total, …} and of all models `corrections_total:<kind>`, one {queued jobs, queued tokens, running jobs, running tokens,
 --        ms since the first waiting job was submitted (0: none waits)} for each lane, in order,
 --        one {incarnation, ms since it was heard of, what it says of itself (JSON)} for each live
 --        worker, {outcome of a callback's attempt, how many, …}}
@@ -40,8 +40,11 @@ local function glance(keys, argv)
     local info = redis.call('HGET', tag .. ':worker:' .. live[i], 'info')
     table.insert(workers, {live[i], now - live[i + 1], info or '{}'})
   end
-  return {now, redis.call('HGETALL', tag .. ':totals:' .. model), lanes, workers,
-    redis.call('HGETALL', tag .. ':deliveries')}
+  local counts = redis.call('HGETALL', tag .. ':totals:' .. model)
+  for i, part in ipairs(redis.call('HGETALL', tag .. ':corrections')) do
+    table.insert(counts, i % 2 == 1 and 'corrections_total:' .. part or part)
+  end
+  return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries')}
 end
 redis.register_function{
   function_name = 'batchway_v1_glance', callback = glance, flags = {'no-writes'},

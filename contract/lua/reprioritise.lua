@@ -9,7 +9,9 @@ local function reprioritise(keys, argv)
   if TERMINAL[job.state] then return {job.state} end
   running.put_back(tag, job)
   if argv[4] ~= '' then
-    job.deadline = now + tonumber(argv[4])
+    local deadline = now + tonumber(argv[4])
+    recount.move(tag, job, deadline)
+    job.deadline = deadline
     redis.call('HSET', job.key, 'deadline', job.deadline)
     redis.call('ZADD', tag .. ':deadlines', job.deadline, job.id)
   end

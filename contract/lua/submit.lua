@@ -35,6 +35,7 @@ end
 
 local function accept(tag, job, terms, argv, found, now)
   local deadline, tenant = now + terms.deadline_ms, found.tenant
+  job.deadline = deadline
   local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
@@ -76,6 +77,7 @@ local function submit(keys, argv)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
+    recount.expect(tag, job)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end

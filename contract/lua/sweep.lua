@@ -1,11 +1,15 @@
 -- sweep: what time has done. Anyone may call it.
 -- A lapsed lease gives its job back (the second time to be run alone); a passed deadline ends its
 -- job; a job whose callers have all gone is cancelled; a job whose retention is over is forgotten.
--- The first sweep of a Redis that has been
--- restarted renews what lapsed meanwhile: nobody could beat while it was away.
+-- Once a second it also holds counters and lists against some records (_recount.lua).
+-- The first sweep of a Redis that has been restarted renews what lapsed meanwhile: nobody could beat
+-- while it was away.
 -- KEYS  1 tag
 -- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
--- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}
+--       3 '1': counters and lists are looked at too (absent: callers of the version before)
+-- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}, and with ARGV 3
+--       {{'lane', 'line', 'tenant' or 'list', key after the tag, field or member, what it held, what
+--       it holds now}, …}
 
 -- True where another server process was swept last: all whose time ran on meanwhile get a grace.
 local function booted(tag, now, grace_ms)
@@ -51,7 +55,7 @@ end
 
 local function sweep(keys, argv)
   local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
-  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0} end
+  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, argv[3] and {} or nil} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
   local lapsed = due(tag, ':leases', now, limit)
@@ -64,7 +68,9 @@ local function sweep(keys, argv)
       redis.call('ZREM', tag .. ':leases', id)
     end
   end
-  return {#lapsed, expired, unattended, forget_due(tag, now, limit)}
+  local forgotten = forget_due(tag, now, limit)
+  local corrections = argv[3] and recount.some(tag, now) or nil
+  return {#lapsed, expired, unattended, forgotten, corrections}
 end
 redis.register_function{
   function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},

@@ -165,6 +165,22 @@ async def test_deliveries_are_shown(
     assert summed(shown, "webhook_deliveries_total") == 4
 
 
+async def test_corrections_are_shown_from_zero_on(
+    http: httpx.AsyncClient,
+    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """A sweep corrects a count: a rule over the increase sees the first of its kind."""
+    shown = await page_of(http)
+    assert summed(shown, "corrections_total", kind="tenant") == 0
+    assert ("batchway_corrections_total", (("kind", "lane"),)) in shown
+    await redis_client.hset(keys.corrections, "tenant", 2)
+    shown = await page_of(http)
+    assert summed(shown, "corrections_total", kind="tenant") == 2
+
+
 async def test_a_look_before_any_model_hides_none_that_comes(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:

@@ -156,6 +156,13 @@ CASES = (
         "20m",
         {"outcome": "dead"},
     ),
+    Case(
+        "BatchwayStateCorrected",
+        {'batchway_corrections_total{kind="lane"}': "0x5 1x30"},
+        {'batchway_corrections_total{kind="lane"}': "3x35"},
+        "20m",
+        {"kind": "lane"},
+    ),
 )
 
 

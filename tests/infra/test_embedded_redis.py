@@ -2,19 +2,27 @@
 
 import importlib.util
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from contract.connection import connect
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.library import ensure_library
 from infra import embedded_redis
-from infra.embedded_redis import EmbeddedRedis, NoRedisServer, find_server
+from infra.embedded_redis import EmbeddedRedis, NoRedisServer, find_server, find_servers
+from tests.contract.some_calls import make_job, make_submission
 from tests.infra.processes import is_alive, wait_until
 
 
@@ -198,3 +206,83 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     wait_until(lambda: not Path(url.removeprefix("unix://")).parent.exists())
     with EmbeddedRedis(tmp_path) as server, client_of(server) as client:
         assert client.get("key") == "kept"
+
+
+# --- what a power cut leaves ------------------------------------------------------------------
+
+
+def keys_and_values(server: EmbeddedRedis) -> dict[bytes, object]:
+    """What the functions have written, but for the note on memory, which goes by itself."""
+    with redis.Redis.from_url(server.url) as client:
+        reads: dict[bytes, Callable[[bytes], object]] = {
+            b"string": client.get,
+            b"hash": client.hgetall,
+            b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
+            b"stream": lambda key: (client.xrange(key), client.xinfo_groups(key)),
+        }
+        keys: Any = client.keys("{bw:*")
+        types: Any = {key: client.type(key) for key in keys if not key.endswith(b":memory")}
+        return {key: reads[kind](key) for key, kind in types.items()}
+
+
+def cuts_in(block: bytes) -> list[int]:
+    """The beginning of each command in a block of the file, a place inside it, and the end."""
+    begins = [match.start() for match in re.finditer(rb"\*\d+\r\n\$", block)]
+    return sorted({*begins, *(begin + 7 for begin in begins), len(block) - 1, len(block)})
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("binary", list(find_servers()), ids=lambda binary: binary.name)
+async def test_a_function_is_all_or_nothing_wherever_its_writes_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: Keys, binary: Path
+) -> None:
+    """The file ends somewhere in the block of a submit; the server starts, takes another write, is
+    killed and starts again. Both times the job is there entirely or not at all."""
+    monkeypatch.setattr(embedded_redis, "find_server", lambda: binary)
+    with EmbeddedRedis(tmp_path, fsync="always") as server:
+        client = connect(server.url)
+        await ensure_library(client)
+        functions = Functions(client, keys)
+        await functions.submit(make_job(), make_submission())
+        [file] = (tmp_path / "appendonlydir").glob("*.incr.aof")
+        num_before = file.stat().st_size
+        await functions.submit(make_job(), make_submission())
+        await client.aclose()
+        server.kill()
+        whole = file.read_bytes()
+        seen: dict[int, list[dict[bytes, object]]] = {}
+        for cut in cuts_in(whole[num_before:]):
+            file.write_bytes(whole[: num_before + cut])
+            server.start()
+            first = keys_and_values(server)
+            with client_of(server) as writer:
+                writer.set("later", "kept")
+            server.kill()
+            server.start()
+            seen[cut] = [first, keys_and_values(server)]
+            with client_of(server) as reader:
+                assert reader.get("later") == "kept"
+            server.kill()
+    nothing, everything = seen[0][0], seen[len(whole) - num_before][0]
+    assert len(everything) > len(nothing)
+    for cut, states in seen.items():
+        wanted = everything if cut == len(whole) - num_before else nothing
+        assert states == [wanted, wanted], f"cut after {cut} bytes of the block"
+
+
+def test_an_older_open_block_is_not_cut_off_with_all_that_follows(tmp_path: Path) -> None:
+    """A file that a server mended wrongly and went on with: what came later is kept."""
+    with EmbeddedRedis(tmp_path) as server:
+        with client_of(server) as client:
+            client.set("key", "kept")
+        server.kill()
+        [file] = (tmp_path / "appendonlydir").glob("*.incr.aof")
+        one = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n"
+        multi, execute = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
+        broken = file.read_bytes() + multi + one + multi + one + execute + one[:-9]
+        file.write_bytes(broken)
+        server.start()
+        assert file.read_bytes() == broken[: -len(one) + 9]
+        with client_of(server) as client:
+            assert client.get("key") == "kept"

@@ -154,8 +154,8 @@ MUTANTS = [
     ),
     Mutant(
         "what goes on counts no tokens of its cost",
-        "  gains.done = gains.done + done\n",
-        "",
+        "  gains.done = gains.done + done\n  if deadline",
+        "  if deadline",
     ),
     Mutant(
         "a heartbeat does not renew leases",
@@ -296,7 +296,11 @@ MUTANTS = [
         "model, '-inf', '+inf')\n  pool.rate",
     ),
     Mutant("no deadline is beyond reach", "wait ~= UNKNOWN and late_ms > 0", "false"),
-    Mutant("progress is not counted", "  gains.done = gains.done + ledger.done(job) - done\n", ""),
+    Mutant(
+        "progress is not counted",
+        "  gains.done = gains.done + done\n  if recount",
+        "  if recount",
+    ),
     Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or 0.02)", "0"),
     Mutant(
         "no grace after a restart",
@@ -356,6 +360,41 @@ MUTANTS = [
     Mutant(
         "tenants' lines do not count as waiting",
         "    table.insert(keys, lane_key(tag, 'active', model, lane.name))\n",
+        "",
+    ),
+    Mutant(
+        "a claim does not change the sums of a count",
+        "    recount.add(tag, shares(job, 'queued'), -1)\n",
+        "",
+    ),
+    Mutant(
+        "a job that leaves or comes does not change the sums of a count",
+        "recount.add(tag, shares(job, what), sign) end",
+        "local _ end",
+    ),
+    Mutant(
+        "a reservation that ends stays in the sums of a count",
+        "recount.add(tag, reservation(job), -1) end",
+        "local _ end",
+    ),
+    Mutant(
+        "a job whose deadline moves stays in the count or out of it",
+        "  if was ~= is then recount.add",
+        "  if false then recount.add",
+    ),
+    Mutant(
+        "output of one that goes on does not change the sums of a count",
+        "  if deadline <= place_of_count then gains.counted",
+        "  if false then gains.counted",
+    ),
+    Mutant(
+        "a first output does not change the sums of a count",
+        "  if recount.has(tag, job.deadline) then gains.counted",
+        "  if false then gains.counted",
+    ),
+    Mutant(
+        "a count leaves out jobs with the deadline of the last that it took",
+        "    rows = redis.call('ZRANGE', deadlines, after, place, 'BYSCORE', 'WITHSCORES')\n",
         "",
     ),
 ]

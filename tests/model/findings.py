@@ -1,0 +1,42 @@
+"""What an audit reads and compares, and how it says what it found."""
+
+from collections.abc import Iterable, Mapping
+
+
+class Record(dict[str, str]):
+    """A hash. Asked for a field that it lacks, or for a number where there is none, it raises an
+    AssertionError that says so."""
+
+    def __init__(self, key: str, fields: Mapping[str, str]) -> None:
+        super().__init__(fields)
+        self.key = key
+
+    def __missing__(self, name: str) -> str:
+        raise AssertionError(f"{self.key} {name}: holds nothing, and every such record has it")
+
+    def number(self, name: str) -> int:
+        try:
+            return int(self[name])
+        except ValueError as exc:
+            raise AssertionError(f"{self.key} {name}: holds {self[name]!r}, no number") from exc
+
+
+def same(
+    invariant: str,
+    found: Mapping[str, Mapping[str, object]],
+    wanted: Mapping[str, Mapping[str, object]],
+) -> None:
+    """Raises AssertionError with the keys and fields that are not as the records say."""
+    differences = [
+        f"{key} {name}: holds {found.get(key, {}).get(name, 'nothing')!r}, "
+        f"the records say {wanted.get(key, {}).get(name, 'nothing')!r}"
+        for key in sorted(found.keys() | wanted.keys())
+        for name in sorted(found.get(key, {}).keys() | wanted.get(key, {}).keys())
+        if found.get(key, {}).get(name) != wanted.get(key, {}).get(name)
+    ]
+    assert not differences, f"{invariant}: {'; '.join(differences[:5])}"
+
+
+def members(job_ids: Iterable[str]) -> dict[str, object]:
+    """A set, to be compared as the fields of a hash are."""
+    return dict.fromkeys(job_ids, "it")
