@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -33,6 +34,14 @@ def pytest_collection_finish() -> None:
     """Nor later: torch and three thousand tests are objects enough to search for half a second."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped, by reason: one line each."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(scope="session")
