@@ -50,6 +50,7 @@ class FirstRun:
         self.environ = bare_environ() | {
             "TMPDIR": str(self.temp_dir),
             "XDG_CACHE_HOME": str(folder / "cache"),  # no kernels from before
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),  # else torch leaves one in TMPDIR
         }
 
     def serve(self) -> None:
