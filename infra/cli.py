@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -23,7 +24,14 @@ from infra.drain_command import run_drain
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
-from infra.preconditions import UsageError, check_extra, check_redis, check_store, known_redis
+from infra.preconditions import (
+    UsageError,
+    check_directory,
+    check_extra,
+    check_redis,
+    check_store,
+    known_redis,
+)
 from infra.profile_command import run_profile
 from infra.redis_roles_command import run_redis_roles
 from infra.top_command import run_top
@@ -58,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _up(options: argparse.Namespace) -> int:
-    for extra in ("gateway", "worker", "callbacks"):
-        check_extra(extra)
+    check_extra("serve")
+    check_directory(options.object_store)
     os.environ[ALLOW_VARIABLE] = options.callback_allow  # for gateway and callbacks alike
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
@@ -142,7 +150,10 @@ def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.sock
         raise UsageError(str(exc)) from exc
     except OSError as exc:
         reason = exc.strerror or exc
-        raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from exc
+        hint = "; choose another with --port" if exc.errno == errno.EADDRINUSE else ""
+        raise UsageError(
+            f"cannot listen on {options.host} port {options.port}: {reason}{hint}"
+        ) from exc
 
 
 def _has_keys(settings: GatewaySettings) -> bool:

@@ -10,6 +10,7 @@ from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
 from contract.keys import Keys
 from contract.known_store import known_store
+from payloads.directory import DirectoryStore
 from payloads.opening import open_store
 from payloads.store import PayloadUnavailable
 
@@ -20,6 +21,7 @@ _NEEDS = {  # modules that show whether an extra is installed
     "bench": ("httpx", "matplotlib"),
     "top": ("prometheus_client", "rich"),
 }
+_NEEDS["serve"] = _NEEDS["gateway"] + _NEEDS["worker"] + _NEEDS["callbacks"]
 
 
 class UsageError(Exception):
@@ -28,7 +30,8 @@ class UsageError(Exception):
 
 def check_extra(extra: str) -> None:
     """Raises UsageError where the modules of an extra are not installed."""
-    missing = [name for name in _NEEDS[extra] if importlib.util.find_spec(name) is None]
+    needs = dict.fromkeys(_NEEDS[extra])
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"{', '.join(missing)} not installed: run `pip install 'batchway[{extra}]'`"
@@ -49,6 +52,16 @@ def check_redis(url: str) -> None:
         raise UsageError(str(exc)) from exc
     except BrokerUnavailable:
         return
+
+
+def check_directory(setting: str) -> None:
+    """Raises UsageError where an object store is a directory that cannot be made or written to."""
+    store = open_store(setting)
+    if isinstance(store, DirectoryStore):
+        try:
+            _ = store.name
+        except PayloadUnavailable as exc:
+            raise UsageError(f"--object-store {setting}: {exc}") from exc
 
 
 def check_store(url: str, namespace: str, setting: str) -> None:

@@ -2,11 +2,15 @@
 
 import gc
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis.asyncio
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from contract.connection import connect
 from contract.functions import Functions
@@ -30,15 +34,53 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+# Files whose tests share what takes long to make: `batchway up` on the demo model, and tiny models
+# of all families with what transformers says of them.
+_SHARING = (
+    re.compile(r"tests/e2e/"),
+    re.compile(r"tests/workers/model/test_(engine_parity|families|prompt_logprobs|runner|seq)"),
+)
+
+
+def _group(nodeid: str) -> str:
+    """What one process runs: files that share, else a file."""
+    return next((g.pattern for g in _SHARING if g.match(nodeid)), nodeid.split("::")[0])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole processes come first: they wait most, and others use that time."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    """Tests of whole processes come first: they wait most, and others use that time. Then what one
+    process does for long, so that the others are not done before it."""
+
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("e2e") is not None:
+            return 0
+        return 1 if _SHARING[1].match(item.nodeid) else 2
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """`--dist=loadfile`, with files that share in one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _group  # type: ignore[method-assign]
+    return scheduler
 
 
 def pytest_collection_finish() -> None:
     """Nor later: torch and three thousand tests are objects enough to search for half a second."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped, by reason: one line each."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -89,9 +89,9 @@ class HashModel:
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Overwrites blocks that no one may read again."""
-        for block_id in block_ids:
-            self._slots[self._block_slots(block_id)] = _POISON
-            self._prefixes[self._block_slots(block_id)] = _POISON
+        ids = list(block_ids)
+        for slots in (self._slots, self._prefixes):
+            slots.reshape(self.num_blocks, self.block_size)[ids] = _POISON  # a view of the same
 
     def _copy(self, chunks: Seq[Chunk]) -> None:
         """Reads all sources before it writes: a source may be another's target."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import platform
 import signal
 import socket
 import sys
@@ -14,8 +13,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EMULATOR = ROOT / ".venv-sam" / "aws-lambda-rie"
-IS_OFFERED = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+EMULATOR = Path(sys.executable).with_name("aws-lambda-rie")  # where scripts/setup-tool puts it
 START_S = 60.0
 _PATH = "/2015-03-31/functions/function/invocations"
 

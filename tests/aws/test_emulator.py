@@ -6,17 +6,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from infra.embedded_redis import EmbeddedRedis
-from tests.aws.emulator import EMULATOR, IS_OFFERED, Emulator, emulating
+from tests.aws.emulator import EMULATOR, Emulator, emulating
 from tests.aws.lambda_events import KEY, http_event, rest_event
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(
-        not EMULATOR.exists(),
-        reason="scripts/setup-sam --emulator has not been run"
-        if IS_OFFERED
-        else "AWS offers the emulator for Linux on x86_64 and arm64 only",
+        not EMULATOR.exists(), reason="no aws-lambda-rie: scripts/setup-tool says why"
     ),
 ]
 

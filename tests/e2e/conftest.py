@@ -1,4 +1,4 @@
-"""`batchway up` on the demo model, once for all tests of this folder."""
+"""`batchway up` on the demo model, once for all tests of this folder: one process runs them."""
 
 from collections.abc import Iterator
 

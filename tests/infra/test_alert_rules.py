@@ -1,9 +1,11 @@
 """Alerts fire where they should and nowhere else, by Prometheus' own test of rules."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +15,9 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.infra.test_monitoring import ALERTS, queries, rules
 
-PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(
-    PROMTOOL is None, reason="needs promtool: it comes with Debian's package `prometheus`"
-)
+_TOOLS = Path(sys.executable).parent  # where scripts/setup-tool puts it
+PROMTOOL = shutil.which("promtool", path=f"{_TOOLS}{os.pathsep}{os.environ['PATH']}")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: scripts/setup-tool says why")
 
 GATEWAYS = ("a:8000", "b:8000")  # a job's counts stand alike on the page of each
 

@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import redis
+from packaging.requirements import Requirement
 
 from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
@@ -18,6 +20,8 @@ from infra.preconditions import check_store
 from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +137,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
             assert done.returncode == 2
             assert done.stderr.splitlines() == [
                 f"batchway {command[0]}: cannot listen on 127.0.0.1 port {port}: "
-                "Address already in use"
+                "Address already in use; choose another with --port"
             ]
 
 
@@ -212,6 +216,27 @@ def test_a_missing_extra_is_named(
     )
     assert cli.main(["worker", "--redis-url", "redis://127.0.0.1:1"]) == 2
     assert "torch not installed: run `pip install 'batchway[worker]'`" in capsys.readouterr().err
+    assert cli.main(["up"]) == 2
+    assert "torch not installed: run `pip install 'batchway[serve]'`" in capsys.readouterr().err
+
+
+def test_up_installs_with_one_extra() -> None:
+    """`serve` has every module that `up` looks for, and the Redis that it starts."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    [serve] = map(Requirement, extras["serve"])
+    assert serve.extras >= {"gateway", "worker", "callbacks", "embedded-redis"}
+    assert serve.extras <= set(extras)
+
+
+@pytest.mark.parametrize("option", ["--object-store", "--data-dir"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(option: str) -> None:
+    """What cannot be used, and why; nothing is left running."""
+    done = run_cli("up", "--port=0", option, "/dev/null/x")
+    assert done.returncode in (1, 2)
+    assert "Not a directory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_key_is_no_option() -> None:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,19 +13,13 @@ from standardwebhooks.webhooks import Webhook
 
 from batchway_client import Client, Event
 from examples.follow_job import text_of
-from tests.infra.stack import Stack, running_demo_stack
+from tests.infra.stack import Stack
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SECRET = "whsec_MDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw"
 BODY = b'{"type": "job.succeeded", "timestamp": "2025-01-01T00:00:00Z", "data": {"id": "job-0-1"}}'
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_demo_stack() as stack:
-        yield stack
 
 
 def run(name: str, *arguments: str) -> str:

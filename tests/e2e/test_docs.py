@@ -9,15 +9,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.infra.stack import running_demo_stack
+from tests.infra.stack import Stack
 from tests.markdown import REASONS, Block, anchors, code_blocks, relative_links
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 RUN_PAGES = (README, ROOT / "docs" / "async.md")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -61,13 +60,6 @@ def runnable_blocks() -> list[object]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server_url() -> Iterator[str]:
-    """One `batchway up` on the demo model, as the README starts it."""
-    with running_demo_stack() as stack:
-        yield stack.url
-
-
 def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedProcess[str]:
     """Runs a block as a reader would, who replaces nothing but the port."""
     (temp_dir / ".curlrc").write_text(CURL_OPTIONS)
@@ -90,9 +82,9 @@ def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedPro
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("block", runnable_blocks())
-def test_a_block_of_a_page_runs(block: Block, server_url: str, tmp_path: Path) -> None:
+def test_a_block_of_a_page_runs(block: Block, stack: Stack, tmp_path: Path) -> None:
     """As it stands, with exit status 0; an HTTP error fails it too."""
-    done = run_block(block, server_url, tmp_path)
+    done = run_block(block, stack.url, tmp_path)
     assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
 
 
@@ -143,9 +135,9 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_an_http_error_fails_a_block(server_url: str, tmp_path: Path) -> None:
+def test_an_http_error_fails_a_block(stack: Stack, tmp_path: Path) -> None:
     """curl is told to, so that the README need not."""
     found = Block("bash", "curl http://localhost:8000/v1/models\n", 1)
     absent = Block("bash", "curl http://localhost:8000/v1/nothing\n", 1)
-    assert run_block(found, server_url, tmp_path).returncode == 0
-    assert run_block(absent, server_url, tmp_path).returncode != 0
+    assert run_block(found, stack.url, tmp_path).returncode == 0
+    assert run_block(absent, stack.url, tmp_path).returncode != 0

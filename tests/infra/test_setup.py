@@ -1,0 +1,91 @@
+"""scripts/setup where something is missing: one sentence says what, and nothing counts as done.
+
+What it does where nothing is missing, `tests.first_run` tries out in empty clones.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What scripts/setup reads of a clone."""
+    folder = tmp_path / "clone"
+    (folder / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "scripts/setup", "scripts/setup-tool"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def clone_with_pip(clone: Path) -> Path:
+    """A clone whose .venv has the pip of the Python that runs the tests, and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone / ".venv"], check=True)
+    [site] = (clone / ".venv" / "lib").glob("*/site-packages")
+    [own] = (Path(sys.prefix) / "lib").glob("*/site-packages")
+    (site / "pip").symlink_to(own / "pip")
+    return clone
+
+
+def failed_setup(clone: Path, **environ: str) -> str:
+    """What it says at last, without any setting of pip but those that are given."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    done = subprocess.run(
+        ["bash", str(clone / "scripts" / "setup")],
+        env=base | {"PIP_CONFIG_FILE": os.devnull} | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert not (clone / ".venv" / "batchway-setup").exists()
+    assert len(done.stderr.splitlines()) <= 4, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_without_a_package_index_the_network_is_named(clone_with_pip: Path) -> None:
+    """With what to check, and the place of the whole log."""
+    said = failed_setup(clone_with_pip, PIP_INDEX_URL=NOWHERE, PIP_RETRIES="1")
+
+    assert said.startswith("scripts/setup: torch==2.13.0: pip cannot reach a package index.")
+    assert said.endswith(f"Log: {clone_with_pip}/.venv/setup.log")
+    assert "Connection refused" in (clone_with_pip / ".venv" / "setup.log").read_text()
+
+
+def test_what_pip_refuses_is_quoted(clone_with_pip: Path) -> None:
+    """Its own line about the error."""
+    said = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
+
+    assert "torch==0.0.1: ERROR: No matching distribution found for torch==0.0.1." in said
+
+
+def test_an_old_python_is_named(clone: Path, tmp_path: Path) -> None:
+    """With its version and the one that is wanted."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname", "head"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    old = programs / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 || exit 1\n')
+    old.chmod(0o755)
+
+    said = failed_setup(clone, PATH=str(programs))
+
+    assert said == "scripts/setup: batchway needs Python 3.11 or later; here is Python 3.9.2."
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(clone: Path) -> None:
+    """Before anything is downloaded."""
+    (clone / ".venv").write_text("in the way")
+
+    said = failed_setup(clone)
+
+    assert f"cannot write to {clone}/.venv" in said
