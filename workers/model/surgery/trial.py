@@ -67,7 +67,7 @@ def agrees(module: nn.Module, calls: Seq[Call]) -> bool:
 def finding_wrong(modules: Mapping[str, nn.Module], calls: Calls) -> Iterator[set[str]]:
     """Within, modules compute as ever, but hand on the answers that were noted, in the same order
     of calls: each is given what the untouched one was given, whatever others do wrong. Yields the
-    names of those whose own answers differ, or that raise.
+    names of those whose own answers differ, that change what they are given, or that raise.
     """
     wrong: set[str] = set()
     for name, module in modules.items():
@@ -85,15 +85,28 @@ def _guarded(forward: Any, name: str, calls: Seq[Call], wrong: set[str]) -> Any:
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         call = next(remaining)
-        try:
-            is_right = is_close(forward(*args, **kwargs), call.output)
-        except Exception:
-            is_right = False
-        if not is_right:
-            wrong.add(name)
+        given, noted = _tensors((args, kwargs)), _tensors((call.args, call.kwargs))
+        if is_close(given, noted):  # else another has changed it, and that one is wrong
+            try:
+                is_right = is_close(forward(*args, **kwargs), call.output)
+            except Exception:
+                is_right = False
+            if not is_right or not is_close(given, noted):
+                wrong.add(name)
         return _copied(call.output)
 
     return guarded
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    """All tensors in it."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, dict):
+        return _tensors(tuple(value.values()))
+    if isinstance(value, list | tuple):
+        return tuple(tensor for part in value for tensor in _tensors(part))
+    return ()
 
 
 def is_close(found: Any, expected: Any) -> bool:
