@@ -144,10 +144,13 @@ PAGED: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
         ),
     ),
-    "phimoe": ("PhimoeConfig", _common(num_local_experts=4, num_experts_per_tok=2)),
+    "phimoe": (
+        "PhimoeConfig",
+        _common(num_local_experts=4, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True),
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
-        _common(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+        _common(head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2),
     ),
 }
 

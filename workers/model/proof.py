@@ -24,7 +24,8 @@ from workers.model.surgery.stack import stack_of
 from workers.model.surgery.trial import Calls, finding_wrong, noting_calls
 
 # Largest difference of a logit, as a share of the largest in its row, around the row's mean.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
+# Of 64 layers with lively random weights in bfloat16 it was 0.14.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 # Of all logits' length: a factor, which half precision's tolerance would let pass, shows here.
 _MAX_GROWTH = 0.01
 # Tokens of each stream, in all steps together. None needs more than the 16 slots that the loader

@@ -20,7 +20,6 @@ from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
 from workers.model.native.kernels import Kernels
-from workers.model.native.panels import Weight
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -101,20 +100,19 @@ class Surgeon:
                 exchanged = name
         return done
 
-    def _kind(self, name: str, module: nn.Module) -> str | None:
+    def _kind(self, name: str, module: Any) -> str | None:
         if module._forward_pre_hooks or module._forward_hooks:
             return None  # it does more than its forward says
         if not all(p.device == self._device for p in module.parameters()):
             return None
-        if name in self._shapes and is_attention(module):
+        if name in self._shapes and is_attention(module) and self._can_take(module.q_proj):
             return ATTENTION
-        if is_gated_mlp(module):
+        if is_gated_mlp(module) and self._can_take(module.gate_proj):
             return MLP
         if self._kernels is not None and is_rms_norm(module):
-            return NORM
-        if type(module) in (nn.Linear, Int8Linear) and self._layout.packs:
-            return LINEAR
-        return None
+            return NORM if module.weight.dtype == self._kernels.dtype else None
+        is_linear = type(module) in (nn.Linear, Int8Linear)
+        return LINEAR if is_linear and self._layout.packs and self._can_take(module) else None
 
     def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
         old: Any = self._decoder.get_submodule(name)
@@ -123,17 +121,15 @@ class Surgeon:
         if kind == NORM:
             assert self._kernels is not None
             return _norm(old, self._kernels, calls)
-        weight = weight_of(old.gate_proj if kind == MLP else old)
-        if not self._can_take(weight):
-            return None
         new: nn.Module
         if kind == MLP:
             new = MergedMLP(old, self._kernels, self._layout)
         else:
-            new = self._layout.linear(weight, old.bias)
+            new = self._layout.linear(weight_of(old), old.bias)
         return new if agrees(new, calls) else None
 
-    def _can_take(self, weight: Weight) -> bool:
+    def _can_take(self, linear: nn.Linear | Int8Linear) -> bool:
+        weight = weight_of(linear)
         return can_pack(weight) if self._layout.packs else weight.dtype in TOLERANCE
 
     def _attention(self, old: Any, shape: LayerShape, calls: Seq[Call]) -> nn.Module | None:
@@ -143,7 +139,7 @@ class Surgeon:
             and calls[0].kwargs.get("position_embeddings") is not None
             and _has_known_norms(old, dim)
         )
-        if not is_known or not self._can_take(weight_of(old.q_proj)):
+        if not is_known:
             return None
         flags = _flags(old, calls[0])
         new = MergedAttention(
@@ -195,8 +191,6 @@ def _flags(old: nn.Module, call: Call) -> AttentionFlags:
 
 
 def _norm(old: Any, kernels: DecoderKernels, calls: Seq[Call]) -> nn.Module | None:
-    if old.weight.dtype != kernels.dtype:
-        return None
     try:
         eps = norm_eps(old)
     except AttributeError:
