@@ -92,7 +92,10 @@ class Surgeon:
             is_gone = exchanged and name.startswith(f"{exchanged}.")
             if is_gone or name not in calls:
                 continue
-            new = self._replacement(name, kind, calls[name])
+            try:
+                new = self._replacement(name, kind, calls[name])
+            except Exception:  # it is not of the kind that it looks like
+                new = None
             names = done.refused if new is None else done.exchanged
             names.setdefault(kind, []).append(name)
             if new is not None:
