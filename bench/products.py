@@ -18,8 +18,6 @@ from workers.model.backend import choose_backend
 from workers.model.checkpoint import read_config
 from workers.model.huge_pages import use_huge_pages
 from workers.model.int8_weights import rounded
-from workers.model.native.kernels import Kernels
-from workers.model.surgery.linear import Layout
 
 ROWS = (1, 2, 4, 8, 16, 32, 96, 192, 256)
 _CPU = torch.device("cpu")
@@ -34,8 +32,7 @@ def products_of(
     """
     config = read_config(model).get_text_config()
     backend = choose_backend("auto", dtype, _CPU, 16, lambda text: None, fused=True)
-    native = backend.kernels if isinstance(backend.kernels, Kernels) else None
-    layout = Layout(packs=True, kernels=native)
+    layout = backend.layout
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
     shapes = [(heads + 2 * kv_heads, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]

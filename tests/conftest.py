@@ -18,6 +18,12 @@ from infra.embedded_redis import EmbeddedRedis
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# BATCHWAY_CPU_ISA=avx2 or avx512 runs the tests as on a processor that has no more than that. torch
+# and oneDNN have variables of their own, which they read when they are imported.
+_LIMITS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512_CORE")}
+if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
+    os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = _LIMITS[_isa]
+
 
 def pytest_collection() -> None:
     """What is imported stays: no search for garbage in it."""

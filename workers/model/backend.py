@@ -1,10 +1,11 @@
 """Chooses what computes: the attention and the kernels that the operator asks for, or that fit
-the device. What has never run on a GPU runs there only where it is asked for.
+the device. What has never run on a GPU runs there only on request.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -16,19 +17,22 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import DTYPES, Kernels
-from workers.model.native.library import CannotBuild, load_library
+from workers.model.native.library import CannotBuild, library_path, load_library
+from workers.model.processor import Processor, find_processor
+from workers.model.products import Products, figures_file
+from workers.model.surgery.linear import Layout
 
 ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """Who attends, who computes beside it, and what becomes of the decoder's modules."""
+    """The attention, the kernels beside it, and what becomes of the decoder's modules."""
 
     attention: AttentionBackend
     kernels: DecoderKernels | None
     merges: bool  # modules are exchanged for merged ones
-    packs: bool  # their weights are laid out anew, for a CPU
+    layout: Layout  # of their weights
     prepare_rows: Callable[[RowsStep], PreparedAttention] = PreparedRows
 
 
@@ -40,19 +44,31 @@ def choose_backend(
     progress: Callable[[str], None],
     *,
     fused: bool,
+    weight_bytes: int = 0,
+    processor: Processor | None = None,
 ) -> Backend:
-    """`fused`: modules may be exchanged. Raises ModelRefused for what cannot run here."""
+    """`fused`: modules may be exchanged; `weight_bytes`: of the model; `processor`: of a CPU, by
+    default the one at hand. Raises ModelRefused for what cannot run here.
+    """
     if attention not in ATTENTIONS:
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
     if attention == "triton":
         return _triton(dtype, device, block_size, fused=fused)
     if attention in ("fa3", "flashinfer"):
         return _library(attention, dtype, device, block_size, fused=fused)
-    is_cpu = device.type == "cpu"
-    native = _native(dtype, progress) if is_cpu and fused else None
-    if native is not None and attention == "auto":
-        return Backend(NativeAttention(native), native, merges=True, packs=True)
-    return Backend(PackedAttention(), native, merges=is_cpu and fused, packs=True)
+    if device.type != "cpu" or not fused:
+        return Backend(PackedAttention(), None, merges=False, layout=Layout())
+    processor = processor or find_processor()
+    kernels, figures = _native(processor, progress)
+    products = Products(kernels, processor.products, weight_bytes=weight_bytes, kept_in=figures)
+    native = kernels.get(dtype)
+    own_attention = native is not None and attention == "auto"
+    return Backend(
+        NativeAttention(native) if native is not None and own_attention else PackedAttention(),
+        native,
+        merges=True,
+        layout=Layout(products, native),
+    )
 
 
 def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool) -> Backend:
@@ -66,7 +82,7 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
         raise ModelRefused("attention triton is asked for, but Triton is not installed") from exc
     kernels = TritonKernels(dtype) if fused else None
     triton = TritonAttention(block_size)
-    return Backend(triton, kernels, fused, packs=False, prepare_rows=triton.prepare_rows)
+    return Backend(triton, kernels, fused, Layout(), prepare_rows=triton.prepare_rows)
 
 
 def _library(
@@ -83,12 +99,14 @@ def _library(
     return dataclasses.replace(beside, attention=library, prepare_rows=PreparedRows)
 
 
-def _native(dtype: torch.dtype, progress: Callable[[str], None]) -> Kernels | None:
-    """None without a compiler, and for types that they do not have."""
-    if dtype not in DTYPES:
-        return None
+def _native(
+    processor: Processor, progress: Callable[[str], None]
+) -> tuple[dict[torch.dtype, Kernels], Path | None]:
+    """Our kernels by type, and where figures of products are kept; nothing without a compiler."""
     try:
-        return Kernels(load_library(), dtype)
+        library = load_library(processor.isa)
+        figures = figures_file(library_path(processor.isa))
     except CannotBuild as reason:
-        progress(f"no CPU kernels of our own, torch does their work: {reason}")
-        return None
+        progress(f"torch computes in place of our CPU kernels: {reason}")
+        return {}, None
+    return {dtype: Kernels(library, dtype) for dtype in DTYPES}, figures

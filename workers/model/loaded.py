@@ -12,6 +12,7 @@ from workers.engine.model import ModelRefused
 from workers.messages import EngineOptions
 from workers.model.int8_weights import quantize
 from workers.model.memory import default_kv_bytes
+from workers.model.processor import Processor
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -29,6 +30,7 @@ class Loaded:
     options: EngineOptions
     max_model_len: int
     eos_token_ids: frozenset[int]
+    processor: Processor | None = None  # the one at hand, unless a test narrows it
     decoder: nn.Module = field(default_factory=nn.Module)
 
     def renew(self, progress: Callable[[str], None]) -> None:

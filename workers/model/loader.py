@@ -29,6 +29,7 @@ from workers.model.gpu.graphs import check_steps, recorder
 from workers.model.int8_weights import check_quantization
 from workers.model.loaded import Loaded
 from workers.model.paged import paged_runner
+from workers.model.processor import Processor
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -59,7 +60,11 @@ class LoadedModel:
     num_step_tokens: int = DEFAULT_STEP_TOKENS  # the budget of a step that fits the device
 
 
-def load_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
+def load_model(
+    options: EngineOptions,
+    progress: Callable[[str], None],
+    processor: Processor | None = None,
+) -> LoadedModel:
     """Loads, checks and sizes a model. Raises ModelRefused with one sentence for the operator."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -80,7 +85,9 @@ def load_model(options: EngineOptions, progress: Callable[[str], None]) -> Loade
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder
 
-    loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset(eos_ids))
+    loaded = Loaded(
+        read, config, device, dtype, options, max_model_len, frozenset(eos_ids), processor
+    )
     runner = _runner(loaded, progress)
     vocab_size = int(config.get_text_config().vocab_size)
     num_step_tokens = _CPU_STEP_TOKENS if device.type == "cpu" else DEFAULT_STEP_TOKENS

@@ -2,6 +2,7 @@
 faster ones, looks at the whole once more, and takes back what was wrong.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
@@ -13,10 +14,15 @@ from workers.model.int8_weights import num_weight_bytes
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.loaded import Loaded
 from workers.model.probe import check_parity, probe_layers
+from workers.model.products import Products
 from workers.model.proof import difference, find_wrong, record, streamline
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
 
+log = logging.getLogger(__name__)
+
+# From this factor on a type is called slower than float32: what is below may be noise.
+_NOTABLE_SLOWDOWN = 1.15
 # Weights of less than this lie in the caches, whatever pages they are on.
 _LEAST_HUGE_BYTES = 2**24
 # Of the KV cache, so much lies ready before the first step: up to some times the weights' bytes, so
@@ -72,6 +78,8 @@ def _exchanged_runner(
     untouched = record(runner, decoder, config, candidates)
     done = surgeon.operate(candidates, untouched.calls)
     _report(done, len(shapes), backend, progress)
+    if backend.layout.products is not None:
+        _warn_if_slower(backend.layout.products, loaded)
     if reason := difference(runner, decoder, untouched):
         progress(f"with these the whole model is not what it was: {reason}")
         return find_wrong(runner, decoder, untouched, done.names)
@@ -94,6 +102,8 @@ def _untouched_runner(
         cache.block_size,
         progress,
         fused=options.fused,
+        weight_bytes=num_weight_bytes(decoder, "cpu"),
+        processor=loaded.processor,
     )
     runner = ModelRunner(
         decoder,
@@ -127,12 +137,28 @@ def _report(
     done: Operation, num_layers: int, backend: Backend, progress: Callable[[str], None]
 ) -> None:
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in done.exchanged.items())
-    verb = "merged or packed" if backend.packs else "merged"
+    verb = "merged or packed" if backend.layout.packs else "merged"
     progress(f"{verb} for this processor: {counts or 'nothing'}")
     for kind, names in done.refused.items():
         progress(f"{len(names)} {kind} would differ and stay as they are: {_listed(names)}")
     if num_own := num_layers - len(done.exchanged.get(ATTENTION, ())):
         progress(f"{num_own} of {num_layers} attention layers stay as they are, unfused")
+
+
+def _warn_if_slower(products: Products, loaded: Loaded) -> None:
+    """Where float32 would be faster: says so, with the measured factors."""
+    factors = products.slowdown()
+    if max(factors.values(), default=0.0) < _NOTABLE_SLOWDOWN:
+        return
+    is_int8 = loaded.options.quantization == "int8"
+    name = str(loaded.dtype).removeprefix("torch.")
+    times = ", ".join(f"{factor:.1f} with {rows}" for rows, factor in factors.items())
+    log.warning(
+        "%s is slower than float32 on this processor: time of its matrix products divided by that "
+        "of float32, by rows in a step: %s",
+        "quantization int8" if is_int8 else f"dtype {name}",
+        times,
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from workers.model.backend import Backend, choose_backend
 from workers.model.int8_weights import quantize
 from workers.model.kv_cache import KVCache
 from workers.model.probe import probe_layers
+from workers.model.processor import Processor
 from workers.model.proof import Untouched, record
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import Operation, Surgeon
@@ -46,6 +47,7 @@ def operated(
     dtype: torch.dtype = torch.float32,
     *,
     backend: Backend | None = None,
+    processor: Processor | None = None,
     device: torch.device = CPU,
     spoil: Callable[[Any], None] | None = None,
     is_int8: bool = False,
@@ -62,7 +64,9 @@ def operated(
     if spoil is not None:
         spoil(decoder)
     if backend is None:
-        backend = choose_backend("auto", dtype, device, BLOCK_SIZE, lambda text: None, fused=True)
+        backend = choose_backend(
+            "auto", dtype, device, BLOCK_SIZE, lambda text: None, fused=True, processor=processor
+        )
     shapes = probe_layers(decoder, decoder.config, device)
     cache = KVCache(shapes, num_streams, BLOCK_SIZE, dtype, device)
     runner = ModelRunner(

@@ -4,26 +4,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.workers.model.processors import ISAS
 from tests.workers.model.test_native import assert_close
 from workers.model.int8_weights import Int8Linear, Int8Weight, rounded
 from workers.model.native.kernels import Kernels
-from workers.model.native.library import load_library
-from workers.model.native.panels import lay_out, lay_out_gated
+from workers.model.native.library import Isa, load_library
+
+
+@pytest.fixture(params=ISAS, ids=str)
+def isa(request: pytest.FixtureRequest) -> Isa:
+    found: Isa = request.param
+    return found
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(load_library(), request.param)
+def kernels(isa: Isa, request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(load_library(isa), request.param)
 
 
 def make_weight(kernels: Kernels, num_out: int, num_in: int) -> Int8Weight:
     """Scales from output to output far apart."""
     torch.manual_seed(0)
     weight = torch.randn(num_out, num_in) * torch.linspace(0.01, 1.0, num_out)[:, None]
-    small = rounded(weight.to(kernels.dtype))
-    if not kernels.can_multiply(small):
-        pytest.skip("torch multiplies by bytes on this processor")
-    return small
+    return rounded(weight.to(kernels.dtype))
 
 
 def exact(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
@@ -41,27 +44,27 @@ def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
     weight = Int8Weight(values, torch.ones(64), kernels.dtype)
     one_each = torch.eye(num_in).to(kernels.dtype)
 
-    found = kernels.linear(one_each, lay_out(weight), 64)
+    found = kernels.linear(one_each, kernels.lay_out(weight), 64)
 
     assert torch.equal(found, values.T.to(kernels.dtype))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 9, 10, 11, 13, 100])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272), (16, 1040)])
 def test_the_product_is_that_of_the_widened_weights(
-    num_in: int, num_out: int, num_rows: int, kernels: Kernels
+    num_in: int, num_out: int, kernels: Kernels
 ) -> None:
     """For whole and partial panels, one block of rows and more, with and without a tensor that is
     added, on a part of a row.
     """
     weight, dtype = make_weight(kernels, num_out, num_in), kernels.dtype
-    x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
-    to = torch.randn(num_rows, num_out).to(dtype)
-    panels = lay_out(weight)
-
+    panels = kernels.lay_out(weight)
     assert panels.weights.dtype == torch.int8
-    assert_close(kernels.linear(x, panels, num_out), exact(x, weight).to(dtype))
-    assert_close(kernels.linear(x, panels, num_out, to), (exact(x, weight) + to).to(dtype))
+    for num_rows in (0, 1, 5, 6, 7, 9, 10, 11, 13, 100):
+        x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
+        to = torch.randn(num_rows, num_out).to(dtype)
+
+        assert_close(kernels.linear(x, panels, num_out), exact(x, weight).to(dtype))
+        assert_close(kernels.linear(x, panels, num_out, to), (exact(x, weight) + to).to(dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
@@ -75,7 +78,7 @@ def test_gates_and_a_norm_are_computed_within(
     x, norm = torch.randn(num_rows, 96).to(kernels.dtype), torch.randn(96).to(kernels.dtype)
     normed = kernels.rms_norm(x, norm, 1e-5)
     expected = F.silu(exact(normed, gate)) * exact(normed, up)
-    panels = lay_out_gated(gate, up)
+    panels = kernels.lay_out_gated(gate, up)
 
     found = kernels.linear(x, panels, num_out, norm=(norm, 1e-5), is_gated=True)
 
@@ -86,7 +89,7 @@ def test_a_row_is_multiplied_alike_whoever_stands_beside_it(kernels: Kernels) ->
     """Bit for bit, though with many rows the panel is made wide once and kept."""
     weight = make_weight(kernels, 320, 192)
     x = torch.randn(100, 192).to(kernels.dtype)
-    panels = lay_out(weight)
+    panels = kernels.lay_out(weight)
     together = kernels.linear(x, panels, 320)
 
     for num_rows in range(1, 14):
@@ -98,15 +101,15 @@ def test_a_wider_product_may_follow_a_narrower_one(kernels: Kernels) -> None:
     for num_in in (16, 4096, 32):
         weight = make_weight(kernels, 80, num_in)
         x = torch.randn(9, num_in).to(kernels.dtype) / num_in**0.5
-        found = kernels.linear(x, lay_out(weight), 80)
+        found = kernels.linear(x, kernels.lay_out(weight), 80)
         assert_close(found, exact(x, weight).to(kernels.dtype))
 
 
 def test_torch_and_the_kernel_agree(kernels: Kernels) -> None:
-    """What other processors compute is off by rounding alone."""
+    """What is computed without a compiler differs by rounding alone."""
     weight = make_weight(kernels, 256, 512)
     x = torch.randn(20, 512).to(kernels.dtype)
 
-    found = kernels.linear(x, lay_out(weight), 256)
+    found = kernels.linear(x, kernels.lay_out(weight), 256)
 
     assert_close(found / 10, Int8Linear(weight, None)(x) / 10)

@@ -16,13 +16,13 @@ from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, Expected
+from tests.workers.model.processors import PROCESSORS
 from workers.engine_setup import build_engine
 from workers.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
 from workers.model.loader import LoadedModel, ModelRefused, load_model
-from workers.model.native.kernels import Kernels
-from workers.model.native.library import load_library
+from workers.model.processor import Processor, Product
 from workers.model.surgery.blocks import NativeRMSNorm
 
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.
@@ -30,10 +30,16 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "cohere", "
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(folder: Path, said: list[str] | None = None, **options: Any) -> LoadedModel:
+def load(
+    folder: Path,
+    said: list[str] | None = None,
+    processor: Processor | None = None,
+    **options: Any,
+) -> LoadedModel:
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "quantization": "int8"}
     said = [] if said is None else said
-    return load_model(EngineOptions(model_path=str(folder), **(arguments | options)), said.append)
+    asked = EngineOptions(model_path=str(folder), **(arguments | options))
+    return load_model(asked, said.append, processor)
 
 
 def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
@@ -81,11 +87,10 @@ def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_
 @pytest.mark.parametrize("way", ["kernels", "torch in merged modules", "torch only"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
-    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, way: str, tmp_path: Path
 ) -> None:
-    """Greedy, in a batch and in chunks; with the kernel, and as on processors that lack it."""
-    if way == "torch in merged modules":
-        monkeypatch.setattr(Kernels, "can_multiply", lambda self, weight: False)
+    """Greedy, in a batch and in chunks; with our kernel, and with torch's product."""
+    processor = Processor(products=frozenset()) if way == "torch in merged modules" else None
     folder = save_tiny_model(family, tmp_path)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -94,7 +99,7 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
                 module.weight = nn.Parameter(rounded(module.weight).widened())
     expected = Expected(own, make_prompts([1, 17, 40], VOCAB_SIZE))
 
-    model = load(folder, fused=way != "torch only").model
+    model = load(folder, processor=processor, fused=way != "torch only").model
 
     assert not isinstance(model, AheadRunner)
     sequences = [make_sequence(p, max_tokens=NUM_OUTPUT) for p in expected.prompts]
@@ -171,15 +176,16 @@ def test_an_embedding_that_lends_its_weight_to_the_head_stays() -> None:
     assert torch.equal(decoder.lm_head.values, rounded(before).values)
 
 
-def test_modules_are_merged_as_others_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_modules_are_merged_as_others_are(processor: Processor, tmp_path: Path) -> None:
     """One product for queries, keys and values, and the layers as one loop."""
-    runner: Any = load(save_tiny_model("llama", tmp_path, **WIDE)).model
+    runner: Any = load(save_tiny_model("llama", tmp_path, **WIDE), processor=processor).model
 
     decoder = runner._decoder
     assert runner.stack is not None
     assert isinstance(decoder.model.norm, NativeRMSNorm)
     qkv = decoder.model.layers[0].self_attn.qkv
-    if load_library().widens_well():
+    if Product.OWN in processor.products:
         assert qkv.panels.weights.dtype == torch.int8
         assert runner.stack._native is not None
     else:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.workers.model.processors import ISAS
 from tests.workers.model.test_attention import BATCHES, BLOCK_SIZE, CPU, NUM_BLOCKS, make_spans
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.native import NativeAttention
@@ -14,8 +15,7 @@ from workers.model.attention.reference import ReferenceAttention
 from workers.model.kernels import likeliest
 from workers.model.native import library
 from workers.model.native.kernels import Kernels
-from workers.model.native.library import CannotBuild, load_library
-from workers.model.native.panels import lay_out, lay_out_gated
+from workers.model.native.library import CannotBuild, Isa, load_library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "one for all": (8, 1)}
@@ -40,9 +40,15 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return found
 
 
+@pytest.fixture(params=ISAS, ids=str)
+def isa(request: pytest.FixtureRequest) -> Isa:
+    found: Isa = request.param
+    return found
+
+
 @pytest.fixture
-def kernels(dtype: torch.dtype) -> Kernels:
-    return Kernels(load_library(), dtype)
+def kernels(isa: Isa, dtype: torch.dtype) -> Kernels:
+    return Kernels(load_library(isa), dtype)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -52,33 +58,32 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("flags", ["plain", "window", "long window", "softcap", "sinks", "all"])
-@pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES.keys())
 def test_the_attention_kernel_equals_the_reference(
-    chunks: list[tuple[int, int]],
     flags: str,
-    heads: tuple[int, int],
     shape: tuple[int, int],
+    heads: tuple[int, int],
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> None:
     """For groups and head sizes of all kinds, and queries that lie among keys and values."""
     torch.manual_seed(0)
     (num_heads, kv_heads), (k_dim, v_dim) = heads, shape
-    spans = make_spans(chunks)
     num_slots = NUM_BLOCKS * BLOCK_SIZE
-    beside = torch.randn(sum(n for _, n in chunks), num_heads * k_dim + 32).to(dtype)
-    query = beside[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
     keys = torch.randn(num_slots, kv_heads, k_dim).to(dtype)
     values = torch.randn(num_slots, kv_heads, v_dim).to(dtype)
+    for chunks in BATCHES.values():
+        spans = make_spans(chunks)
+        beside = torch.randn(sum(n for _, n in chunks), num_heads * k_dim + 32).to(dtype)
+        query = beside[:, : num_heads * k_dim].view(-1, num_heads, k_dim)
 
-    arguments = (query, keys, values, make_flags(flags, num_heads))
-    expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
-    found = NativeAttention(kernels).prepare(spans, CPU).attend(*arguments)
+        arguments = (query, keys, values, make_flags(flags, num_heads))
+        expected = ReferenceAttention().prepare(spans, CPU).attend(*arguments)
+        found = NativeAttention(kernels).prepare(spans, CPU).attend(*arguments)
 
-    assert_close(found, expected)
+        assert_close(found, expected)
 
 
 def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
@@ -95,15 +100,20 @@ def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_a_number_shows_in_its_own_row_alone(dtype: torch.dtype) -> None:
+def test_what_is_not_a_number_shows_in_its_own_row_alone(
+    dtype: torch.dtype, kernels: Kernels
+) -> None:
     """The sampler fails that job by it; a kernel that hid it would invent tokens."""
     spans = make_spans([(40, 1), (40, 1), (0, 20)])
     query = torch.randn(22, 4, 32).to(dtype)
     keys = torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 32).to(dtype)
     query[1, 2, 5] = float("nan")
 
-    backend = NativeAttention(Kernels(load_library(), dtype))
-    found = backend.prepare(spans, CPU).attend(query, keys, keys.clone(), AttentionFlags(0.2))
+    found = (
+        NativeAttention(kernels)
+        .prepare(spans, CPU)
+        .attend(query, keys, keys.clone(), AttentionFlags(0.2))
+    )
 
     assert found[1, 2].isnan().all()
     found[1, 2] = 0
@@ -245,21 +255,20 @@ def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
     assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 7, 10, 11, 32, 100])
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272)])
 def test_the_matrix_product_equals_that_of_torch(
-    num_in: int, num_out: int, num_rows: int, dtype: torch.dtype, kernels: Kernels
+    num_in: int, num_out: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:
     """For whole and partial panels, with and without a tensor that is added, on a part of a row."""
     weight = torch.randn(num_out, num_in).to(dtype)
-    skip_unless_multiplied(kernels, weight)
-    x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
-    to = torch.randn(num_rows, num_out).to(dtype)
-    panels = lay_out(weight)
-    expected = x.double() @ weight.double().T
+    panels = kernels.lay_out(weight)
+    for num_rows in (0, 1, 5, 6, 7, 10, 11, 32, 100):
+        x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
+        to = torch.randn(num_rows, num_out).to(dtype)
+        expected = x.double() @ weight.double().T
 
-    assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
-    assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
+        assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
+        assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
@@ -269,11 +278,10 @@ def test_gates_and_a_norm_within_the_product_equal_those_of_torch(
 ) -> None:
     """For whole and partial panels; in bfloat16 gates are rounded once, at the end."""
     gate, up = torch.randn(2, num_out, 96).to(dtype) / 8
-    skip_unless_multiplied(kernels, gate)
     x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(96).to(dtype)
     normed = kernels.rms_norm(x, weight, 1e-5)
     expected = F.silu(normed.double() @ gate.double().T) * (normed.double() @ up.double().T)
-    panels = lay_out_gated(gate, up)
+    panels = kernels.lay_out_gated(gate, up)
 
     found = kernels.linear(x, panels, num_out, norm=(weight, 1e-5), is_gated=True)
 
@@ -285,15 +293,9 @@ def test_a_row_is_multiplied_alike_whoever_stands_beside_it(
 ) -> None:
     """Bit for bit: what a neighbour adds to a batch changes no sum."""
     weight = torch.randn(320, 192).to(dtype)
-    skip_unless_multiplied(kernels, weight)
     x = torch.randn(100, 192).to(dtype)
-    panels = lay_out(weight)
+    panels = kernels.lay_out(weight)
     together = kernels.linear(x, panels, 320)
 
     for num_rows in range(1, 14):
         assert torch.equal(kernels.linear(x[:num_rows], panels, 320), together[:num_rows])
-
-
-def skip_unless_multiplied(kernels: Kernels, weight: torch.Tensor) -> None:
-    if not kernels.can_multiply(weight):
-        pytest.skip("this processor multiplies by oneDNN")

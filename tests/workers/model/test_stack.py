@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.workers.model.operating import operated
+from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import Span
 from workers.model.kv_cache import PagedStep
-from workers.model.native.library import load_library
+from workers.model.native.library import Isa
+from workers.model.processor import Processor, Product
 from workers.model.proof import Untouched, streamline
 from workers.model.surgery.stack import Stack
 
@@ -18,35 +20,38 @@ CPU = torch.device("cpu")
 
 
 def merged(
-    family: str, dtype: torch.dtype = torch.float32, **changes: Any
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    processor: Processor | None = None,
+    **changes: Any,
 ) -> tuple[Any, Any, Untouched]:
     """A tiny decoder whose modules have been exchanged, its runner, and what it did before."""
-    patient = operated(family, dtype, **changes)
+    patient = operated(family, dtype, processor=processor, **changes)
     return patient.decoder, patient.runner, patient.untouched
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_families_of_the_common_shape_run_as_one_loop(family: str, dtype: torch.dtype) -> None:
+def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Processor) -> None:
     """Biases, windows and norms of heads among them; the trial is the comparison of the logits."""
-    decoder, runner, untouched = merged(family, dtype)
+    decoder, runner, untouched = merged(family, processor=processor)
 
     assert streamline(runner, decoder, untouched)
     assert isinstance(runner.stack, Stack)
 
 
+@pytest.mark.parametrize("isa", ISAS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", [[], [5], [0, 2, 5], [0, 1, 2, 3, 4, 5]], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_one_call_of_the_kernels_is_the_loop(
-    family: str, wanted: list[int], dtype: torch.dtype
+    family: str, wanted: list[int], dtype: torch.dtype, isa: Isa
 ) -> None:
     """The same logits for whichever rows are wanted, and the same keys and values."""
-    decoder, runner, untouched = merged(family, dtype, num_hidden_layers=3)
+    processor = Processor(isa, frozenset({Product.OWN}))
+    decoder, runner, untouched = merged(family, dtype, processor, num_hidden_layers=3)
     assert streamline(runner, decoder, untouched)
     native = runner.stack._native
-    if not load_library().multiplies_well():
-        pytest.skip("the products are not the kernels' on this processor")
     assert native is not None
     ids, index = torch.arange(6)[None] + 3, torch.tensor(wanted, dtype=torch.int64)
     found, kept = [], []
@@ -63,9 +68,10 @@ def test_one_call_of_the_kernels_is_the_loop(
     torch.testing.assert_close(kept[0], kept[1], rtol=most, atol=most)
 
 
-def test_a_bias_keeps_the_layers_apart() -> None:
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_a_bias_keeps_the_layers_apart(processor: Processor) -> None:
     """The call has no place for it; the loop has."""
-    decoder, runner, untouched = merged("llama", attention_bias=True)
+    decoder, runner, untouched = merged("llama", processor=processor, attention_bias=True)
 
     assert streamline(runner, decoder, untouched)
     assert runner.stack._native is None

@@ -7,31 +7,30 @@ import torch
 from torch import Tensor, nn
 
 from tests.workers.model.operating import operated
-from workers.model.attention.packed import PackedAttention
-from workers.model.backend import Backend
+from tests.workers.model.processors import ISAS, PROCESSORS
+from workers.model.native.library import Isa
+from workers.model.processor import Processor, Product
 from workers.model.surgery.linear import PackedLinear
 from workers.model.surgery.surgeon import ATTENTION, LINEAR, MLP, NORM
 
-TORCH = Backend(PackedAttention(), None, merges=True, packs=True)
 
-
-@pytest.mark.parametrize("is_native", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
-def test_families_of_the_common_shape_are_merged(family: str, is_native: bool) -> None:
+def test_families_of_the_common_shape_are_merged(family: str, processor: Processor) -> None:
     """Attention with norms of heads, windows and softcaps among them; every MLP and linear."""
-    patient = operated(family, backend=None if is_native else TORCH)
+    patient = operated(family, processor=processor)
 
     num_layers = patient.decoder.config.num_hidden_layers
     assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
     assert not any(type(module) is nn.Linear for module in patient.decoder.modules())
     assert patient.done.refused == {}
-    if is_native:
-        assert patient.num(NORM) >= 2 * num_layers + 1
+    assert patient.num(NORM) >= 2 * num_layers + 1
 
 
-def test_bfloat16_is_merged_too() -> None:
-    """Within its own precision."""
-    patient = operated("llama", torch.bfloat16)
+@pytest.mark.parametrize("isa", ISAS, ids=str)
+def test_bfloat16_is_merged_too(isa: Isa) -> None:
+    """Within its own precision, also where the processor does not multiply bfloat16 numbers."""
+    patient = operated("llama", torch.bfloat16, processor=Processor(isa, frozenset({Product.OWN})))
 
     assert set(patient.done.exchanged) == {ATTENTION, MLP, NORM, LINEAR}
 

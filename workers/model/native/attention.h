@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int KEYS = 64;      // keys in a tile, a multiple of W
+constexpr int KEYS = 64;      // keys in a tile, a multiple of COLUMNS * W
 constexpr int MAX_ROWS = 64;  // query rows (queries times heads of a group) in a tile
 constexpr int MAX_DIM = 256;  // of a head
 constexpr int LINE = 64;      // bytes of a cache line
@@ -48,19 +48,21 @@ inline void fetch(const T* x, int dim) {
 // Scores of R rows against up to KEYS keys laid out by dimension: scores (R, KEYS).
 template <int R>
 void scores_by_dim(const float* query, const float* keys, int k_dim, float* scores) {
-  vec acc[R][KEYS / W] = {};
-  for (int d = 0; d < k_dim; d++) {
-    for (int j = 0; j < KEYS / W; j++) {
-      const vec key = load(keys + d * KEYS + j * W);
-      for (int i = 0; i < R; i++) acc[i][j] += query[i * k_dim + d] * key;
+  for (int first = 0; first < KEYS; first += COLUMNS * W) {
+    vec acc[R][COLUMNS] = {};
+    for (int d = 0; d < k_dim; d++) {
+      for (int j = 0; j < COLUMNS; j++) {
+        const vec key = load(keys + d * KEYS + first + j * W);
+        for (int i = 0; i < R; i++) acc[i][j] += query[i * k_dim + d] * key;
+      }
     }
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < COLUMNS; j++) store(scores + i * KEYS + first + j * W, acc[i][j]);
   }
-  for (int i = 0; i < R; i++)
-    for (int j = 0; j < KEYS / W; j++) store(scores + i * KEYS + j * W, acc[i][j]);
 }
 
-// The same for R rows (few) and 16 keys as they lie in the cache: products of each key, then one
-// tree that adds up all 16 at once. `coming`: keys of which the next call will be.
+// The same for R rows (few) and W keys as they lie in the cache: the products of each key, then one
+// tree that adds up all W at once. `coming`: the keys of the next call.
 template <class T, int R>
 void scores_by_key(const float* query, const T* const* keys, const T* const* coming, int k_dim,
                    float* scores) {
@@ -153,8 +155,8 @@ template <class T, int R>
 void add_values(const float* weights, const T* const* values, const T* const* coming, int num_keys,
                 int v_dim, float* out) {
   int first = 0;
-  for (; first + 4 * W <= v_dim; first += 4 * W)
-    add_values<T, R, 4>(weights, values, coming, num_keys, v_dim, out, first);
+  for (; first + COLUMNS * W <= v_dim; first += COLUMNS * W)
+    add_values<T, R, COLUMNS>(weights, values, coming, num_keys, v_dim, out, first);
   for (; first < v_dim; first += W)
     add_values<T, R, 1>(weights, values, coming, num_keys, v_dim, out, first);
 }

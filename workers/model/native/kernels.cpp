@@ -1,11 +1,10 @@
 // CPU kernels of a step: attention through block tables, RMSNorm, rotary embedding, SiLU gate, and
 // the likeliest token.
 //
-// Plain C++ with GCC's vector extensions (Clang has them too) and OpenMP; no torch, and intrinsics
-// only where the processor multiplies bfloat16 numbers itself, so that it builds in seconds with
-// whatever compiler is there and fits the processor it is built on.
-// workers/model/native/library.py builds it and declares every function below; torch code of the
-// same meaning stands in the modules that are exchanged and in attention/packed.py.
+// Plain C++ with GCC's vector extensions (Clang has them too) and OpenMP, without torch. It builds in
+// seconds with the compiler at hand, for the processor at hand; a few intrinsics serve AVX2, AVX-512
+// and AVX-512 BF16. workers/model/native/library.py builds it and declares every function below; torch
+// code of the same meaning is in the modules that are exchanged and in attention/packed.py.
 //
 // Sums and exponentials are in float32, whatever the tensors hold.
 #include <cmath>
@@ -108,20 +107,10 @@ void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim, int num
     likeliest<T>(scores, out, rows, dim, num_threads);                                           \
   }
 
-// Whether this processor is one for which our matrix product was written: registers enough, and no
-// unit of its own for bfloat16 matrices, of which oneDNN knows more.
-extern "C" int multiplies_well() {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+// Whether the product of bfloat16 numbers and bytes looks bytes up: see widen.h and panels.py.
+extern "C" int looks_up_bytes() {
+#ifdef LOOKS_UP_BYTES
   return 1;
-#else
-  return 0;
-#endif
-}
-
-// Whether it also makes weights of a byte wide quickly enough.
-extern "C" int widens_well() {
-#ifdef __AVX512VBMI__
-  return multiplies_well();
 #else
   return 0;
 #endif

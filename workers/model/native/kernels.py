@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
-from workers.model.int8_weights import Int8Weight
 from workers.model.kernels import likeliest
-from workers.model.native.panels import Panels, Weight
+from workers.model.native.panels import Panels, Weight, lay_out, lay_out_gated
 
-VECTOR = 16  # floats: what the kernels take at once
+VECTOR = 16  # floats: sizes must be multiples, whatever the processor's vectors hold
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of one KV head
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -32,8 +31,7 @@ class Kernels:
         self._likeliest = getattr(library, f"likeliest_{name}")
         self._linear = getattr(library, f"linear_{name}")
         self._run_layers = getattr(library, f"run_layers_{name}")
-        self._multiplies = bool(library.multiplies_well())
-        self._widens = bool(library.widens_well())
+        self._looks_up_bytes = bool(library.looks_up_bytes())
         self._num_threads = torch.get_num_threads()
 
     def attend(
@@ -158,11 +156,21 @@ class Kernels:
         return out
 
     def can_multiply(self, weight: Weight) -> bool:
-        """Whether `linear` takes such weights (out, in), and is the fastest product here."""
+        """Whether `linear` takes such weights (out, in)."""
         num_out, num_in = weight.shape
-        fits = num_out % VECTOR == 0 and num_in % VECTOR == 0
-        does = self._widens if isinstance(weight, Int8Weight) else self._multiplies
-        return does and fits and weight.dtype == self.dtype
+        return weight.dtype == self.dtype and self.can_multiply_shape(num_in, num_out)
+
+    def can_multiply_shape(self, num_in: int, num_out: int) -> bool:
+        """Whether `linear` takes weights of this shape and of its type."""
+        return num_in % VECTOR == 0 and num_out % VECTOR == 0
+
+    def lay_out(self, weight: Weight) -> Panels:
+        """weight (out, in) as `linear` reads it."""
+        return lay_out(weight, for_lookup=self._looks_up_bytes)
+
+    def lay_out_gated(self, gate: Weight, up: Weight) -> Panels:
+        """gate and up (out, in) as `linear` reads them with is_gated."""
+        return lay_out_gated(gate, up, for_lookup=self._looks_up_bytes)
 
     def linear(
         self,

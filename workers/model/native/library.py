@@ -1,7 +1,7 @@
-"""Builds the CPU kernels with the compiler that is there, once for each machine, and loads them.
+"""Builds the CPU kernels with the compiler at hand, once for each machine, and loads them.
 
-Where there is no compiler the engine runs on torch alone, slower and equally right. Nothing is
-downloaded, and what was built is found again by the hash of all that went into it.
+Without a compiler the engine runs on torch alone: slower, with the same results. Nothing is
+downloaded. A library is kept under the hash of everything that it was built from.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = ("attention.h", "layers.h", "linear.h", "rows.h", "turn.h", "vectors.h", "widen.h")
 _FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16")
 
@@ -39,22 +40,31 @@ class CannotBuild(Exception):
     """There is no compiler, or it refused. The message is one sentence."""
 
 
+class Isa(StrEnum):
+    """An instruction set that the kernels can be built for, narrowest first."""
+
+    AVX2 = "avx2"
+    AVX512 = "avx512"  # without BF16 and VBMI
+    NATIVE = "native"  # all of the processor at hand
+
+
+# For each: the compiler's name of it, and the macro that says whether the processor has it.
+_NARROWER = {Isa.AVX2: ("x86-64-v3", "__AVX2__"), Isa.AVX512: ("x86-64-v4", "__AVX512VL__")}
+
+
+def supported_isas() -> tuple[Isa, ...]:
+    """Those that this processor has, narrowest first; NATIVE is the last. Raises CannotBuild."""
+    macros = _macros(_compiler(), _march(Isa.NATIVE))
+    narrower = (isa for isa, (_, macro) in _NARROWER.items() if f"#define {macro} " in macros)
+    return (*narrower, Isa.NATIVE)
+
+
 @cache
-def load_library() -> ctypes.CDLL:
+def load_library(isa: Isa = Isa.NATIVE) -> ctypes.CDLL:
     """The kernels, built now unless they were before. Raises CannotBuild."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or shutil.which(compiler) is None:
-        raise CannotBuild("no C++ compiler is installed")
-    openmp = _openmp_flags()
-    key = [
-        *(file.read_bytes() for file in _FILES),
-        *map(str.encode, (*_FLAGS, *openmp, _identity(compiler))),
-    ]
-    digest = hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
-    folder = _cache_folder()
-    target = folder / f"kernels-{digest}.so"
+    target = library_path(isa)
     if not target.exists():
-        _build(compiler, openmp, target)
+        _build(_compiler(), (*_FLAGS, _march(isa)), target)
     try:
         library = ctypes.CDLL(str(target))
     except OSError as exc:
@@ -63,10 +73,34 @@ def load_library() -> ctypes.CDLL:
         for dtype in _DTYPES:
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
-    for name in ("multiplies_well", "widens_well"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = (), _N
+    library.looks_up_bytes.argtypes, library.looks_up_bytes.restype = (), _N
     return library
+
+
+def library_path(isa: Isa) -> Path:
+    """Where the library is, or will be built; another path for every source, compiler, processor
+    and instruction set. Raises CannotBuild.
+    """
+    if isa not in supported_isas():
+        raise CannotBuild(f"this processor has no {isa}")
+    compiler, flags = _compiler(), (*_FLAGS, _march(isa))
+    key = [
+        *(file.read_bytes() for file in _FILES),
+        *map(str.encode, (*flags, *_openmp_flags(), _macros(compiler, _march(isa)))),
+    ]
+    digest = hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
+    return _cache_folder() / f"kernels-{digest}.so"
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or shutil.which(compiler) is None:
+        raise CannotBuild("no C++ compiler is installed")
+    return compiler
+
+
+def _march(isa: Isa) -> str:
+    return f"-march={_NARROWER[isa][0] if isa in _NARROWER else 'native'}"
 
 
 def _openmp_flags() -> tuple[str, ...]:
@@ -78,9 +112,10 @@ def _openmp_flags() -> tuple[str, ...]:
     return ("-fopenmp", str(bundled[0]))
 
 
-def _identity(compiler: str) -> str:
-    """What `-march=native` and the compiler's version come to here."""
-    probe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
+@cache
+def _macros(compiler: str, march: str) -> str:
+    """What the compiler defines for an instruction set: the set itself, and its own version."""
+    probe = [compiler, march, "-dM", "-E", "-x", "c++", "/dev/null"]
     try:
         said = subprocess.run(  # noqa: S603 - the operator's compiler
             probe, capture_output=True, text=True, timeout=60, check=True
@@ -103,11 +138,11 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _build(compiler: str, openmp: tuple[str, ...], target: Path) -> None:
+def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Under a name of its own first: two workers may build at once."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [compiler, *_FLAGS, str(_SOURCE), *openmp, "-o", str(built)]
+        command = [compiler, *flags, str(_SOURCE), *_openmp_flags(), "-o", str(built)]
         try:
             ran = subprocess.run(  # noqa: S603
                 command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S

@@ -1,6 +1,6 @@
-"""How weights lie for our matrix product: panels of 64 outputs, of floats or of bytes.
+"""The layout of weights for our matrix product: panels of 64 outputs, of floats or of bytes.
 
-linear.h reads panels, widen.h those of bytes.
+linear.h and widen.h read it.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ class Panels:
     scales: Tensor | None = None
 
 
-def lay_out(weight: Weight) -> Panels:
-    """In each panel an input's (or, in bfloat16, a pair of inputs') weights lie side by side; the
-    last is filled up with zeros.
+def lay_out(weight: Weight, *, for_lookup: bool) -> Panels:
+    """In a panel the weights of an input (in bfloat16: of a pair of inputs) are side by side; the
+    last panel is filled up with zeros. for_lookup: bytes that multiply bfloat16 numbers are ordered
+    for a library that `looks_up_bytes`.
     """
     num_inputs = 2 if weight.dtype == torch.bfloat16 else 1
     if not isinstance(weight, Int8Weight):
@@ -37,20 +38,23 @@ def lay_out(weight: Weight) -> Panels:
     values, scales = _filled(weight.values, PANEL), _filled(weight.scales, PANEL)
     if num_inputs == 1:
         return Panels(_panels(values, 1), scales)
+    if not for_lookup:
+        return Panels(_panels(values, 2), scales)
     panels = _panels(_with_signs(values), 2)
     # Of 32 weights in a row and the next 32, 8 of each in turn: what unpacklo and unpackhi take.
     in_turns = panels.view(-1, 2, 4, 8).transpose(1, 2).contiguous()
     return Panels(in_turns.view(panels.shape), scales)
 
 
-def lay_out_gated(gate: Weight, up: Weight) -> Panels:
-    """gate and up (out, in) -> panels of 32 gates and what they let through."""
+def lay_out_gated(gate: Weight, up: Weight, *, for_lookup: bool) -> Panels:
+    """gate and up (out, in) -> panels that hold 32 outputs of gate and the same 32 of up."""
     if not isinstance(gate, Int8Weight):
         assert not isinstance(up, Int8Weight)
-        return lay_out(_in_halves(gate, up))
+        return lay_out(_in_halves(gate, up), for_lookup=for_lookup)
     assert isinstance(up, Int8Weight)
     values = _in_halves(gate.values, up.values)
-    return lay_out(Int8Weight(values, _in_halves(gate.scales, up.scales), gate.dtype))
+    scales = _in_halves(gate.scales, up.scales)
+    return lay_out(Int8Weight(values, scales, gate.dtype), for_lookup=for_lookup)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:
@@ -60,7 +64,7 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
 
 
 def _in_halves(gate: Tensor, up: Tensor) -> Tensor:
-    """(out, …) each -> 32 outputs of the one and 32 of the other in turn."""
+    """(out, …) each -> interleaved in blocks of 32 outputs."""
     halves = [_filled(part, _HALF).view(-1, _HALF, *part.shape[1:]) for part in (gate, up)]
     return torch.cat(halves, dim=1).flatten(0, 1)
 

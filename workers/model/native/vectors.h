@@ -1,21 +1,37 @@
-// Sixteen floats at once, by GCC's vector extensions, which Clang has too.
+// A vector of floats as wide as the processor's registers, by GCC's vector extensions (Clang has
+// them too): 16 floats with AVX-512, 8 with AVX, 4 elsewhere.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 namespace {
 
+#if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+// Vectors of one row whose sums stay in registers beside those of five other rows: with AVX there
+// are 16 registers, with AVX-512 and on ARM there are 32.
+#if defined(__AVX512F__) || !defined(__AVX__)
+constexpr int COLUMNS = 4;
+#else
+constexpr int COLUMNS = 2;
+#endif
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int16_t svec __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef int8_t bvec __attribute__((vector_size(W), aligned(1), may_alias));
 
 struct bf16 {
   uint16_t bits;
@@ -42,15 +58,39 @@ inline void store(bf16* p, vec x) {
   *reinterpret_cast<hvec*>(p) = __builtin_convertvector(bits >> 16, hvec);
 }
 
+// W whole numbers of a byte each, as floats.
+inline vec widen(const int8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 needs three times the instructions for the conversion below
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return reinterpret_cast<vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const bvec*>(p), vec);
+#endif
+}
+
+// The first and the second of each of W pairs of bfloat16 numbers, as floats.
+inline vec firsts(uvec two) { return reinterpret_cast<vec>(two << 16); }
+inline vec seconds(uvec two) { return reinterpret_cast<vec>(two & 0xffff0000u); }
+// The same of W pairs of bytes.
+inline vec firsts(svec two) {
+  return __builtin_convertvector(__builtin_convertvector(two, ivec) << 24 >> 24, vec);
+}
+inline vec seconds(svec two) {
+  return __builtin_convertvector(__builtin_convertvector(two, ivec) >> 8, vec);
+}
+// W pairs of bfloat16 numbers from floats that bfloat16 holds exactly.
+inline uvec join(vec first, vec second) {
+  return reinterpret_cast<uvec>(first) >> 16 | (reinterpret_cast<uvec>(second) & 0xffff0000u);
+}
+
 #ifdef __AVX512BF16__
 // Products of bfloat16 numbers in pairs, summed in float32, as processors with AVX-512 BF16 do.
 #define HAS_PAIRS
 typedef __m512bh pairs;
 inline pairs load_pairs(const bf16* p) { return reinterpret_cast<pairs>(_mm512_loadu_si512(p)); }
-inline vec widen(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-}
 inline void store_pairs(bf16* p, pairs x) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(x));
 }
@@ -78,43 +118,45 @@ inline void interleave(pairs a, pairs b, pairs* first, pairs* last) {
 #endif
 
 inline float sum(vec x) {
-  float parts[W], total = 0;
+  float parts[W];
   store(parts, x);
-  for (int i = 0; i < 8; i++) parts[i] += parts[i + 8];
-  for (int i = 0; i < 4; i++) parts[i] += parts[i + 4];
-  for (int i = 0; i < 4; i++) total += parts[i];
-  return total;
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+  return parts[0];
 }
 
-// Lanes in groups of G: of a and b in turn, the even groups (lows) or the odd ones (highs).
-#define LOWS(a, b, G) __builtin_shufflevector(a, b, L(0, G), L(1, G), L(2, G), L(3, G), L(4, G), \
-    L(5, G), L(6, G), L(7, G), L(8, G), L(9, G), L(10, G), L(11, G), L(12, G), L(13, G), L(14, G), \
-    L(15, G))
-#define HIGHS(a, b, G) __builtin_shufflevector(a, b, L(0, G) + G, L(1, G) + G, L(2, G) + G,       \
-    L(3, G) + G, L(4, G) + G, L(5, G) + G, L(6, G) + G, L(7, G) + G, L(8, G) + G, L(9, G) + G,    \
-    L(10, G) + G, L(11, G) + G, L(12, G) + G, L(13, G) + G, L(14, G) + G, L(15, G) + G)
-// Where lane i comes from: group i / G of the output is group i / G, made even, of a or of b.
-#define L(i, G) ((i) / (2 * G) * (2 * G) + (i) % G + ((i) / G % 2) * W)
+// Lane i of LOWS(a, b, G) and of HIGHS(a, b, G): of a and b in turn, in groups of G lanes, the
+// groups with even numbers (LOWS) or with odd ones (HIGHS).
+#define LANE(i, G) ((i) / (2 * G) * (2 * G) + (i) % G + ((i) / G % 2) * W)
+#define LANES_4(i, G, P) LANE(i, G) + P, LANE(i + 1, G) + P, LANE(i + 2, G) + P, LANE(i + 3, G) + P
+#if defined(__AVX512F__)
+#define LANES(G, P) LANES_4(0, G, P), LANES_4(4, G, P), LANES_4(8, G, P), LANES_4(12, G, P)
+#elif defined(__AVX__)
+#define LANES(G, P) LANES_4(0, G, P), LANES_4(4, G, P)
+#else
+#define LANES(G, P) LANES_4(0, G, P)
+#endif
+#define LOWS(a, b, G) __builtin_shufflevector(a, b, LANES(G, 0))
+#define HIGHS(a, b, G) __builtin_shufflevector(a, b, LANES(G, G))
 
-// The sum of each of 16 vectors, as one vector: four levels, each adding neighbours' halves.
+// The sums of W vectors as one vector.
+template <int G = W / 2>
 inline vec sums(vec* x) {
-  for (int i = 0; i < 8; i++) x[i] = LOWS(x[i], x[i + 8], 8) + HIGHS(x[i], x[i + 8], 8);
-  for (int i = 0; i < 4; i++) x[i] = LOWS(x[i], x[i + 4], 4) + HIGHS(x[i], x[i + 4], 4);
-  for (int i = 0; i < 2; i++) x[i] = LOWS(x[i], x[i + 2], 2) + HIGHS(x[i], x[i + 2], 2);
-  return LOWS(x[0], x[1], 1) + HIGHS(x[0], x[1], 1);
+  for (int i = 0; i < G; i++) x[i] = LOWS(x[i], x[i + G], G) + HIGHS(x[i], x[i + G], G);
+  if constexpr (G > 1) sums<G / 2>(x);
+  return x[0];
 }
 
-// Rows and columns of 16 vectors exchanged.
+// Exchanges the rows and columns of W vectors.
+template <int G = W / 2>
 inline void transpose(vec* x) {
-  vec y[W];
-  for (int i = 0; i < 8; i++) y[i] = LOWS(x[i], x[i + 8], 8), y[i + 8] = HIGHS(x[i], x[i + 8], 8);
-  for (int j = 0; j < W; j += 8)
-    for (int i = j; i < j + 4; i++)
-      x[i] = LOWS(y[i], y[i + 4], 4), x[i + 4] = HIGHS(y[i], y[i + 4], 4);
-  for (int j = 0; j < W; j += 4)
-    for (int i = j; i < j + 2; i++)
-      y[i] = LOWS(x[i], x[i + 2], 2), y[i + 2] = HIGHS(x[i], x[i + 2], 2);
-  for (int i = 0; i < W; i += 2) x[i] = LOWS(y[i], y[i + 1], 1), x[i + 1] = HIGHS(y[i], y[i + 1], 1);
+  for (int first = 0; first < W; first += 2 * G)
+    for (int i = first; i < first + G; i++) {
+      const vec low = LOWS(x[i], x[i + G], G);
+      x[i + G] = HIGHS(x[i], x[i + G], G);
+      x[i] = low;
+    }
+  if constexpr (G > 1) transpose<G / 2>(x);
 }
 
 inline vec max(vec a, vec b) { return a > b ? a : b; }

@@ -1,15 +1,31 @@
-// Weights of N times 16 of a panel's outputs for one input (in bfloat16: for two), as the product
-// takes them: as they lie, or made wide from a byte each, which is exact.
+// The weights of N vectors of a panel's outputs for one input, or for a pair of inputs where they
+// are bfloat16 numbers or are multiplied with such. They are read as they lie, or widened exactly
+// from a byte each.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <type_traits>
 
 #include "vectors.h"
 
 namespace {
 
 constexpr int PANEL = 64;  // outputs
+
+#if defined(HAS_PAIRS) && defined(__AVX512VBMI__)
+#define LOOKS_UP_BYTES
+#endif
+
+// What rows of x are made of while they are multiplied: bfloat16 numbers where the processor
+// multiplies those in pairs, floats elsewhere.
+#ifdef HAS_PAIRS
+template <class T>
+using Factor = T;
+#else
+template <class T>
+using Factor = float;
+#endif
 
 template <class T, int N>
 struct Line;
@@ -23,20 +39,23 @@ struct Line<float, N> {
     for (int j = 0; j < N; j++) at[j] = load(p + j * W);
   }
   void read(const int8_t* p) {
-#ifdef HAS_PAIRS  // GCC 12 makes three times the instructions of a conversion by itself
     for (int j = 0; j < N; j++) at[j] = widen(p + j * W);
-#endif
   }
   void write(float* p) const {
     for (int j = 0; j < N; j++) store(p + j * W, at[j]);
   }
-  vec add_products(vec sum, const float* x, int j) const { return sum + *x * at[j]; }
+  template <int R>
+  void add_products(const float* x, int64_t stride, vec (*sums)[N]) const {
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < N; j++) sums[i][j] += x[i * stride] * at[j];
+  }
 };
+
+#ifdef HAS_PAIRS
 
 template <int N>
 struct Line<bf16, N> {
   static constexpr int INPUTS = 2;
-#ifdef HAS_PAIRS
   pairs at[N];
 
   void read(const bf16* p) {
@@ -45,18 +64,17 @@ struct Line<bf16, N> {
   void write(bf16* p) const {
     for (int j = 0; j < N; j++) store_pairs(p + 2 * j * W, at[j]);
   }
-  vec add_products(vec sum, const bf16* x, int j) const {
-    return ::add_products(sum, repeat(reinterpret_cast<const uint32_t*>(x)), at[j]);
+  template <int R>
+  void add_products(const bf16* x, int64_t stride, vec (*sums)[N]) const {
+    for (int i = 0; i < R; i++) {
+      const pairs two = repeat(reinterpret_cast<const uint32_t*>(x + i * stride));
+      for (int j = 0; j < N; j++) sums[i][j] = ::add_products(sums[i][j], two, at[j]);
+    }
   }
-#else  // nobody multiplies: see multiplies_well
-  void read(const bf16*) {}
-  void write(bf16*) const {}
-  vec add_products(vec sum, const bf16*, int) const { return sum; }
-#endif
 
-#if defined(HAS_PAIRS) && defined(__AVX512VBMI__)
-  // A byte holds a sign and a magnitude. The magnitude's bfloat16 is looked up, the low and the
-  // high byte apart, and these come together within 16 bytes each: panels.py has weights lie so.
+#ifdef LOOKS_UP_BYTES
+  // A byte holds a sign and a magnitude. The low and the high byte of the magnitude's bfloat16 are
+  // looked up in two tables and joined within 16 bytes each; panels.py orders the weights for that.
   void read(const int8_t* p) {
     const __m512i low[2] = {_mm512_load_si512(&LOW[0]), _mm512_load_si512(&LOW[64])};
     const __m512i high[2] = {_mm512_load_si512(&HIGH[0]), _mm512_load_si512(&HIGH[64])};
@@ -72,7 +90,7 @@ struct Line<bf16, N> {
   }
 
  private:
-  // Of 0 … 127, each as bfloat16, one of the two bytes.
+  // One of the two bytes of 0 … 127 as bfloat16 numbers.
   static constexpr std::array<uint8_t, 128> bytes_of_magnitudes(int shift) {
     std::array<uint8_t, 128> found{};
     for (int magnitude = 1; magnitude < 128; magnitude++) {
@@ -85,9 +103,48 @@ struct Line<bf16, N> {
   }
   alignas(64) static inline const std::array<uint8_t, 128> LOW = bytes_of_magnitudes(0);
   alignas(64) static inline const std::array<uint8_t, 128> HIGH = bytes_of_magnitudes(8);
-#else  // nobody asks: see widens_well
-  void read(const int8_t*) {}
+#else
+  void read(const int8_t* p) {
+    for (int j = 0; j < N; j++) {
+      const svec two = *reinterpret_cast<const svec*>(p + 2 * j * W);
+      at[j] = reinterpret_cast<pairs>(join(firsts(two), seconds(two)));
+    }
+  }
 #endif
 };
+
+#else
+
+// Without products of pairs: the pairs are taken apart into floats while they are multiplied.
+template <int N>
+struct Line<bf16, N> {
+  static constexpr int INPUTS = 2;
+  uvec at[N];
+
+  void read(const bf16* p) {
+    for (int j = 0; j < N; j++) at[j] = *reinterpret_cast<const uvec*>(p + 2 * j * W);
+  }
+  void read(const int8_t* p) {
+    for (int j = 0; j < N; j++) {
+      const svec two = *reinterpret_cast<const svec*>(p + 2 * j * W);
+      at[j] = join(firsts(two), seconds(two));
+    }
+  }
+  void write(bf16* p) const {
+    for (int j = 0; j < N; j++) *reinterpret_cast<uvec*>(p + 2 * j * W) = at[j];
+  }
+  template <int R>
+  void add_products(const float* x, int64_t stride, vec (*sums)[N]) const {
+    vec half[N];
+    for (int j = 0; j < N; j++) half[j] = firsts(at[j]);
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < N; j++) sums[i][j] += x[i * stride] * half[j];
+    for (int j = 0; j < N; j++) half[j] = seconds(at[j]);
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < N; j++) sums[i][j] += x[i * stride + 1] * half[j];
+  }
+};
+
+#endif
 
 }  // namespace

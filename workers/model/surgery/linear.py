@@ -1,11 +1,10 @@
 """Linear layers, several in one where they take the same input.
 
-On a CPU our own kernel multiplies where the processor is one that it was written for. Elsewhere
-oneDNN lays weights out for its own matrix product, once, at load: torch's default float32 product
-goes another way, which is half as fast on processors that are not Intel's, and lays bfloat16
-weights out anew at each call.
+On a CPU the faster of our kernel and oneDNN's product multiplies. torch's default products are
+slower: that of float32 is not oneDNN's, and that of bfloat16 lays the weights out at each call.
 """
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -15,33 +14,28 @@ from torch import Tensor, nn
 
 from workers.model.int8_weights import Int8Linear, Int8Weight, Norm
 from workers.model.native.kernels import Kernels
-from workers.model.native.panels import Weight, lay_out, lay_out_gated
-
-# Rows that the layout is chosen for: a step of a few dozen streams.
-_EXPECTED_ROWS = 32
+from workers.model.native.panels import Weight
+from workers.model.processor import Product
+from workers.model.products import Products, Shape, multiply_packed, pack
 
 
 class PackedLinear(nn.Module):
-    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out)."""
+    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        plain = weight.detach().contiguous()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
-        self._bias = None if bias is None else bias.detach()
+        self.num_out = weight.shape[0]
+        self._packed = pack(weight)
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
-        x = x if before is None else before(x)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._bias, "none", [], ""
-        )
-        return out
+        return multiply_packed(x if before is None else before(x), self._packed, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
         """x (T, in), to (T, out) -> to + forward(x), rounded once."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, to, self._packed, self._bias, "add"
+            x, to, self._packed, self.bias, "add"
         )
         return out
 
@@ -51,17 +45,18 @@ class PlainLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self.num_out = weight.shape[0]
         self._weight = weight.detach()
-        self._bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """Inference alone: there is no gradient."""
-        return F.linear(x if before is None else before(x), self._weight, self._bias)
+        return F.linear(x if before is None else before(x), self._weight, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
         """x (T, in), to (T, out) -> to + forward(x)."""
-        if self._bias is not None:
-            to = to + self._bias
+        if self.bias is not None:
+            to = to + self.bias
         return torch.addmm(to, x, self._weight.T)
 
 
@@ -71,7 +66,7 @@ class NativeLinear(nn.Module):
     def __init__(self, weight: Weight, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
         self.num_out = weight.shape[0]
-        self.panels = lay_out(weight)
+        self.panels = kernels.lay_out(weight)
         self.bias = None if bias is None else bias.detach()
         self._kernels = kernels
 
@@ -91,12 +86,12 @@ class NativeLinear(nn.Module):
 
 
 class NativeGates(nn.Module):
-    """x (T, in), normed by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by the kernel."""
+    """x (T, in), normed by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by our kernel."""
 
     def __init__(self, gate: Weight, up: Weight, kernels: Kernels) -> None:
         super().__init__()
         self.num_out = gate.shape[0]
-        self.panels = lay_out_gated(gate, up)
+        self.panels = kernels.lay_out_gated(gate, up)
         self.kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
@@ -124,18 +119,27 @@ def weight_of(linear: nn.Linear | Int8Linear) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are laid out for the device; `packs` for a CPU, with or without kernels."""
+    """How weights are laid out: on a CPU for the fastest of `products`, elsewhere as they are."""
 
-    packs: bool
+    products: Products | None = None
     kernels: Kernels | None = None
+
+    @property
+    def packs(self) -> bool:
+        return self.products is not None
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """One layer."""
-        if self.packs and self.kernels is not None and self.kernels.can_multiply(weight):
+        if self.products is None:
+            return _by_torch(weight, bias)
+        shape = _shape(weight)
+        self.products.note(shape)
+        product = self.products.fastest(shape)
+        if product is Product.OWN and self.kernels is not None:
             return NativeLinear(weight, bias, self.kernels)
-        if isinstance(weight, Int8Weight):
-            return Int8Linear(weight, bias)
-        return PackedLinear(weight, bias) if self.packs else PlainLinear(weight, bias)
+        if product is Product.ONEDNN and isinstance(weight, Tensor):
+            return PackedLinear(weight, bias)
+        return _by_torch(weight, bias)
 
     def merged(self, linears: Seq[nn.Linear | Int8Linear]) -> Linear:
         """One layer whose output is theirs, side by side; all are rounded or none is."""
@@ -151,13 +155,28 @@ class Layout:
         return self.linear(weight, torch.cat(biases))
 
     def gates(self, gate: nn.Linear | Int8Linear, up: nn.Linear | Int8Linear) -> NativeGates | None:
-        """SiLU gates and what they let through as one product, where there is one."""
+        """SiLU gates and what they gate as one product, where ours is the fastest."""
         if self.kernels is None or gate.bias is not None or up.bias is not None:
             return None
         first, second = weight_of(gate), weight_of(up)
-        if not self.packs or not self.kernels.can_multiply(first):
+        both = dataclasses.replace(_shape(first), num_out=2 * first.shape[0])
+        if self.products is None or not self.kernels.can_multiply(first):
             return None
+        if self.products.fastest(both) is not Product.OWN:
+            return None
+        self.products.note(both)
         return NativeGates(first, second, self.kernels)
+
+
+def _by_torch(weight: Weight, bias: Tensor | None) -> Int8Linear | PlainLinear:
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def _shape(weight: Weight) -> Shape:
+    num_out, num_in = weight.shape
+    return Shape(num_in, num_out, weight.dtype, isinstance(weight, Int8Weight))
 
 
 def _side_by_side(weights: Seq[Weight]) -> Weight:
@@ -167,17 +186,3 @@ def _side_by_side(weights: Seq[Weight]) -> Weight:
     assert len(small) == len(weights)
     values = torch.cat([weight.values for weight in small])
     return Int8Weight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)
-
-
-def can_pack(weight: Weight) -> bool:
-    """Whether this build of torch and this processor have the packed product for the type; what is
-    rounded needs none.
-    """
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if isinstance(weight, Int8Weight):
-        return True
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    has_packed: bool = torch._C._has_mkldnn
-    return has_packed

@@ -19,7 +19,6 @@ from workers.model.backend import Backend
 from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
-from workers.model.native.kernels import Kernels
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -31,7 +30,7 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import Layout, can_pack, weight_of
+from workers.model.surgery.linear import weight_of
 from workers.model.surgery.trial import TOLERANCE, Call, Calls, agrees
 
 ATTENTION, MLP, NORM, LINEAR = "attention layers", "gated MLPs", "norms", "other linear layers"
@@ -71,8 +70,7 @@ class Surgeon:
         self._shapes = shapes
         self._cache = cache
         self._kernels = backend.kernels
-        native = backend.kernels if isinstance(backend.kernels, Kernels) else None
-        self._layout = Layout(backend.packs, native)
+        self._layout = backend.layout
         self._device = next(decoder.parameters()).device
         self._stays = stays
 
@@ -108,14 +106,14 @@ class Surgeon:
             return None  # it does more than its forward says
         if not all(p.device == self._device for p in module.parameters()):
             return None
-        if name in self._shapes and is_attention(module) and self._can_take(module.q_proj):
+        if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
             return ATTENTION
-        if is_gated_mlp(module) and self._can_take(module.gate_proj):
+        if is_gated_mlp(module) and _can_take(module.gate_proj):
             return MLP
         if self._kernels is not None and is_rms_norm(module):
             return NORM if module.weight.dtype == self._kernels.dtype else None
         is_linear = type(module) in (nn.Linear, Int8Linear)
-        return LINEAR if is_linear and self._layout.packs and self._can_take(module) else None
+        return LINEAR if is_linear and self._layout.packs and _can_take(module) else None
 
     def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
         old: Any = self._decoder.get_submodule(name)
@@ -130,10 +128,6 @@ class Surgeon:
         else:
             new = self._layout.linear(weight_of(old), old.bias)
         return new if agrees(new, calls) else None
-
-    def _can_take(self, linear: nn.Linear | Int8Linear) -> bool:
-        weight = weight_of(linear)
-        return can_pack(weight) if self._layout.packs else weight.dtype in TOLERANCE
 
     def _attention(self, old: Any, shape: LayerShape, calls: Seq[Call]) -> nn.Module | None:
         dim = int(old.head_dim)
@@ -162,6 +156,10 @@ class Surgeon:
             self._kernels.can_turn(num_heads, shape.kv_heads, dim)
             for dim in (old.head_dim, cos.shape[-1])
         )
+
+
+def _can_take(linear: nn.Linear | Int8Linear) -> bool:
+    return weight_of(linear).dtype in TOLERANCE
 
 
 def _has_known_norms(attention: Any, dim: int) -> bool:

@@ -1,0 +1,14 @@
+"""The processors that tests narrow this machine to: every instruction set that it has."""
+
+from workers.model.native.library import supported_isas
+from workers.model.processor import Processor, Product, find_processor
+
+_widest = find_processor().isa
+# Of this machine, up to the one that the run is narrowed to (BATCHWAY_CPU_ISA).
+ISAS = supported_isas()[: supported_isas().index(_widest) + 1]
+
+PROCESSORS = {
+    **{f"own products, {isa}": Processor(isa, frozenset({Product.OWN})) for isa in ISAS},
+    "oneDNN": Processor(_widest, frozenset({Product.ONEDNN})),
+    "plain torch": Processor(_widest, frozenset()),
+}

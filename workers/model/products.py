@@ -1,0 +1,262 @@
+"""Times the matrix products that this machine has, and names the faster one for each shape.
+
+Which is faster depends on the processor, on the shape and on the number of threads, so it is
+measured when a model is loaded: random weights of the layer's shape, a few numbers of rows, both
+products in turns. Figures are kept in a file, so that a second load measures nothing.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workers.model.native.kernels import DTYPES, Kernels
+from workers.model.native.panels import PANEL, Panels
+from workers.model.processor import Product
+
+ROWS = (1, 8, 32, 128)  # of x: one stream, a few, many, a chunk of a prompt
+_SHAPE_S = 0.12  # for all rows of one shape
+_LEAST_CALLS = 5
+# A product is timed on weights that the caches do not hold where those of the model do not fit
+# there either, and on a part of a very large layer, whose outputs all cost the same.
+_WORKING_SET_BYTES = 2**25
+_MOST_WEIGHTS = 2**21
+# The least time of the calls counts. Where the median is above so many times the least, or where
+# the process had less than this share of its threads' time, other work has the processor, and
+# nothing is known.
+_STEADY = 2.0
+_LEAST_SHARE = 0.7
+# Ours is taken unless the other is faster by this much, and where nothing is known: it also
+# computes norms, gates and sums, layers whose products are all ours run in one call, and a row's
+# outputs are the same whatever rows are beside it.
+_MARGIN = 1.1
+
+_Multiply = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A linear layer; `dtype` is that of x, and of the weights unless they are int8."""
+
+    num_in: int
+    num_out: int
+    dtype: torch.dtype
+    is_int8: bool = False
+
+    def __str__(self) -> str:
+        kind = DTYPES[self.dtype] + ("-int8" if self.is_int8 else "")
+        return f"{kind} {self.num_in}x{self.num_out}"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_in * self.num_out * (1 if self.is_int8 else self.dtype.itemsize)
+
+
+class Products:
+    """The products of one CPU.
+
+    kernels: ours, by type, where they could be built; weight_bytes: of the whole model; kept_in:
+    the file of figures.
+    """
+
+    def __init__(
+        self,
+        kernels: dict[torch.dtype, Kernels],
+        allowed: frozenset[Product],
+        *,
+        weight_bytes: int,
+        kept_in: Path | None = None,
+    ) -> None:
+        self._kernels = kernels if Product.OWN in allowed else {}
+        self._has_onednn = Product.ONEDNN in allowed
+        self._working_set = min(weight_bytes, _WORKING_SET_BYTES)
+        self._kept_in = kept_in
+        self._timed: dict[str, dict[str, list[float]]] = {} if kept_in is None else _read(kept_in)
+        self._unknown: set[str] = set()
+        self._laid_out: Counter[Shape] = Counter()
+
+    def fastest(self, shape: Shape) -> Product:
+        """The product for such a layer; TORCH where there is no other."""
+        candidates = self._candidates(shape)
+        if len(candidates) < 2:
+            return next(iter(candidates), Product.TORCH)
+        timed = self._time(shape, candidates)
+        if not timed:
+            return Product.OWN
+        ratios = [
+            math.log(own / other)
+            for own, other in zip(timed[Product.OWN], timed[Product.ONEDNN], strict=True)
+        ]
+        is_own = sum(ratios) / len(ratios) <= math.log(_MARGIN)
+        return Product.OWN if is_own else Product.ONEDNN
+
+    def note(self, shape: Shape) -> None:
+        """Counts a layer that was laid out, for `slowdown`."""
+        self._laid_out[shape] += 1
+
+    def slowdown(self) -> dict[int, float]:
+        """Rows of x -> the time of the products of all layers, as a multiple of the time that the
+        same layers take in float32. Empty where they are float32, or where either cannot be timed.
+        """
+        plain = Counter[Shape]()
+        for shape, count in self._laid_out.items():
+            plain[Shape(shape.num_in, shape.num_out, torch.float32)] += count
+        if plain == self._laid_out:
+            return {}
+        taken, beside = self._total_s(self._laid_out), self._total_s(plain)
+        return {rows: a / b for rows, a, b in zip(ROWS, taken, beside, strict=False)}
+
+    def _total_s(self, layers: Counter[Shape]) -> list[float]:
+        """Seconds of all layers for each of ROWS, each by its fastest product."""
+        totals = [0.0] * len(ROWS)
+        for shape, count in layers.items():
+            candidates = self._candidates(shape)
+            timed = self._time(shape, candidates) if candidates else {}
+            if not timed:
+                return []
+            for i, wall_s in enumerate(timed[self.fastest(shape)]):
+                totals[i] += count * wall_s
+        return totals
+
+    def _candidates(self, shape: Shape) -> list[Product]:
+        kernels, found = self._kernels.get(shape.dtype), []
+        if kernels is not None and kernels.can_multiply_shape(shape.num_in, shape.num_out):
+            found.append(Product.OWN)
+        if self._has_onednn and not shape.is_int8 and onednn_takes(shape.dtype):
+            found.append(Product.ONEDNN)
+        return found
+
+    def _time(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
+        """Product -> seconds of one product, for each of ROWS; empty where nothing is known."""
+        key = str(shape)
+        if set(self._timed.get(key, ())) != set(candidates) and key not in self._unknown:
+            self._timed[key] = self._measure(shape, candidates)
+            if not self._timed[key]:
+                self._unknown.add(key)
+            elif self._kept_in is not None:
+                _write(self._kept_in, self._timed)
+        return self._timed[key]
+
+    @torch.inference_mode()
+    def _measure(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
+        part = _part(shape)
+        num_copies = max(1, self._working_set // part.num_bytes)
+        makers = {Product.OWN: self._make_own, Product.ONEDNN: _make_onednn}
+        layers = {name: [makers[name](part) for _ in range(num_copies)] for name in candidates}
+        found: dict[str, list[float]] = {name: [] for name in candidates}
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, shape.num_in).to(shape.dtype)
+            walls_s: dict[Product, list[float]] = {name: [] for name in candidates}
+            end_s = time.perf_counter() + _SHAPE_S / len(ROWS)
+            while time.perf_counter() < end_s or len(walls_s[candidates[0]]) < _LEAST_CALLS:
+                for name, taken_s in walls_s.items():
+                    taken_s.append(_wall_s(layers[name][len(taken_s) % num_copies], x))
+            for name, taken_s in walls_s.items():
+                if statistics.median(taken_s) > _STEADY * min(taken_s):
+                    return {}
+                found[name].append(min(taken_s) * shape.num_out / part.num_out)
+        share = (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
+        return found if share >= _LEAST_SHARE * torch.get_num_threads() else {}
+
+    def _make_own(self, shape: Shape) -> _Multiply:
+        kernels = self._kernels[shape.dtype]
+        weights = torch.randn(-(-shape.num_out // PANEL), shape.num_in, PANEL)
+        if shape.is_int8:
+            scales = torch.ones(weights.shape[0] * PANEL)
+            panels = Panels((weights * 32).clamp_(-127, 127).to(torch.int8), scales)
+        else:
+            panels = Panels(weights.to(shape.dtype))
+        return lambda x: kernels.linear(x, panels, shape.num_out)
+
+
+def _make_onednn(shape: Shape) -> _Multiply:
+    packed = pack(torch.randn(shape.num_out, shape.num_in).to(shape.dtype))
+    return lambda x: multiply_packed(x, packed, None)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight (out, in), laid out for oneDNN's product with the rows of a few dozen streams."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 32)
+    return packed
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x (…, in) @ weight.T + bias -> (…, out)."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether this build of torch and this processor have the packed product for a type."""
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        has_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return has_bfloat16
+    return dtype == torch.float32
+
+
+def figures_file(library: Path) -> Path:
+    """Beside the compiled kernels: another file for other kernels, another torch, processor, number
+    of threads or limit of oneDNN's instructions.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
+    text = f"{_processor_name()} {torch.__version__} {torch.get_num_threads()} {limit}"
+    name = "".join(letter if letter.isalnum() else "-" for letter in text)
+    return library.with_name(f"{library.stem}-{name}.json")
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _part(shape: Shape) -> Shape:
+    """The layer, or so many of its outputs as make _MOST_WEIGHTS."""
+    most = max(PANEL, _MOST_WEIGHTS // shape.num_in // PANEL * PANEL)
+    return Shape(shape.num_in, min(shape.num_out, most), shape.dtype, shape.is_int8)
+
+
+def _wall_s(multiply: _Multiply, x: Tensor) -> float:
+    start_s = time.perf_counter()
+    multiply(x)
+    return time.perf_counter() - start_s
+
+
+def _read(file: Path) -> dict[str, dict[str, list[float]]]:
+    """Nothing where the file is missing or damaged: then it is measured again."""
+    try:
+        found = json.loads(file.read_text())
+        return {
+            str(shape): {str(name): [float(s) for s in walls_s] for name, walls_s in timed.items()}
+            for shape, timed in found.items()
+            if timed and all(len(w) == len(ROWS) and min(w) > 0 for w in timed.values())
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(file: Path, timed: dict[str, dict[str, list[float]]]) -> None:
+    """Under another name first: two workers may write at once. What cannot be written is measured
+    again by the next load.
+    """
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(timed))
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
