@@ -107,6 +107,51 @@ PAGED: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
         ),
     ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _common(num_experts=4, shared_expert_intermediate_size=48, **_MOE),
+    ),
+    "olmoe": ("OlmoeConfig", _common(num_experts=4, num_experts_per_tok=2)),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        _common(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_multiplier=0.2,
+            logits_scaling=2.0,
+        ),
+    ),
+    "glm4": ("Glm4Config", _common(head_dim=16)),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _common(head_dim=16, n_routed_experts=4, first_k_dense_replace=1, use_qk_norm=True, **_MOE),
+    ),
+    "ernie4_5": ("Ernie4_5Config", _common(head_dim=16)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _common(head_dim=16)),
+    "exaone4": (
+        "Exaone4Config",
+        _common(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED_LAYERS),
+    ),
+    "dots1": (
+        "Dots1Config",
+        _common(
+            head_dim=16,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            **_MOE,
+        ),
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        _common(num_local_experts=4, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        _common(head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    ),
 }
 
 _MAMBA = _common("num_attention_heads", "num_key_value_heads", "max_position_embeddings")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,9 +85,13 @@ def _num_batched_tokens(machine: Machine) -> int:
 
 def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
     """Makes the decoder and prepares it as the loader does. Raises ModelRefused."""
-    decoder = random_decoder(shape, machine.dtype, machine.device)
-    num_bytes = weight_bytes(decoder)
-    num_parameters = num_bytes // decoder.dtype.itemsize
+    sizes: list[int] = []
+
+    def read() -> Any:
+        decoder = random_decoder(shape, machine.dtype, machine.device)
+        sizes.append(weight_bytes(decoder))
+        return decoder
+
     streams = 4 if machine.is_tiny else MAX_STREAMS
     options = EngineOptions(
         model_path="",
@@ -98,8 +103,10 @@ def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
     )
     length = 64 if machine.is_tiny else 4096
     runner = wrap_decoder(
-        decoder, shape.config(), machine.device, options, say, max_model_len=length
+        read, shape.config(), machine.device, machine.dtype, options, say, max_model_len=length
     )
+    num_bytes = sizes[-1]
+    num_parameters = num_bytes // machine.dtype.itemsize
     assert isinstance(runner, ModelRunner)
     assert isinstance(runner.backend, TritonAttention)
     cache = runner.cache

@@ -76,10 +76,6 @@ class KVCache:
             values[num_blocks:].zero_()
             self.layers[module] = LayerCache(keys, values)
 
-    def rename(self, modules: Mapping[nn.Module, nn.Module]) -> None:
-        """Gives layers to the modules that have taken others' places."""
-        self.layers = {modules.get(old, old): layer for old, layer in self.layers.items()}
-
     @property
     def scratch_block_id(self) -> int:
         return self.num_blocks

@@ -25,7 +25,6 @@ from workers.model.checkpoint import first_line
 from workers.model.kv_cache import LayerShape
 from workers.model.runner import ModelRunner
 from workers.model.step_relay import relay_step
-from workers.model.surgery.stack import stack_of
 
 # Keyword arguments of attention that change nothing for us: positions are in the rotary
 # embedding by then, and the rest is bookkeeping.
@@ -44,7 +43,6 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS = (11, 5)
 # Lowest cosine between logits of the paged and of transformers' own attention, around their mean.
 LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
-_MAX_GROWTH = 0.01  # of the logits' length: a factor that a forward applies shows here
 
 
 class ProbeStep:
@@ -112,7 +110,9 @@ def _run_probe(decoder: Any, config: PretrainedConfig, device: torch.device) -> 
     input_ids = probe_ids(config, _PROBE_LENGTHS[0], device)
     try:
         decoder(input_ids=input_ids, use_cache=False, **{STEP_KEYWORD: step})
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as exc:
+    except ModelRefused:
+        raise
+    except Exception as exc:
         if not step.shapes:
             raise CannotShareBatch(own_attention(type(decoder).__name__)) from exc
         raise CannotShareBatch(
@@ -154,15 +154,24 @@ def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
 def check_parity(
     decoder: Any, runner: ModelRunner, config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Raises CannotShareBatch where a paged batch of two differs from transformers' own way."""
+    """Raises CannotShareBatch where a paged batch of two differs from transformers' own way, or
+    where a forward raises.
+    """
     prompts = [probe_ids(config, n, device) for n in _PROBE_LENGTHS]
-    paged = runner.logits(_probe_chunks(prompts, runner.block_size)).float()
-    decoder.set_attn_implementation("eager")
+    chunks = [
+        Chunk(sequence, 0, sequence.num_prompt, samples=True)
+        for sequence in probe_sequences(prompts, runner.block_size)
+    ]
     try:
-        own = [decoder(input_ids=ids, use_cache=False).logits[0, -1].float() for ids in prompts]
-    finally:
-        decoder.set_attn_implementation(ATTENTION_NAME)
-    cosine = torch.cosine_similarity(centred(paged), centred(torch.stack(own)), dim=-1)
+        paged = runner.logits(chunks).float()
+        own = _own_logits(decoder, prompts)
+    except ModelRefused:
+        raise
+    except Exception as exc:
+        raise CannotShareBatch(
+            f"{type(decoder).__name__} does not run in a paged batch: {first_line(exc)}"
+        ) from exc
+    cosine = torch.cosine_similarity(centred(paged), centred(own), dim=-1)
     lowest = float(cosine.min())
     if not lowest >= LOWEST_COSINE[decoder.dtype]:
         raise CannotShareBatch(
@@ -171,22 +180,14 @@ def check_parity(
         )
 
 
-@torch.inference_mode()
-def streamline(runner: ModelRunner, decoder: Any, config: PretrainedConfig) -> bool:
-    """Lets a stack compute in the decoder's place where it gives the same; says whether it does."""
-    stack = stack_of(decoder, runner.max_model_len, runner.cache)
-    if stack is None:
-        return False
-    prompts = [probe_ids(config, n, next(decoder.parameters()).device) for n in _PROBE_LENGTHS]
-    chunks = _probe_chunks(prompts, runner.block_size)
-    expected = runner.logits(chunks).float()
-    runner.stack = stack
-    found = runner.logits(chunks).float()
-    cosine = torch.cosine_similarity(centred(found), centred(expected), dim=-1).min()
-    ratio = found.norm() / expected.norm()
-    if cosine < LOWEST_COSINE[decoder.dtype] or abs(ratio - 1) > _MAX_GROWTH:
-        runner.stack = None
-    return runner.stack is not None
+def _own_logits(decoder: Any, prompts: list[Tensor]) -> Tensor:
+    """Of each prompt's last token (num_prompts, vocab_size), by transformers' own attention."""
+    decoder.set_attn_implementation("eager")
+    try:
+        outputs = [decoder(input_ids=ids, use_cache=False) for ids in prompts]
+    finally:
+        decoder.set_attn_implementation(ATTENTION_NAME)
+    return torch.stack([output.logits[0, -1].float() for output in outputs])
 
 
 def centred(logits: Tensor) -> Tensor:
@@ -200,9 +201,9 @@ def probe_ids(config: PretrainedConfig, num_tokens: int, device: torch.device) -
     return ids[None]
 
 
-def _probe_chunks(prompts: list[Tensor], block_size: int) -> list[Chunk]:
-    """Whole prompts, in blocks dealt out backwards from the sequences' order."""
-    chunks = []
+def probe_sequences(prompts: list[Tensor], block_size: int) -> list[Sequence]:
+    """One of each prompt (1, num_tokens), in blocks dealt out backwards from their order."""
+    sequences = []
     next_block = 0
     for prompt in reversed(prompts):
         token_ids = prompt[0].tolist()
@@ -219,5 +220,5 @@ def _probe_chunks(prompts: list[Tensor], block_size: int) -> list[Chunk]:
             block_ids=list(reversed(range(next_block, next_block + num_blocks))),
         )
         next_block += num_blocks
-        chunks.append(Chunk(sequence, 0, len(token_ids), samples=True))
-    return chunks[::-1]
+        sequences.append(sequence)
+    return sequences[::-1]

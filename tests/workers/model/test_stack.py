@@ -7,18 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiny_models import make_model
+from tests.workers.model.operating import operated
 from tests.workers.model.processors import ISAS, PROCESSORS
-from tests.workers.model.test_surgeon import wide
-from workers.model.attention.interface import ATTENTION_NAME, Span, register_attention
-from workers.model.backend import choose_backend
-from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.attention.interface import Span
+from workers.model.kv_cache import PagedStep
 from workers.model.native.library import Isa
-from workers.model.probe import probe_layers, streamline
 from workers.model.processor import Processor, Product
-from workers.model.runner import ModelRunner
+from workers.model.proof import Untouched, streamline
 from workers.model.surgery.stack import Stack
-from workers.model.surgery.surgeon import operate
 
 CPU = torch.device("cpu")
 
@@ -28,36 +24,19 @@ def merged(
     dtype: torch.dtype = torch.float32,
     processor: Processor | None = None,
     **changes: Any,
-) -> tuple[Any, Any]:
-    """A tiny decoder whose modules have been exchanged, and its runner."""
-    register_attention()
-    decoder = make_model(family, **(wide(family) | changes)).to(dtype)
-    decoder.set_attn_implementation(ATTENTION_NAME)
-    shapes = probe_layers(decoder, decoder.config, CPU)
-    backend = choose_backend(
-        "auto", dtype, CPU, 16, lambda text: None, fused=True, processor=processor
-    )
-    cache = KVCache(shapes, 4, 16, dtype, CPU)
-    cache.rename(operate(decoder, shapes, backend).attentions)
-    runner = ModelRunner(
-        decoder,
-        cache,
-        backend.attention,
-        eos_token_ids=frozenset(),
-        max_model_len=64,
-        device=CPU,
-        kernels=backend.kernels,
-    )
-    return decoder, runner
+) -> tuple[Any, Any, Untouched]:
+    """A tiny decoder whose modules have been exchanged, its runner, and what it did before."""
+    patient = operated(family, dtype, processor=processor, **changes)
+    return patient.decoder, patient.runner, patient.untouched
 
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Processor) -> None:
     """Biases, windows and norms of heads among them; the trial is the comparison of the logits."""
-    decoder, runner = merged(family, processor=processor)
+    decoder, runner, untouched = merged(family, processor=processor)
 
-    assert streamline(runner, decoder, decoder.config)
+    assert streamline(runner, decoder, untouched)
     assert isinstance(runner.stack, Stack)
 
 
@@ -70,8 +49,8 @@ def test_one_call_of_the_kernels_is_the_loop(
 ) -> None:
     """The same logits for whichever rows are wanted, and the same keys and values."""
     processor = Processor(isa, frozenset({Product.OWN}))
-    decoder, runner = merged(family, dtype, processor, num_hidden_layers=3)
-    assert streamline(runner, decoder, decoder.config)
+    decoder, runner, untouched = merged(family, dtype, processor, num_hidden_layers=3)
+    assert streamline(runner, decoder, untouched)
     native = runner.stack._native
     assert native is not None
     ids, index = torch.arange(6)[None] + 3, torch.tensor(wanted, dtype=torch.int64)
@@ -92,20 +71,18 @@ def test_one_call_of_the_kernels_is_the_loop(
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_a_bias_keeps_the_layers_apart(processor: Processor) -> None:
     """The call has no place for it; the loop has."""
-    decoder, runner = merged("llama", processor=processor, attention_bias=True)
-    for layer in decoder.model.layers:
-        layer.self_attn.qkv.bias = torch.randn(layer.self_attn.qkv.num_out)
+    decoder, runner, untouched = merged("llama", processor=processor, attention_bias=True)
 
-    assert streamline(runner, decoder, decoder.config)
+    assert streamline(runner, decoder, untouched)
     assert runner.stack._native is None
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
 def test_other_shapes_keep_their_forward(family: str) -> None:
     """More norms, or none that are known."""
-    decoder, runner = merged(family)
+    decoder, runner, untouched = merged(family)
 
-    assert not streamline(runner, decoder, decoder.config)
+    assert not streamline(runner, decoder, untouched)
     assert runner.stack is None
 
 
@@ -127,23 +104,23 @@ def test_a_forward_that_does_more_than_its_modules_is_kept(
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,
     }
-    decoder, runner = merged(family, **(plain | changes))
+    decoder, runner, untouched = merged(family, **(plain | changes))
 
-    assert not streamline(runner, decoder, decoder.config)
+    assert not streamline(runner, decoder, untouched)
 
 
 def test_a_layer_with_a_hook_keeps_the_forward() -> None:
     """It does more than its forward says."""
-    decoder, runner = merged("llama")
+    decoder, runner, untouched = merged("llama")
     decoder.model.layers[1].register_forward_hook(lambda module, args, output: None)
 
-    assert not streamline(runner, decoder, decoder.config)
+    assert not streamline(runner, decoder, untouched)
 
 
 def test_only_wanted_rows_reach_the_head() -> None:
     """Also where nobody wants any: keys and values are written, and that is all."""
-    decoder, runner = merged("llama")
-    assert streamline(runner, decoder, decoder.config)
+    decoder, runner, untouched = merged("llama")
+    assert streamline(runner, decoder, untouched)
     seen: list[int] = []
 
     class Head(nn.Module):

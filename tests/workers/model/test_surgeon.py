@@ -1,72 +1,38 @@
 """Modules are exchanged where the replacement gives the same, and nowhere else."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiny_models import make_config, make_model
+from tests.workers.model.operating import operated
 from tests.workers.model.processors import ISAS, PROCESSORS
-from workers.model.attention.interface import ATTENTION_NAME, register_attention
-from workers.model.backend import choose_backend
 from workers.model.native.library import Isa
-from workers.model.probe import probe_layers
 from workers.model.processor import Processor, Product
-from workers.model.surgery.linear import NativeLinear, PackedLinear
-from workers.model.surgery.surgeon import Operation, operate
-
-CPU = torch.device("cpu")
-
-
-def exchanged(
-    family: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    processor: Processor | None = None,
-    spoil: Callable[[Any], None] | None = None,
-) -> tuple[Any, Operation]:
-    """A tiny decoder with heads that the kernels take, after the operation."""
-    register_attention()
-    decoder = make_model(family, **wide(family)).to(dtype)
-    decoder.set_attn_implementation(ATTENTION_NAME)
-    shapes = probe_layers(decoder, decoder.config, CPU)
-    if spoil is not None:
-        spoil(decoder)
-    backend = choose_backend(
-        "auto", dtype, CPU, 16, lambda text: None, fused=True, processor=processor
-    )
-    return decoder, operate(decoder, shapes, backend)
-
-
-def wide(family: str) -> dict[str, int]:
-    """Two heads of 32."""
-    has_head_dim = getattr(make_config(family), "head_dim", None) is not None
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return sizes | ({"head_dim": 32} if has_head_dim else {})
+from workers.model.surgery.linear import PackedLinear
+from workers.model.surgery.surgeon import ATTENTION, LINEAR, MLP, NORM
 
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
 def test_families_of_the_common_shape_are_merged(family: str, processor: Processor) -> None:
     """Attention with norms of heads, windows and softcaps among them; every MLP and linear."""
-    decoder, done = exchanged(family, processor=processor)
+    patient = operated(family, processor=processor)
 
-    num_layers = decoder.config.num_hidden_layers
-    assert done.counts["attention layers"] == len(done.attentions) == num_layers
-    assert done.counts["gated MLPs"] == num_layers
-    assert not any(type(module) is nn.Linear for module in decoder.modules())
-    assert done.counts["norms"] >= 2 * num_layers + 1
+    num_layers = patient.decoder.config.num_hidden_layers
+    assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
+    assert not any(type(module) is nn.Linear for module in patient.decoder.modules())
+    assert patient.done.refused == {}
+    assert patient.num(NORM) >= 2 * num_layers + 1
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 def test_bfloat16_is_merged_too(isa: Isa) -> None:
     """Within its own precision, also where the processor does not multiply bfloat16 numbers."""
-    processor = Processor(isa, frozenset({Product.OWN}))
-    _, done = exchanged("llama", torch.bfloat16, processor=processor)
+    patient = operated("llama", torch.bfloat16, processor=Processor(isa, frozenset({Product.OWN})))
 
-    assert set(done.counts) == {"attention layers", "gated MLPs", "norms", "other linear layers"}
+    assert set(patient.done.exchanged) == {ATTENTION, MLP, NORM, LINEAR}
 
 
 def test_what_only_looks_alike_stays() -> None:
@@ -78,13 +44,15 @@ def test_what_only_looks_alike_stays() -> None:
         norm.forward = lambda x: plain_norm(x) + 0.1
         mlp.forward = lambda x: plain_mlp(x).square()
 
-    decoder, done = exchanged("llama", spoil=spoil)
+    patient = operated("llama", spoil=spoil)
 
-    assert type(decoder.model.norm).__name__ == "LlamaRMSNorm"
+    decoder = patient.decoder
     first = decoder.model.layers[0].mlp
+    assert type(decoder.model.norm).__name__ == "LlamaRMSNorm"
     assert type(first).__name__ == "LlamaMLP"
-    assert isinstance(first.gate_proj, NativeLinear | PackedLinear)
-    assert done.counts["gated MLPs"] == decoder.config.num_hidden_layers - 1
+    assert type(first.gate_proj) is not nn.Linear
+    assert patient.num(MLP) == decoder.config.num_hidden_layers - 1
+    assert patient.done.refused == {NORM: ["model.norm"], MLP: ["model.layers.0.mlp"]}
 
 
 def test_what_has_hooks_stays() -> None:
@@ -94,10 +62,11 @@ def test_what_has_hooks_stays() -> None:
         attention = decoder.model.layers[0].self_attn
         attention.register_forward_pre_hook(lambda module, args: None)
 
-    decoder, done = exchanged("llama", spoil=spoil)
+    patient = operated("llama", spoil=spoil)
 
+    decoder = patient.decoder
     assert type(decoder.model.layers[0].self_attn).__name__ == "LlamaAttention"
-    assert done.counts["attention layers"] == decoder.config.num_hidden_layers - 1
+    assert patient.num(ATTENTION) == decoder.config.num_hidden_layers - 1
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])

@@ -6,34 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiny_models import make_model
-from tests.workers.model.test_surgeon import wide
+from tests.workers.model.operating import BLOCK_SIZE, Patient, operated
 from tests.workers.model.test_triton_attention import DEVICE
-from workers.model.attention.interface import ATTENTION_NAME, register_attention
-from workers.model.int8_weights import Int8Linear, quantize
-from workers.model.probe import probe_layers
-from workers.model.surgery.surgeon import Operation, operate
+from workers.model.backend import choose_backend
+from workers.model.int8_weights import Int8Linear
+from workers.model.proof import difference
+from workers.model.surgery.surgeon import ATTENTION, MLP, NORM
 
 pytest.importorskip("triton")
-BLOCK_SIZE = 16
 
 
-def exchanged(
-    family: str, dtype: torch.dtype, *, spoils: bool = False, is_int8: bool = False
-) -> tuple[Any, Operation]:
+def exchanged(family: str, dtype: torch.dtype, **changes: Any) -> Patient:
     """A tiny decoder after the operation for a GPU."""
-    from workers.model.backend import choose_backend
-
-    register_attention()
-    decoder = make_model(family, **wide(family)).to(DEVICE, dtype)
-    decoder.set_attn_implementation(ATTENTION_NAME)
-    if is_int8:
-        quantize(decoder)
-    shapes = probe_layers(decoder, decoder.config, DEVICE)
-    if spoils:
-        _spoil(decoder)
     backend = choose_backend("triton", dtype, DEVICE, BLOCK_SIZE, print, fused=True)
-    return decoder, operate(decoder, shapes, backend)
+    return operated(family, dtype, backend=backend, device=DEVICE, num_streams=2, **changes)
 
 
 def _spoil(decoder: Any) -> None:
@@ -53,12 +39,12 @@ def _spoil(decoder: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
 def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype) -> None:
     """Attention, gated MLPs and norms; the other linear layers stay torch's own."""
-    decoder, done = exchanged(family, dtype)
+    patient = exchanged(family, dtype)
 
-    num_layers = decoder.config.num_hidden_layers
-    assert done.counts["attention layers"] == len(done.attentions) == num_layers
-    assert done.counts["gated MLPs"] == num_layers
-    assert done.counts["norms"] >= 2 * num_layers + 1
+    decoder, num_layers = patient.decoder, patient.decoder.config.num_hidden_layers
+    assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
+    assert patient.num(NORM) >= 2 * num_layers + 1
+    assert difference(patient.runner, decoder, patient.untouched) is None
     linears = [name for name, m in decoder.named_modules() if type(m) is nn.Linear]
     assert linears == ["lm_head"]
 
@@ -66,10 +52,10 @@ def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
     """And stay bytes, also those of the other linear layers."""
-    decoder, done = exchanged("qwen3", dtype, is_int8=True)
+    patient = exchanged("qwen3", dtype, is_int8=True)
 
-    num_layers = decoder.config.num_hidden_layers
-    assert done.counts["attention layers"] == done.counts["gated MLPs"] == num_layers
+    decoder, num_layers = patient.decoder, patient.decoder.config.num_hidden_layers
+    assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
     linears = (decoder.model.layers[0].self_attn.qkv, decoder.model.layers[1].mlp.gate_up)
     for linear in (*linears, decoder.lm_head):
         assert isinstance(linear, Int8Linear)
@@ -78,11 +64,12 @@ def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
 
 def test_what_only_looks_alike_stays() -> None:
     """The comparison shows a norm that adds, a gate that squares, an attention that scales."""
-    decoder, done = exchanged("llama", torch.float32, spoils=True)
+    patient = exchanged("llama", torch.float32, spoil=_spoil)
 
+    decoder = patient.decoder
     num_layers = decoder.config.num_hidden_layers
     first = decoder.model.layers[0]
     assert type(decoder.model.norm).__name__ == "LlamaRMSNorm"
     assert type(first.mlp).__name__ == "LlamaMLP"
     assert type(first.self_attn).__name__ == "LlamaAttention"
-    assert done.counts["gated MLPs"] == done.counts["attention layers"] == num_layers - 1
+    assert patient.num(MLP) == patient.num(ATTENTION) == num_layers - 1

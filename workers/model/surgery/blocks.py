@@ -106,8 +106,13 @@ def head_norms(attention: Any) -> HeadNorms | None:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, dim), cos and sin (T, dim): rotation of two halves."""
-    half = x.shape[-1] // 2
+    """x (T, heads, dim), cos and sin (T, rotary): rotation of two halves; elements beyond `rotary`
+    stay as they are.
+    """
+    rotary = cos.shape[-1]
+    if rotary < x.shape[-1]:
+        return torch.cat((_turn(x[..., :rotary], cos, sin), x[..., rotary:]), dim=-1)
+    half = rotary // 2
     out = x * cos[:, None]
     out[..., :half].addcmul_(x[..., half:], sin[:, None, :half], value=-1)
     out[..., half:].addcmul_(x[..., :half], sin[:, None, half:])
@@ -128,9 +133,9 @@ class MergedMLP(nn.Module):
         self.down_proj = layout.linear(weight_of(old.down_proj), old.down_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (1, T, hidden) -> the same shape."""
-        out: Tensor = self.down_proj(self.gated(x[0]))
-        return out[None]
+        """x (…, hidden) -> the same shape."""
+        out: Tensor = self.down_proj(self.gated(x.reshape(-1, x.shape[-1])))
+        return out.view(*x.shape[:-1], -1)
 
     def gated(self, x: Tensor, before: Norm | None = None) -> Tensor:
         """x (T, hidden), normed by `before` -> act(gate) * up (T, intermediate)."""

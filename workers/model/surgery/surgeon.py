@@ -1,30 +1,24 @@
 """Decides which modules of a decoder are exchanged: those whose replacement gives the same.
 
-Every exchange is tried on random input first, the old module beside the new; one that differs
-stays as it is. So a family that only looks like another costs speed, never answers.
+A new module is tried on the calls that its model made of the old one, all of them; where it
+answers one differently or raises, the old module stays. So a family that only looks like another
+costs speed, never answers. Leaves to `proof` which calls these are, and to look at the whole model
+once more.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workers.model.attention.interface import (
-    STEP_KEYWORD,
-    AttentionBackend,
-    AttentionCall,
-    AttentionFlags,
-    Span,
-)
+from workers.model.attention.interface import STEP_KEYWORD, AttentionCall, AttentionFlags
 from workers.model.backend import Backend
 from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
-from workers.model.native.panels import Weight
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -36,127 +30,136 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import Layout, weight_of
+from workers.model.surgery.linear import weight_of
+from workers.model.surgery.trial import TOLERANCE, Call, Calls, agrees
 
-_TOKENS = 7  # of the random input
-# Largest difference of an output's element, as a share of the largest element.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-# What a module raises that does not take the input we try it with.
-_NO_FIT = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
+ATTENTION, MLP, NORM, LINEAR = "attention layers", "gated MLPs", "norms", "other linear layers"
 
 
 @dataclass(slots=True)
 class Operation:
-    """What was exchanged: counts by kind, and the new module of each old attention."""
+    """Names of the modules that were exchanged and of those that were tried in vain, by kind."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    attentions: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    exchanged: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, list[str]] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return ", ".join(f"{n} {kind}" for kind, n in self.counts.items()) or "nothing"
+    @property
+    def names(self) -> set[str]:
+        """Of all that was exchanged."""
+        return {name for names in self.exchanged.values() for name in names}
 
 
-@torch.inference_mode()
-def operate(
-    decoder: nn.Module,
-    shapes: Mapping[nn.Module, LayerShape],
-    backend: Backend,
-) -> Operation:
-    """Exchanges what can be. `shapes`: what each attention layer keeps. Old weights are let go
-    one module at a time, so that they never exist twice.
+class Surgeon:
+    """Exchanges modules of one decoder for what a back end computes faster.
+
+    Keeps names and no modules, so that an old module's weights are let go once it is exchanged.
     """
-    done = Operation()
-    device = next(decoder.parameters()).device
-    patch = _Patch(device, backend.layout)
-    _Surgeon(shapes, backend.attention, backend.kernels, patch, done).visit(decoder)
-    return done
 
+    def __init__(
+        self,
+        decoder: nn.Module,
+        shapes: Mapping[str, LayerShape],
+        cache: KVCache,
+        backend: Backend,
+        stays: Collection[str] = (),
+    ) -> None:
+        """`shapes`: what each attention layer keeps, by name; `stays`: names of modules that are
+        not exchanged, though what is in them may be.
+        """
+        self._decoder = decoder
+        self._shapes = shapes
+        self._cache = cache
+        self._kernels = backend.kernels
+        self._layout = backend.layout
+        self._device = next(decoder.parameters()).device
+        self._stays = stays
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    """Where new modules are made and tried."""
+    def candidates(self) -> dict[str, str]:
+        """Name and kind of each module that may be exchanged, also within others that may be."""
+        kinds = {name: self._kind(name, module) for name, module in self._decoder.named_modules()}
+        return {name: kind for name, kind in kinds.items() if kind and name not in self._stays}
 
-    device: torch.device
-    layout: Layout
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-
-    def can_take(self, weight: Weight) -> bool:
-        return weight.dtype in _TOLERANCE
-
-    def random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Surgeon:
-    shapes: Mapping[nn.Module, LayerShape]
-    backend: AttentionBackend
-    kernels: DecoderKernels | None
-    patch: "_Patch"
-    done: Operation
-
-    def visit(self, parent: nn.Module) -> None:
-        """Exchanges a module's children, and goes on into those that stay."""
-        for name, old in list(parent.named_children()):
-            kind, new = self._replacement(old)
-            if new is None:
-                self.visit(old)
+    @torch.inference_mode()
+    def operate(self, candidates: Mapping[str, str], calls: Calls) -> Operation:
+        """Exchanges what agrees with its calls; what was not called stays as it is. In the order
+        of `candidates`, in which a module comes right before those within it.
+        """
+        done = Operation()
+        exchanged = ""
+        for name, kind in candidates.items():
+            is_gone = exchanged and name.startswith(f"{exchanged}.")
+            if is_gone or name not in calls:
                 continue
-            setattr(parent, name, new)
-            self.done.counts[kind] += 1
-            if old in self.shapes:
-                self.done.attentions[old] = new
+            try:
+                new = self._replacement(name, kind, calls[name])
+            except Exception:  # it is not of the kind that it looks like
+                new = None
+            names = done.refused if new is None else done.exchanged
+            names.setdefault(kind, []).append(name)
+            if new is not None:
+                self._decoder.set_submodule(name, new)
+                exchanged = name
+        return done
 
-    def _replacement(self, old: nn.Module) -> tuple[str, nn.Module | None]:
-        if old._forward_pre_hooks or old._forward_hooks:
-            return "", None  # it does more than its forward says
-        if not all(p.device == self.patch.device for p in old.parameters()):
-            return "", None
-        if old in self.shapes and is_attention(old):
-            shape = self.shapes[old]
-            new = _attention(old, shape, self.backend, self.kernels, self.patch)
-            return "attention layers", new
-        if is_gated_mlp(old):
-            return "gated MLPs", _mlp(old, self.kernels, self.patch)
-        if self.kernels is not None and is_rms_norm(old):
-            return "norms", _norm(old, self.kernels, self.patch)
-        if type(old) in (nn.Linear, Int8Linear) and self.patch.layout.packs:
-            return "other linear layers", _linear(old, self.patch)
-        return "", None
+    def _kind(self, name: str, module: Any) -> str | None:
+        if module._forward_pre_hooks or module._forward_hooks:
+            return None  # it does more than its forward says
+        if not all(p.device == self._device for p in module.parameters()):
+            return None
+        if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
+            return ATTENTION
+        if is_gated_mlp(module) and _can_take(module.gate_proj):
+            return MLP
+        if self._kernels is not None and is_rms_norm(module):
+            return NORM if module.weight.dtype == self._kernels.dtype else None
+        is_linear = type(module) in (nn.Linear, Int8Linear)
+        return LINEAR if is_linear and self._layout.packs and _can_take(module) else None
+
+    def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
+        old: Any = self._decoder.get_submodule(name)
+        if kind == ATTENTION:
+            return self._attention(old, self._shapes[name], calls)
+        if kind == NORM:
+            assert self._kernels is not None
+            return _norm(old, self._kernels, calls)
+        new: nn.Module
+        if kind == MLP:
+            new = MergedMLP(old, self._kernels, self._layout)
+        else:
+            new = self._layout.linear(weight_of(old), old.bias)
+        return new if agrees(new, calls) else None
+
+    def _attention(self, old: Any, shape: LayerShape, calls: Seq[Call]) -> nn.Module | None:
+        dim = int(old.head_dim)
+        is_known = (
+            (shape.k_dim, shape.v_dim) == (dim, dim)
+            and calls[0].kwargs.get("position_embeddings") is not None
+            and _has_known_norms(old, dim)
+        )
+        if not is_known:
+            return None
+        flags = _flags(old, calls[0])
+        new = MergedAttention(
+            old, flags, self._layout, turns_natively=self._can_turn(old, shape, calls[0])
+        )
+        layers = self._cache.layers
+        layers[new] = layers[old]  # the steps of the calls find it there
+        is_right = agrees(new, calls)
+        del layers[old if is_right else new]
+        return new if is_right else None
+
+    def _can_turn(self, old: Any, shape: LayerShape, call: Call) -> bool:
+        """Whether a kernel turns these heads, or as much of each as this family turns."""
+        cos, _ = call.kwargs["position_embeddings"]
+        num_heads = old.q_proj.out_features // old.head_dim
+        return self._kernels is not None and all(
+            self._kernels.can_turn(num_heads, shape.kv_heads, dim)
+            for dim in (old.head_dim, cos.shape[-1])
+        )
 
 
-def _attention(
-    old: Any,
-    shape: LayerShape,
-    backend: AttentionBackend,
-    kernels: DecoderKernels | None,
-    patch: "_Patch",
-) -> nn.Module | None:
-    weight, dim = weight_of(old.q_proj), int(old.head_dim)
-    dtype = weight.dtype
-    if not patch.can_take(weight) or (shape.k_dim, shape.v_dim) != (dim, dim):
-        return None
-    hidden = patch.random((1, _TOKENS, old.q_proj.in_features), dtype)
-    angles = patch.random((1, _TOKENS, dim // 2), torch.float32).repeat(1, 1, 2)
-    turns = (angles.cos().to(dtype), angles.sin().to(dtype))
-
-    def run(module: Any, step: Any) -> Tensor:
-        arguments = {"position_embeddings": turns, "attention_mask": None, STEP_KEYWORD: step}
-        found: Tensor = module(hidden_states=hidden, **arguments)[0]
-        return found
-
-    noting = _NotingStep(_tiny_step(old, shape, dtype, backend, None, patch.device))
-    try:
-        expected = run(old, noting)
-    except _NO_FIT:
-        return None
-    num_heads = old.q_proj.out_features // dim
-    is_native = kernels is not None and kernels.can_turn(num_heads, shape.kv_heads, dim)
-    if noting.flags is None or not _has_known_norms(old, dim):
-        return None
-    new = MergedAttention(old, noting.flags, patch.layout, turns_natively=is_native)
-    step = _tiny_step(new, shape, dtype, backend, kernels, patch.device)
-    return new if _agrees(lambda: run(new, step), expected) else None
+def _can_take(linear: nn.Linear | Int8Linear) -> bool:
+    return weight_of(linear).dtype in TOLERANCE
 
 
 def _has_known_norms(attention: Any, dim: int) -> bool:
@@ -180,62 +183,21 @@ class _NotingStep:
         return self._step.attend(call)
 
 
-def _tiny_step(
-    module: nn.Module,
-    shape: LayerShape,
-    dtype: torch.dtype,
-    backend: AttentionBackend,
-    kernels: DecoderKernels | None,
-    device: torch.device,
-) -> PagedStep:
-    """A step of one sequence of _TOKENS in a cache of its own."""
-    cache = KVCache({module: shape}, 1, _TOKENS, dtype, device)
-    slots = np.arange(_TOKENS, dtype=np.int64)
-    spans = [Span(0, _TOKENS, 0, slots)]
-    prepared = backend.prepare(spans, device)
-    return PagedStep(cache, prepared, torch.from_numpy(slots).to(device), kernels)
+def _flags(old: nn.Module, call: Call) -> AttentionFlags:
+    """With which an attention layer attends."""
+    step = _NotingStep(call.kwargs[STEP_KEYWORD])
+    Call(call.args, {**call.kwargs, STEP_KEYWORD: step}).repeat(old)
+    assert step.flags is not None
+    return step.flags
 
 
-def _mlp(old: Any, kernels: DecoderKernels | None, patch: "_Patch") -> nn.Module | None:
-    weight = weight_of(old.gate_proj)
-    if not patch.can_take(weight):
-        return None
-    x = patch.random((1, _TOKENS, weight.shape[1]), weight.dtype)
-    new = MergedMLP(old, kernels, patch.layout)
-    return new if _agrees(lambda: new(x), old(x)) else None
-
-
-def _norm(old: Any, kernels: DecoderKernels, patch: "_Patch") -> nn.Module | None:
-    if old.weight.dtype != kernels.dtype:
-        return None
-    x = patch.random((1, _TOKENS, old.weight.shape[0]), kernels.dtype)
+def _norm(old: Any, kernels: DecoderKernels, calls: Seq[Call]) -> nn.Module | None:
     try:
-        expected, eps = old(x), norm_eps(old)
-    except _NO_FIT:
+        eps = norm_eps(old)
+    except AttributeError:
         return None
     for weight in possible_weights(old):
         new = NativeRMSNorm(weight, eps, kernels)
-        if _agrees(lambda new=new: new(x), expected):  # type: ignore[misc]
+        if agrees(new, calls):
             return new
     return None
-
-
-def _linear(old: Any, patch: "_Patch") -> nn.Module | None:
-    weight = weight_of(old)
-    if not patch.can_take(weight):
-        return None
-    x = patch.random((1, _TOKENS, old.in_features), weight.dtype)
-    new = patch.layout.linear(weight, old.bias)
-    return new if _agrees(lambda: new(x), old(x)) else None
-
-
-def _agrees(compute: Callable[[], Tensor], expected: Tensor) -> bool:
-    try:
-        found = compute()
-    except _NO_FIT:
-        return False
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    largest = expected.float().abs().max()
-    difference = (found.float() - expected.float()).abs().max()
-    return bool(difference <= _TOLERANCE[expected.dtype] * largest)

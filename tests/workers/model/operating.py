@@ -1,0 +1,86 @@
+"""Tiny decoders whose modules are exchanged, without a loader."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.tiny_models import make_config, make_model
+from workers.model.attention.interface import ATTENTION_NAME, register_attention
+from workers.model.backend import Backend, choose_backend
+from workers.model.int8_weights import quantize
+from workers.model.kv_cache import KVCache
+from workers.model.probe import probe_layers
+from workers.model.processor import Processor
+from workers.model.proof import Untouched, record
+from workers.model.runner import ModelRunner
+from workers.model.surgery.surgeon import Operation, Surgeon
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Patient:
+    """A decoder of a tiny model's sizes, its runner, and what it did before the operation."""
+
+    decoder: Any
+    runner: ModelRunner
+    untouched: Untouched
+    done: Operation
+
+    def num(self, kind: str) -> int:
+        """How many modules of a kind were exchanged."""
+        return len(self.done.exchanged.get(kind, ()))
+
+
+def wide(family: str) -> dict[str, int]:
+    """Two heads of 32, which the kernels take."""
+    has_head_dim = getattr(make_config(family), "head_dim", None) is not None
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return sizes | ({"head_dim": 32} if has_head_dim else {})
+
+
+def operated(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    backend: Backend | None = None,
+    processor: Processor | None = None,
+    device: torch.device = CPU,
+    spoil: Callable[[Any], None] | None = None,
+    is_int8: bool = False,
+    stays: Collection[str] = (),
+    num_streams: int = 4,
+    **changes: Any,
+) -> Patient:
+    """`spoil` is given the decoder before anything looks at it."""
+    register_attention()
+    decoder = make_model(family, **(wide(family) | changes)).to(device, dtype)
+    decoder.set_attn_implementation(ATTENTION_NAME)
+    if is_int8:
+        quantize(decoder)
+    if spoil is not None:
+        spoil(decoder)
+    if backend is None:
+        backend = choose_backend(
+            "auto", dtype, device, BLOCK_SIZE, lambda text: None, fused=True, processor=processor
+        )
+    shapes = probe_layers(decoder, decoder.config, device)
+    cache = KVCache(shapes, num_streams, BLOCK_SIZE, dtype, device)
+    runner = ModelRunner(
+        decoder,
+        cache,
+        backend.attention,
+        eos_token_ids=frozenset(),
+        max_model_len=64,
+        device=device,
+        kernels=backend.kernels,
+    )
+    names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
+    surgeon = Surgeon(decoder, names, cache, backend, stays)
+    candidates = surgeon.candidates()
+    untouched = record(runner, decoder, decoder.config, candidates)
+    done = surgeon.operate(candidates, untouched.calls)
+    return Patient(decoder, runner, untouched, done)

@@ -1,0 +1,257 @@
+"""A model with exchanged modules is held against its untouched self; what is wrong goes back."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny_models import save_tiny_model
+from tests.workers.model.driver import make_sequence, run_to_end
+from tests.workers.model.operating import operated
+from tests.workers.model.parity import NUM_OUTPUT, expected_of
+from workers.messages import EngineOptions
+from workers.model import paged as paging
+from workers.model import proof
+from workers.model.attention.packed import PackedAttention
+from workers.model.loaded import Loaded
+from workers.model.loader import LoadedModel, ModelRefused, load_model
+from workers.model.proof import Untouched
+from workers.model.sequential import SequentialRunner
+from workers.model.surgery import surgeon
+from workers.model.surgery.blocks import MergedMLP
+from workers.model.surgery.surgeon import ATTENTION, MLP
+
+NUM_STEPS = 4  # of the proof, in each of which an MLP is called once
+
+
+def load(folder: Path, **options: Any) -> tuple[LoadedModel, list[str]]:
+    """The model, and what was said while it was loaded."""
+    said: list[str] = []
+    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16} | options
+    return load_model(EngineOptions(model_path=str(folder), **arguments), said.append), said
+
+
+def check_tokens(loaded: LoadedModel, family: str, folder: Path) -> None:
+    """They are those of generate."""
+    expected = expected_of(family, folder)
+    sequences = [make_sequence(prompt, max_tokens=NUM_OUTPUT) for prompt in expected.prompts]
+    for number, ids in enumerate(run_to_end(loaded.model, sequences, 7)):
+        expected.check(number, ids)
+
+
+def line_with(text: str, said: list[str]) -> str:
+    [line] = [line for line in said if text in line]
+    return line
+
+
+Answer = Callable[[Tensor, Tensor], Tensor]  # what a planted MLP makes of its input and output
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int, int], bool], do: Answer
+) -> None:
+    """MLPs that do something else where `is_wrong(number, num_calls)`: of the module, in the order
+    in which they are made, and of its calls so far.
+    """
+    made: list[nn.Module] = []
+
+    class Planted(MergedMLP):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.number, self.num_calls = len(made), 0
+            made.append(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            self.num_calls += 1
+            return do(x, out) if is_wrong(self.number, self.num_calls) else out
+
+    monkeypatch.setattr(surgeon, "MergedMLP", Planted)
+
+
+def test_a_module_is_tried_in_the_shape_that_its_model_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one that takes three dimensions alone, where a shared expert is given two."""
+
+    class Planted(MergedMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[0])[None]
+
+    monkeypatch.setattr(surgeon, "MergedMLP", Planted)
+    folder = save_tiny_model("qwen2_moe", tmp_path)
+
+    loaded, said = load(folder)
+
+    assert line_with("gated MLPs would differ", said).endswith(
+        "2 gated MLPs would differ and stay as they are: "
+        "model.layers.0.mlp.shared_expert, model.layers.1.mlp.shared_expert"
+    )
+    check_tokens(loaded, "qwen2_moe", folder)
+
+
+def test_half_a_head_is_turned_where_the_model_turns_half(tmp_path: Path) -> None:
+    """By torch, since no kernel takes so little."""
+    patient = operated("glm4_moe")
+
+    assert len(patient.done.exchanged[ATTENTION]) == 2
+    assert proof.difference(patient.runner, patient.decoder, patient.untouched) is None
+
+
+def triple(x: Tensor, out: Tensor) -> Tensor:
+    return 3 * out
+
+
+def raise_error(x: Tensor, out: Tensor) -> Tensor:
+    raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("do", [triple, raise_error])
+def test_a_module_that_is_wrong_in_the_whole_model_is_taken_back(
+    do: Answer, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer's passes its trial and goes wrong behind it; the first layer's stays."""
+    plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, do)
+    folder = save_tiny_model("llama", tmp_path)
+
+    loaded, said = load(folder, quantization=quantization)
+
+    assert line_with("taken back", said).endswith("read again: model.layers.1.mlp")
+    assert ("ZeroDivisionError" in line_with("not what it was", said)) == (do is raise_error)
+    first, second = [line for line in said if line.startswith("merged or packed")]
+    assert "2 gated MLPs" in first
+    assert "1 gated MLPs" in second
+    if quantization == "none":
+        check_tokens(loaded, "llama", folder)
+
+
+def test_a_module_that_changes_its_input_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own answers are right; the experts beside it are given another input."""
+
+    def add_one(x: Tensor, out: Tensor) -> Tensor:
+        x += 1.0
+        return out
+
+    plant(monkeypatch, lambda number, num_calls: number == 0 and num_calls > NUM_STEPS, add_one)
+    folder = save_tiny_model("qwen2_moe", tmp_path)
+
+    loaded, said = load(folder)
+
+    taken_back = line_with("taken back", said)
+    assert taken_back.endswith("read again: model.layers.0.mlp.shared_expert")
+    check_tokens(loaded, "qwen2_moe", folder)
+
+
+def test_a_model_that_no_exchange_leaves_right_keeps_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong the second time too."""
+    monkeypatch.setattr(paging, "difference", lambda *args: "planted")
+    folder = save_tiny_model("llama", tmp_path)
+
+    loaded, said = load(folder)
+
+    assert said.count("no module is exchanged") == 1
+    assert len([line for line in said if "taken back" in line]) == 2
+    check_tokens(loaded, "llama", folder)
+
+
+def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here where several streams decode, which no prompt shows."""
+    prepare = PackedAttention.prepare
+
+    def planted(self: Any, spans: Any, device: Any) -> Any:
+        assert len(spans) < 3 or any(span.num_tokens > 1 for span in spans), "planted"
+        return prepare(self, spans, device)
+
+    monkeypatch.setattr(PackedAttention, "prepare", planted)
+    folder = save_tiny_model("llama", tmp_path)
+
+    loaded, said = load(folder, attention="torch")
+
+    assert isinstance(loaded.model, SequentialRunner)
+    assert "does not run in a paged batch: planted" in line_with("one sequence at a time", said)
+    check_tokens(loaded, "llama", folder)
+
+
+@pytest.mark.parametrize("error", [KeyError, AssertionError, ZeroDivisionError])
+def test_a_forward_that_never_runs_is_refused(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a job can die of it."""
+
+    def planted(self: Any, x: Tensor) -> Tensor:
+        raise error("planted")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", planted)
+
+    with pytest.raises(ModelRefused, match="does not run on plain tokens"):
+        load(save_tiny_model("llama", tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_that_score_alike_are_no_difference(dtype: torch.dtype) -> None:
+    """Rounding alone chooses between them: their choice is repeated, else the logits differ."""
+    unit = torch.finfo(dtype).eps
+
+    def spoil(decoder: Any) -> None:
+        for layer in decoder.model.layers:
+            router = layer.mlp.gate.weight
+            noise = torch.randn(router.shape, generator=torch.Generator().manual_seed(1))
+            router.copy_(router[:1] * (1.0 + unit * noise))
+
+    with torch.no_grad():
+        patient = operated("qwen2_moe", dtype, spoil=spoil)
+    before = patient.untouched
+    free = Untouched(before.steps, before.calls, before.logits, choices=())
+
+    assert patient.num(MLP) == patient.num(ATTENTION) == 2
+    assert proof.difference(patient.runner, patient.decoder, before) is None
+    assert proof.difference(patient.runner, patient.decoder, free) is not None
+
+
+def test_weights_never_lie_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones are gone once exchanged; a decoder is gone before it is read again."""
+    plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, triple)
+    old: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+    read, look = Loaded.renew, proof.difference
+
+    def alive() -> list[Tensor]:
+        return [weight for each in old if (weight := each()) is not None]
+
+    def planted_read(self: Any, progress: Any) -> None:
+        original = self.read
+
+        def counted() -> nn.Module:
+            num_alive.append(len(alive()))
+            decoder: nn.Module = original()
+            weights = [m.weight for m in decoder.modules() if isinstance(m, nn.Linear)]
+            old[:] = map(weakref.ref, weights)
+            return decoder
+
+        self.read = counted
+        read(self, progress)
+        self.read = original
+
+    def planted_look(*args: Any) -> str | None:
+        gc.collect()
+        num_alive.append(len(alive()))
+        return look(*args)
+
+    monkeypatch.setattr(Loaded, "renew", planted_read)
+    monkeypatch.setattr(paging, "difference", planted_look)
+
+    load(save_tiny_model("llama", tmp_path))
+
+    assert num_alive == [0, 0, 0, 0]
