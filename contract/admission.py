@@ -17,6 +17,7 @@ from contract.refusals import UNKNOWN_MS
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs seen before their length says anything
+UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
 
 @dataclass(slots=True)
@@ -259,10 +260,27 @@ class Candidate:
         if 0 < bound < held + self.cost:
             retry_ms = self._drain_ms(self.ahead.rates.most, held, bound)
             return Refusal(ErrorCode.LANE_FULL, "lane_tokens", retry_ms)
+        over_ms = self._over_wait_ms()
+        return Refusal(ErrorCode.LANE_FULL, "lane_wait", over_ms) if over_ms > 0 else None
+
+    def _over_wait_ms(self) -> int:
+        """By how much its wait is over the lane's bound in seconds; 0 or less where it is not.
+
+        The cold start does not count: a pool that starts for its jobs would never start. Before a
+        rate is measured, as much may wait as the workers hold at once.
+        """
         bound_ms = int(self.submission.lane_bound_s * 1000)
-        if 0 < bound_ms < self.wait_ms:
-            return Refusal(ErrorCode.LANE_FULL, "lane_wait", self.wait_ms - bound_ms)
-        return None
+        if bound_ms == 0:
+            return 0
+        if self.wait_ms != UNKNOWN_MS:
+            is_cold = self.pool.num_live == 0
+            cold_ms = int(self.submission.cold_start_s * 1000) if is_cold else 0
+            return self.wait_ms - cold_ms - bound_ms
+        num_workers = max(1, self.pool.num_live)
+        max_jobs = self.pool.mean("max_jobs") * num_workers
+        max_tokens = self.pool.mean("max_tokens") * num_workers
+        is_full = self.ahead.jobs >= max_jobs or self.ahead.tokens > max_tokens
+        return UNMEASURED_MS if max_jobs > 0 and is_full else 0
 
     def _deadline_refusal(self) -> Refusal | None:
         deadline_ms = int(self.submission.deadline_s * 1000)

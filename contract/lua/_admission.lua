@@ -3,6 +3,7 @@
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact, each tenant's own
+local UNMEASURED_MS = 10000  -- full workers have measured their rate by then: two heartbeats
 
 local admission = {}
 
@@ -113,15 +114,29 @@ local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
   end
 end
 
-local function lane_refusal(lane_rate, ahead, wait, cost, terms)
+-- ms by which a job's wait is over the lane's bound in seconds; nil where it is not. The cold start
+-- does not count: a pool that starts for its jobs would never start. Before a rate is measured, as
+-- much may wait as the workers hold at once.
+local function over_wait_ms(pool, ahead, wait, terms)
+  if terms.lane_wait_ms == 0 then return nil end
+  if wait ~= UNKNOWN then
+    local over = wait - (pool.live == 0 and terms.cold_ms or 0) - terms.lane_wait_ms
+    return over > 0 and over or nil
+  end
+  local workers = math.max(1, pool.live)
+  local is_full = pool.max_jobs > 0 and (ahead.jobs >= pool.max_jobs * workers
+    or ahead.tokens > pool.max_tokens * workers)
+  return is_full and UNMEASURED_MS or nil
+end
+
+local function lane_refusal(pool, lane_rate, ahead, wait, cost, terms)
   local bound = terms.lane_tokens
   if bound > 0 and ahead.lane_tokens + cost > bound then
     return 'lane_tokens',
       cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
   end
-  if terms.lane_wait_ms > 0 and wait > terms.lane_wait_ms then
-    return 'lane_wait', wait - terms.lane_wait_ms
-  end
+  local over_ms = over_wait_ms(pool, ahead, wait, terms)
+  if over_ms then return 'lane_wait', over_ms end
 end
 
 local function knows_lane(pool, lane)
@@ -157,7 +172,7 @@ function admission.weigh(tag, job, terms, now)
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
   local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job.cost, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
-  limit, retry_ms = lane_refusal(lane_rate, ahead, wait, job.cost, terms)
+  limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end
   local late_ms = wait + service - terms.deadline_ms
   if wait ~= UNKNOWN and late_ms > 0 then
