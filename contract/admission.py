@@ -117,6 +117,8 @@ class Ahead:
     running_jobs: int
     running_tokens: int
     rest_tokens: int
+    young_tokens: int  # of what runs in its lane and those before: the cost less twice what is done
+    own_young_tokens: int  # of them, in its own lane
     rates: LaneRates
 
     @classmethod
@@ -146,6 +148,10 @@ class Ahead:
             running_jobs=sum(load.running_jobs for load in running),
             running_tokens=sum(load.running_tokens for load in running),
             rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
+            young_tokens=sum(
+                load.running_tokens - 2 * load.done_tokens for load in (*higher, mine)
+            ),
+            own_young_tokens=mine.running_tokens - 2 * mine.done_tokens,
             rates=pool.count_on(
                 lane, before, [name for name in after if loads.get(name, Load()).queued_jobs]
             ),
@@ -155,7 +161,12 @@ class Ahead:
 def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     """Until a job starts: at once where workers have room; else when what is ahead has been taken
     and one of the running jobs has ended: at what is left for its lane, or at its lane's share,
-    which waits for no other."""
+    which waits for no other.
+
+    Running jobs that began together end together: while less than half of them is computed, none
+    has ended before twice what is missing to that half. Those of less urgent lanes give up their
+    places.
+    """
     num_before = ahead.jobs + ahead.running_jobs
     max_jobs = pool.mean("max_jobs") * pool.num_live
     max_tokens = pool.mean("max_tokens") * pool.num_live
@@ -165,11 +176,14 @@ def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     if pool.num_live == 0 and num_before == 0:
         return cold_ms
     rest = ahead.rest_tokens / ahead.running_jobs if ahead.running_jobs else 0
-    wait = drain_ms(ahead.rates.left, ahead.tokens + rest)
-    if wait == UNKNOWN_MS:
+    if not pool.rate:
         return UNKNOWN_MS
+    wait = max(
+        drain_ms(ahead.rates.left, ahead.tokens + rest), drain_ms(pool.rate, ahead.young_tokens)
+    )
     if ahead.rates.own > 0:
-        wait = min(wait, drain_ms(ahead.rates.own, ahead.own_tokens + rest))
+        own_wait = drain_ms(ahead.rates.own, ahead.own_tokens + rest)
+        wait = min(wait, max(own_wait, drain_ms(pool.rate, ahead.own_young_tokens)))
     return wait + (cold_ms if pool.num_live == 0 else 0)
 
 

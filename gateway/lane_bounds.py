@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
 
-INTERACTIVE_WAIT_S = 10.0
+INTERACTIVE_TARGET_S = 10.0  # to the first token: as long as somebody who watches keeps waiting
+_PREDICTED_SHARE = 0.5  # of the time that there is: rates may halve while a job waits
 # In Redis, of a job that has run: measured as 6.5 kB and 13 bytes for each token of its output, so
 # it is less for jobs of 350 tokens and more.
 BYTES_PER_TOKEN = 32
@@ -45,11 +46,12 @@ def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
 
 
 def default_wait_s(lane: str, sync_deadline_s: float) -> float:
-    """The longest predicted wait: whoever waits for an answer has gone after the deadline of a
-    call, and earlier where somebody watches; nobody waits for what is in `batch`."""
+    """The longest predicted wait. Nobody waits for what is in `batch`; in other lanes callers do,
+    until the deadline of a call."""
     if lane == "batch":
         return 0.0
-    return min(INTERACTIVE_WAIT_S, sync_deadline_s) if lane == "interactive" else sync_deadline_s
+    target_s = INTERACTIVE_TARGET_S if lane == "interactive" else sync_deadline_s
+    return min(target_s, sync_deadline_s) * _PREDICTED_SHARE
 
 
 def tokens_in(memory_bytes: int) -> int:

@@ -18,7 +18,8 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
     tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
-    running_jobs = 0, rest_tokens = 0, running_tokens = 0,
+    running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
+    own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
   local used, kept = 0, 0
   local is_before = string.find(' ' .. pool.lanes .. ' ', ' ' .. job.lane .. ' ', 1, true) ~= nil
@@ -34,6 +35,9 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     elseif name ~= job.lane and load.queued_jobs > 0 then
       kept = kept + pool.shares[name]
     end
+    if is_before or name == job.lane then
+      ahead.young_tokens = ahead.young_tokens + load.running_tokens - 2 * load.done_tokens
+    end
     ahead.running_jobs = ahead.running_jobs + load.running_jobs
     ahead.running_tokens = ahead.running_tokens + load.running_tokens
     ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
@@ -45,6 +49,8 @@ end
 -- ms until a job starts: at once where the workers have room; else when what is ahead has been
 -- taken, and one of the running jobs has ended to make place: at what is left for its lane, or at
 -- its lane's share, which waits for no other. UNKNOWN without a measured rate.
+-- Running jobs that began together end together: while less than half of them is computed, none has
+-- ended before twice what is missing to that half. Those of less urgent lanes give up their places.
 function admission.wait_ms(pool, ahead, cost, cold_ms)
   local has_room = ahead.jobs + ahead.running_jobs == 0 or (
     ahead.jobs + ahead.running_jobs < pool.max_jobs * pool.live
@@ -52,10 +58,12 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
   if pool.live > 0 and has_room then return 0 end
   if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
   local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
-  local wait = pools.drain_ms(ahead.rates.left, ahead.tokens + rest)
-  if wait == UNKNOWN then return UNKNOWN end
+  if pool.rate == 0 then return UNKNOWN end
+  local wait = math.max(pools.drain_ms(ahead.rates.left, ahead.tokens + rest),
+    pools.drain_ms(pool.rate, ahead.young_tokens))
   if ahead.rates.own > 0 then
-    wait = math.min(wait, pools.drain_ms(ahead.rates.own, ahead.own_tokens + rest))
+    wait = math.min(wait, math.max(pools.drain_ms(ahead.rates.own, ahead.own_tokens + rest),
+      pools.drain_ms(pool.rate, ahead.own_young_tokens)))
   end
   return wait + (pool.live == 0 and cold_ms or 0)
 end

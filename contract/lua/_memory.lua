@@ -10,7 +10,7 @@ local TRUSTED_JOBS = 16
 local num_trusted = 0  -- jobs that may still come in unasked; the server's, of all tags together
 
 -- Whether so much memory is in use that running jobs may need what is left. Where no maxmemory is
--- set, the machine's memory stands for it.
+-- set, never.
 local function is_memory_full(tag)
   local known = redis.call('GET', tag .. ':memory')
   num_trusted = num_trusted - 1
@@ -19,7 +19,6 @@ local function is_memory_full(tag)
     local function figure(name) return tonumber(string.match(info, name .. ':(%d+)') or 0) end
     local used = figure('\nused_memory') - figure('mem_not_counted_for_evict')
     local most = figure('\nmaxmemory')
-    if most == 0 then most = figure('total_system_memory') end
     known = most > 0 and used > MEMORY_SHARE * most and 'full' or 'free'
     redis.call('SET', tag .. ':memory', known, 'PX', known == 'full' and FULL_MS or FREE_MS)
     num_trusted = TRUSTED_JOBS - 1

@@ -290,6 +290,21 @@ MUTANTS = [
         "= lane_refusal(pool, pool.rate, ahead, wait",
     ),
     Mutant(
+        "jobs that began together end one by one",
+        "pools.drain_ms(pool.rate, ahead.young_tokens))",
+        "0)",
+    ),
+    Mutant(
+        "jobs of a lane with a share that began together end one by one",
+        "pools.drain_ms(pool.rate, ahead.own_young_tokens)))",
+        "0))",
+    ),
+    Mutant(
+        "jobs of less urgent lanes keep their places",
+        "if is_before or name == job.lane then\n      ahead.young",
+        "if true then\n      ahead.young",
+    ),
+    Mutant(
         "a cold start counts against a lane's bound",
         "local over = wait - (pool.live == 0 and terms.cold_ms or 0)",
         "local over = wait",

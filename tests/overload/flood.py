@@ -20,7 +20,7 @@ import redis.asyncio
 
 from bench.spread import percentile
 from contract.tasks import end
-from gateway.lane_bounds import INTERACTIVE_WAIT_S
+from gateway.lane_bounds import INTERACTIVE_TARGET_S
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings
@@ -77,7 +77,7 @@ class FloodReport:
         found += [f"{num} streams broke off: {why or 'no end'}" for why, num in broken.items()]
         if not 0 < self.memory_bytes < self.max_memory_bytes:
             found.append(f"Redis used {self.memory_bytes} bytes of {self.max_memory_bytes}")
-        late = [s for s in self.ttfts(self.interactive) if s > INTERACTIVE_WAIT_S + STEP_S]
+        late = [s for s in self.ttfts(self.interactive) if s > INTERACTIVE_TARGET_S + STEP_S]
         if late:
             found.append(f"{len(late)} interactive calls waited up to {max(late):.1f} s")
         return found
