@@ -202,8 +202,8 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
         "--redis-memory-gib",
         type=number(may_be_zero=False),
         metavar="GIB",
-        help="the most memory that the Redis that batchway starts may use, in GiB (default: 1, or a "
-        "quarter of the machine's where that is less)",
+        help="memory that the Redis that batchway starts may use, in GiB (default: 1, or a quarter "
+        "of the machine's where that is less)",
     )
 
 

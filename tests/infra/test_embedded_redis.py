@@ -114,7 +114,7 @@ def test_settings_that_keep_jobs_safe_are_in_force() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 2**30), (64 * 2**20, 64 * 2**20)])
 def test_a_server_may_not_use_all_memory(given: int | None, expected: int) -> None:
-    """1 GiB at most where nobody says more, or less; a quarter of a machine that has less than 4."""
+    """1 GiB where nobody says otherwise, a quarter of the machine where that is less."""
     with EmbeddedRedis(max_memory_bytes=given) as server, client_of(server) as client:
         limit = int(client.config_get("maxmemory")["maxmemory"])
         machine_bytes = client.info("memory")["total_system_memory"]

@@ -1,7 +1,7 @@
 """A flood on a stack without settings: `python -m tests.overload.flood --jobs N --calls N`.
 
-Jobs are posted as fast as the gateway answers, and a while later calls all at once. Meanwhile
-somebody calls in the interactive lane, again and again. Exit status 1 where an answer is none of
+Jobs are posted as fast as the gateway answers, and a while later calls all at once, half of them in
+the interactive lane. Meanwhile somebody calls in that lane, again and again. Exit status 1 where an answer is none of
 docs/api.md's, where Redis has no `maxmemory` or came over it, or where an interactive call waited
 too long.
 """
@@ -29,7 +29,6 @@ from tests.overload.callers import Call, hear, note_head
 from tests.overload.posting import Broken, posting
 from tests.overload.report import REASONS
 
-JOB_TOKENS = 900
 CALL_TOKENS = 100
 INTERACTIVE_TOKENS = 16
 STEP_S = 1.0  # what a step takes at most, beside all that the flood asks of the machine
@@ -38,7 +37,7 @@ _SHARE_BEFORE_CALLS = 0.1  # of the jobs
 _TIMEOUT_S = 180.0  # more than the deadline of a call
 _INTERACTIVE_EVERY_S = 0.5
 _MEMORY_EVERY_S = 0.1
-_TIERS = {"interactive": "priority", "batch": "flex"}
+_TIERS = {"standard": "default", "interactive": "priority"}  # the lanes of calls, in turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,7 @@ class FloodOptions:
 
     num_jobs: int = 20_000
     num_calls: int = 400
+    job_tokens: int = 900
     lane: str = ""
 
 
@@ -145,7 +145,8 @@ class _Flood:
         beside = [asyncio.create_task(work) for work in (self._watch(), self._call_interactively())]
         try:
             await self._post(itertools.islice(rest, num_before))
-            calls = side_by_side(*(self._call() for _ in range(self.options.num_calls)))
+            lanes = itertools.islice(itertools.cycle(_TIERS), self.options.num_calls)
+            calls = side_by_side(*(self._call(lane, CALL_TOKENS) for lane in lanes))
             beside.append(asyncio.create_task(calls))
             await self._post(rest)
             took_s = time.monotonic() - started_s
@@ -167,23 +168,20 @@ class _Flood:
     async def _post(self, numbers: Iterator[int]) -> None:
         async def post() -> None:
             for _ in numbers:
-                call = await self._ask(self.options.lane, JOB_TOKENS, is_job=True)
+                call = await self._ask(self.options.lane, self.options.job_tokens, is_job=True)
                 self.jobs.append(call)
 
         await side_by_side(*(post() for _ in range(_NUM_POSTERS)))
 
-    async def _call(self) -> None:
-        self.calls.append(await self._ask("standard", CALL_TOKENS))
+    async def _call(self, lane: str, num_tokens: int) -> None:
+        call = await self._ask(lane, num_tokens)
+        (self.interactive if lane == "interactive" else self.calls).append(call)
 
     async def _call_interactively(self) -> None:
         """Until the flood is over. Each call begins in time, whatever became of those before."""
-
-        async def call() -> None:
-            self.interactive.append(await self._ask("interactive", INTERACTIVE_TOKENS))
-
         async with asyncio.TaskGroup() as group:
             while not self.is_over:
-                group.create_task(call())
+                group.create_task(self._call("interactive", INTERACTIVE_TOKENS))
                 await asyncio.sleep(_INTERACTIVE_EVERY_S)
 
     async def _ask(self, lane: str, num_tokens: int, *, is_job: bool = False) -> Call:
@@ -256,7 +254,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=400, help="at once (default: 400)")
     parser.add_argument("--lane", default="", help="of the jobs (default: they name none)")
     given = parser.parse_args()
-    options = FloodOptions(given.jobs, given.calls, given.lane)
+    options = FloodOptions(given.jobs, given.calls, lane=given.lane)
     return run(lambda: run_flood(options, Progress().say), given.json)
 
 
