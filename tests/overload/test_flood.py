@@ -24,7 +24,7 @@ async def test_a_flood_without_settings_is_refused_in_order() -> None:
     in the interactive lane is answered, and Redis stays within its memory."""
     report = await run_flood(FloodOptions(num_jobs=2000, num_calls=40, job_tokens=100))
 
-    assert report.violations == []
+    assert report.faults() == []
     answers = {(call.status, "" if call.is_admitted else call.reason) for call in report.jobs}
     assert {(202, ""), (429, "lane_full")} <= answers
     assert any(call.status == 200 for call in report.interactive)
