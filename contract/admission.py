@@ -17,6 +17,7 @@ from contract.refusals import UNKNOWN_MS
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs seen before their length says anything
+UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
 
 @dataclass(slots=True)
@@ -116,6 +117,8 @@ class Ahead:
     running_jobs: int
     running_tokens: int
     rest_tokens: int
+    young_tokens: int  # of what runs in its lane and those before: the cost less twice what is done
+    own_young_tokens: int  # of them, in its own lane
     rates: LaneRates
 
     @classmethod
@@ -145,6 +148,10 @@ class Ahead:
             running_jobs=sum(load.running_jobs for load in running),
             running_tokens=sum(load.running_tokens for load in running),
             rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
+            young_tokens=sum(
+                load.running_tokens - 2 * load.done_tokens for load in (*higher, mine)
+            ),
+            own_young_tokens=mine.running_tokens - 2 * mine.done_tokens,
             rates=pool.count_on(
                 lane, before, [name for name in after if loads.get(name, Load()).queued_jobs]
             ),
@@ -154,7 +161,12 @@ class Ahead:
 def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     """Until a job starts: at once where workers have room; else when what is ahead has been taken
     and one of the running jobs has ended: at what is left for its lane, or at its lane's share,
-    which waits for no other."""
+    which waits for no other.
+
+    Running jobs that began together end together: while less than half of them is computed, none
+    has ended before twice what is missing to that half. Those of less urgent lanes give up their
+    places.
+    """
     num_before = ahead.jobs + ahead.running_jobs
     max_jobs = pool.mean("max_jobs") * pool.num_live
     max_tokens = pool.mean("max_tokens") * pool.num_live
@@ -164,11 +176,14 @@ def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     if pool.num_live == 0 and num_before == 0:
         return cold_ms
     rest = ahead.rest_tokens / ahead.running_jobs if ahead.running_jobs else 0
-    wait = drain_ms(ahead.rates.left, ahead.tokens + rest)
-    if wait == UNKNOWN_MS:
+    if not pool.rate:
         return UNKNOWN_MS
+    wait = max(
+        drain_ms(ahead.rates.left, ahead.tokens + rest), drain_ms(pool.rate, ahead.young_tokens)
+    )
     if ahead.rates.own > 0:
-        wait = min(wait, drain_ms(ahead.rates.own, ahead.own_tokens + rest))
+        own_wait = drain_ms(ahead.rates.own, ahead.own_tokens + rest)
+        wait = min(wait, max(own_wait, drain_ms(pool.rate, ahead.own_young_tokens)))
     return wait + (cold_ms if pool.num_live == 0 else 0)
 
 
@@ -259,10 +274,27 @@ class Candidate:
         if 0 < bound < held + self.cost:
             retry_ms = self._drain_ms(self.ahead.rates.most, held, bound)
             return Refusal(ErrorCode.LANE_FULL, "lane_tokens", retry_ms)
+        over_ms = self._over_wait_ms()
+        return Refusal(ErrorCode.LANE_FULL, "lane_wait", over_ms) if over_ms > 0 else None
+
+    def _over_wait_ms(self) -> int:
+        """By how much its wait is over the lane's bound in seconds; 0 or less where it is not.
+
+        The cold start does not count: a pool that starts for its jobs would never start. Before a
+        rate is measured, as much may wait as the workers hold at once.
+        """
         bound_ms = int(self.submission.lane_bound_s * 1000)
-        if 0 < bound_ms < self.wait_ms:
-            return Refusal(ErrorCode.LANE_FULL, "lane_wait", self.wait_ms - bound_ms)
-        return None
+        if bound_ms == 0:
+            return 0
+        if self.wait_ms != UNKNOWN_MS:
+            is_cold = self.pool.num_live == 0
+            cold_ms = int(self.submission.cold_start_s * 1000) if is_cold else 0
+            return self.wait_ms - cold_ms - bound_ms
+        num_workers = max(1, self.pool.num_live)
+        max_jobs = self.pool.mean("max_jobs") * num_workers
+        max_tokens = self.pool.mean("max_tokens") * num_workers
+        is_full = self.ahead.jobs >= max_jobs or self.ahead.tokens > max_tokens
+        return UNMEASURED_MS if max_jobs > 0 and is_full else 0
 
     def _deadline_refusal(self) -> Refusal | None:
         deadline_ms = int(self.submission.deadline_s * 1000)

@@ -1,4 +1,4 @@
-"""Whether a Redis may hold jobs at all: one that evicts keys would drop them without a word."""
+"""Whether a Redis may hold jobs at all, and how much: one that evicts keys would drop jobs."""
 
 import logging
 from typing import Any
@@ -19,14 +19,10 @@ log = logging.getLogger("batchway.redis")
 
 
 async def check_fitness(client: redis.asyncio.Redis) -> None:
-    """Raises BrokerUnfit, BrokerUnavailable. Asks INFO, for managed services have no CONFIG; where
-    that is not allowed either, whoever deploys answers for it.
+    """Raises BrokerUnfit, BrokerUnavailable. Where INFO is not allowed, whoever deploys answers for
+    it.
     """
-    try:
-        with broker_errors():
-            known: Any = await client.info("memory", "persistence", "server")
-    except NoPermissionError:
-        return
+    known = await _info(client, "memory", "persistence", "server")
     policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy != FIT_POLICY:
         raise BrokerUnfit(
@@ -54,3 +50,22 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
     except ResponseError:
         return False
     return bool(said["aof-load-truncated"] == "no")
+
+
+async def max_memory(client: redis.asyncio.Redis) -> tuple[int, bool]:
+    """The bytes that Redis may use, and whether its `maxmemory` says so; else they are those of its
+    machine, and 0 where INFO is not allowed. Raises BrokerUnavailable.
+    """
+    memory = await _info(client, "memory")
+    limit = int(memory.get("maxmemory", 0))
+    return limit or int(memory.get("total_system_memory", 0)), limit > 0 or not memory
+
+
+async def _info(client: redis.asyncio.Redis, *sections: str) -> dict[str, Any]:
+    """Of INFO, for managed services have no CONFIG; nothing where it is not allowed."""
+    try:
+        with broker_errors():
+            found: dict[str, Any] = await client.info(*sections)
+    except NoPermissionError:
+        return {}
+    return found

@@ -68,14 +68,14 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
     )
-    bound = settings.bound_of(lane)
+    bound_tokens, bound_s = settings.bound_of(lane, await broker.max_memory_bytes())
     num_output = params.n * params.max_tokens
     return job, Submission(
         max_output_tokens=num_output,
         deadline_s=terms.deadline_s,
         retention_s=terms.retention_s,
-        lane_bound_tokens=bound.tokens,
-        lane_bound_s=bound.wait_s,
+        lane_bound_tokens=bound_tokens,
+        lane_bound_s=bound_s,
         limits=terms.caller.limits,
         needs_worker=terms.needs_worker,
         cold_start_s=settings.cold_start_s,

@@ -7,7 +7,7 @@ from typing import Self
 
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
-from gateway.lane_bounds import LaneBound, parse_lane_bounds
+from gateway.lane_bounds import LaneBound, default_wait_s, parse_lane_bounds, tokens_in
 from payloads.opening import open_store
 
 
@@ -44,8 +44,8 @@ class GatewaySettings:
     max_calls_per_key: int = 1_024  # at a time; 0: any number
     max_output_tokens: int = 32_768
     default_output_tokens: int = 4_096
-    lane_bound_tokens: int = 0  # 0: no bound
-    lane_bound_s: float = 0.0  # predicted wait; 0: no bound
+    lane_bound_tokens: int | None = None  # None: what Redis has memory for; 0: no bound
+    lane_bound_s: float | None = None  # predicted wait; None: by the lane; 0: no bound
     lane_bounds: tuple[str, ...] = ()  # of single lanes: `batch=500000`, `interactive=2s`
     cold_start_s: float = 30.0  # until a first worker is up, where none lives
     heartbeat_s: float = 10.0
@@ -95,10 +95,17 @@ class GatewaySettings:
             ):
                 raise ValueError(f"{variable(spec.name)} must be positive, not {value}")
 
-    def bound_of(self, lane: str) -> LaneBound:
-        """What may wait in a lane: its own bounds win."""
+    def bound_of(self, lane: str, memory_bytes: int) -> tuple[int, float]:
+        """Tokens and predicted seconds that may wait in a lane, on a Redis with so much memory; 0:
+        any. What is set for the lane wins over what is set for all, and that over the default."""
         own = parse_lane_bounds(self.lane_bounds).get(lane, LaneBound())
-        return LaneBound(own.tokens or self.lane_bound_tokens, own.wait_s or self.lane_bound_s)
+        default = tokens_in(memory_bytes), default_wait_s(lane, self.sync_deadline_s)
+        tokens = (own.tokens, self.lane_bound_tokens, default[0])
+        seconds = (own.wait_s, self.lane_bound_s, default[1])
+        return (
+            next(bound for bound in tokens if bound is not None),
+            next(bound for bound in seconds if bound is not None),
+        )
 
     @property
     def wants_key(self) -> bool:
@@ -124,7 +131,8 @@ class GatewaySettings:
         for spec in fields(cls):
             raw = environ.get(variable(spec.name), "")
             if raw:
-                given[spec.name] = _parse(spec.name, raw, spec.default)
+                kind = _OPTIONAL.get(spec.type, type(spec.default))
+                given[spec.name] = _parse(spec.name, raw, kind)
         given |= overrides
         if "redis_url" not in given:
             raise ValueError("REDIS_URL is not set: a gateway needs to know its Redis")
@@ -136,17 +144,20 @@ def variable(name: str) -> str:
     return "REDIS_URL" if name == "redis_url" else f"BATCHWAY_{name.upper()}"
 
 
-def _parse(name: str, raw: str, default: object) -> object:
-    if isinstance(default, tuple):
+_OPTIONAL: Mapping[object, type] = {int | None: int, float | None: float}  # their default is None
+
+
+def _parse(name: str, raw: str, kind: type) -> object:
+    if kind is tuple:
         return tuple(part.strip() for part in raw.split(",") if part.strip())
-    if isinstance(default, bool):
+    if kind is bool:
         if raw not in ("0", "1"):
             raise ValueError(f"{variable(name)} must be 0 or 1, not {raw!r}")
         return raw == "1"
-    if not isinstance(default, int | float):
+    if kind not in (int, float):
         return raw
     try:
-        return type(default)(raw)
+        return kind(raw)
     except ValueError as exc:
-        kind = "an integer" if isinstance(default, int) else "a number"
-        raise ValueError(f"{variable(name)} must be {kind}, not {raw!r}") from exc
+        noun = "an integer" if kind is int else "a number"
+        raise ValueError(f"{variable(name)} must be {noun}, not {raw!r}") from exc

@@ -93,6 +93,7 @@ def _up(options: argparse.Namespace) -> int:
         data_dir=options.data_dir,
         object_store=options.object_store,
         fsync="always" if options.durability == "durable" else "everysec",
+        redis_memory_bytes=options.redis_memory_gib and int(options.redis_memory_gib * opts.GIB),
         listener=_bind(settings, options),
         allowed_hosts=settings.allowed_hosts,
         num_workers=options.workers,

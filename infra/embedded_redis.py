@@ -80,9 +80,16 @@ class EmbeddedRedis:
     `fsync="always"` loses nothing in a power cut and costs about a millisecond a write.
     """
 
-    def __init__(self, data_dir: Path | None = None, *, fsync: Fsync = "everysec") -> None:
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        *,
+        fsync: Fsync = "everysec",
+        max_memory_bytes: int | None = None,
+    ) -> None:
         self._data_dir = data_dir.resolve() if data_dir else None
         self._fsync = fsync
+        self._max_memory_bytes = max_memory_bytes or _default_max_memory_bytes()
         self._temp_dir: Path | None = None
         self._lock_fd: int | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -179,6 +186,7 @@ class EmbeddedRedis:
             "aof-load-truncated": "no",  # see infra/append_only_file.py
             "appendfsync": self._fsync,
             "save": "",
+            "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
         }
@@ -208,6 +216,12 @@ class EmbeddedRedis:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def _default_max_memory_bytes() -> int:
+    """A quarter of the machine's memory, and no more than 1 GiB."""
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(2**30, machine_bytes // 4)
 
 
 def _make_short_directory() -> Path:

@@ -46,6 +46,7 @@ class StackOptions:
     data_dir: Path | None
     object_store: str  # '': a directory of our own, beside our own Redis
     fsync: Fsync  # of a Redis of our own
+    redis_memory_bytes: int | None  # of a Redis of our own; None: its default
     listener: socket.socket  # bound and listening; the gateway takes over a copy
     allowed_hosts: tuple[str, ...]  # names that the gateway answers to; (): its default
     num_workers: int
@@ -64,7 +65,9 @@ class LocalStack:
         self._console = console
         self._lifeline_fd = lifeline_fd
         self._redis = (
-            EmbeddedRedis(options.data_dir, fsync=options.fsync)
+            EmbeddedRedis(
+                options.data_dir, fsync=options.fsync, max_memory_bytes=options.redis_memory_bytes
+            )
             if options.redis_url is None
             else None
         )

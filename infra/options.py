@@ -40,7 +40,7 @@ WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENG
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_GIB = 2**30
+GIB = 2**30
 
 
 # --- groups of options ------------------------------------------------------------------------
@@ -198,6 +198,13 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
         help="of the Redis that batchway starts: fast writes to disk every second, durable before "
         "each answer, and needs --data-dir (default: fast)",
     )
+    parser.add_argument(
+        "--redis-memory-gib",
+        type=number(may_be_zero=False),
+        metavar="GIB",
+        help="memory that the Redis that batchway starts may use, in GiB (default: 1, or a quarter "
+        "of the machine's where that is less)",
+    )
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +277,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "num_threads": options.threads,
         "strategy": options.strategy and StrategyOptions(name=options.strategy),
-        "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * _GIB),
+        "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * GIB),
     }
     return EngineOptions(
         model_path=options.model,

@@ -3,6 +3,7 @@
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact, each tenant's own
+local UNMEASURED_MS = 10000  -- full workers have measured their rate by then: two heartbeats
 
 local admission = {}
 
@@ -17,7 +18,8 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
     tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
-    running_jobs = 0, rest_tokens = 0, running_tokens = 0,
+    running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
+    own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
   local used, kept = 0, 0
   local is_before = string.find(' ' .. pool.lanes .. ' ', ' ' .. job.lane .. ' ', 1, true) ~= nil
@@ -33,6 +35,9 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     elseif name ~= job.lane and load.queued_jobs > 0 then
       kept = kept + pool.shares[name]
     end
+    if is_before or name == job.lane then
+      ahead.young_tokens = ahead.young_tokens + load.running_tokens - 2 * load.done_tokens
+    end
     ahead.running_jobs = ahead.running_jobs + load.running_jobs
     ahead.running_tokens = ahead.running_tokens + load.running_tokens
     ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
@@ -44,6 +49,8 @@ end
 -- ms until a job starts: at once where the workers have room; else when what is ahead has been
 -- taken, and one of the running jobs has ended to make place: at what is left for its lane, or at
 -- its lane's share, which waits for no other. UNKNOWN without a measured rate.
+-- Running jobs that began together end together: while less than half of them is computed, none has
+-- ended before twice what is missing to that half. Those of less urgent lanes give up their places.
 function admission.wait_ms(pool, ahead, cost, cold_ms)
   local has_room = ahead.jobs + ahead.running_jobs == 0 or (
     ahead.jobs + ahead.running_jobs < pool.max_jobs * pool.live
@@ -51,10 +58,12 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
   if pool.live > 0 and has_room then return 0 end
   if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
   local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
-  local wait = pools.drain_ms(ahead.rates.left, ahead.tokens + rest)
-  if wait == UNKNOWN then return UNKNOWN end
+  if pool.rate == 0 then return UNKNOWN end
+  local wait = math.max(pools.drain_ms(ahead.rates.left, ahead.tokens + rest),
+    pools.drain_ms(pool.rate, ahead.young_tokens))
   if ahead.rates.own > 0 then
-    wait = math.min(wait, pools.drain_ms(ahead.rates.own, ahead.own_tokens + rest))
+    wait = math.min(wait, math.max(pools.drain_ms(ahead.rates.own, ahead.own_tokens + rest),
+      pools.drain_ms(pool.rate, ahead.own_young_tokens)))
   end
   return wait + (pool.live == 0 and cold_ms or 0)
 end
@@ -113,15 +122,29 @@ local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
   end
 end
 
-local function lane_refusal(lane_rate, ahead, wait, cost, terms)
+-- ms by which a job's wait is over the lane's bound in seconds; nil where it is not. The cold start
+-- does not count: a pool that starts for its jobs would never start. Before a rate is measured, as
+-- much may wait as the workers hold at once.
+local function over_wait_ms(pool, ahead, wait, terms)
+  if terms.lane_wait_ms == 0 then return nil end
+  if wait ~= UNKNOWN then
+    local over = wait - (pool.live == 0 and terms.cold_ms or 0) - terms.lane_wait_ms
+    return over > 0 and over or nil
+  end
+  local workers = math.max(1, pool.live)
+  local is_full = pool.max_jobs > 0 and (ahead.jobs >= pool.max_jobs * workers
+    or ahead.tokens > pool.max_tokens * workers)
+  return is_full and UNMEASURED_MS or nil
+end
+
+local function lane_refusal(pool, lane_rate, ahead, wait, cost, terms)
   local bound = terms.lane_tokens
   if bound > 0 and ahead.lane_tokens + cost > bound then
     return 'lane_tokens',
       cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
   end
-  if terms.lane_wait_ms > 0 and wait > terms.lane_wait_ms then
-    return 'lane_wait', wait - terms.lane_wait_ms
-  end
+  local over_ms = over_wait_ms(pool, ahead, wait, terms)
+  if over_ms then return 'lane_wait', over_ms end
 end
 
 local function knows_lane(pool, lane)
@@ -157,7 +180,7 @@ function admission.weigh(tag, job, terms, now)
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
   local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job.cost, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
-  limit, retry_ms = lane_refusal(lane_rate, ahead, wait, job.cost, terms)
+  limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end
   local late_ms = wait + service - terms.deadline_ms
   if wait ~= UNKNOWN and late_ms > 0 then

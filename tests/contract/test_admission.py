@@ -143,6 +143,34 @@ async def test_without_a_worker_a_wait_holds_the_cold_start(functions: Functions
     assert (await refusal(functions, needs_worker=True)).code is ErrorCode.NO_WORKERS
 
 
+async def test_a_cold_start_is_no_wait_that_a_lane_is_bound_by(functions: Functions) -> None:
+    """A pool that starts for its jobs is given one; what waits before it counts as ever."""
+    await beat(functions, WorkerCapacity(tokens_per_s=13.0, max_jobs=1, lanes=("standard",)))
+    await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", state="gone")
+    terms = {"lane_bound_s": 2.5, "cold_start_s": 40.0}
+    for _ in range(3):
+        last = await functions.submit(make_job(), make_submission(**terms))
+    assert last.position.eta_s == 42.0
+    assert (await refusal(functions, **terms)).limit == "lane_wait"
+
+
+@pytest.mark.parametrize(("max_jobs", "max_tokens"), [(3, 1000), (1000, 30)])
+async def test_before_a_rate_is_measured_as_much_may_wait_as_workers_hold(
+    functions: Functions, max_jobs: int, max_tokens: int
+) -> None:
+    """Three jobs, or 30 tokens; a bound in seconds then refuses the next, for ten seconds, until
+    a second worker holds as much again. Without a bound nothing is refused."""
+    capacity = WorkerCapacity(max_jobs=max_jobs, max_tokens=max_tokens, lanes=("standard",))
+    await beat(functions, capacity)
+    for _ in range(3):
+        await functions.submit(make_job(), make_submission(lane_bound_s=1.0))
+    refused = await refusal(functions, lane_bound_s=1.0)
+    assert (refused.limit, refused.retry_after_s) == ("lane_wait", 10.0)
+    await functions.submit(make_job(), make_submission())
+    await functions.heartbeat("w2", "m", [], lease_s=10, info="{}", capacity=capacity)
+    await functions.submit(make_job(), make_submission(lane_bound_s=1.0))
+
+
 async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
     """The lanes that there are stand in the message."""
     await beat(functions, WorkerCapacity(lanes=("fast", "slow")))

@@ -98,6 +98,21 @@ async def test_a_lower_lane_counts_on_what_urgent_ones_leave_it(
     assert await eta_s(functions, "standard") == 4 + rest_s
 
 
+async def test_jobs_that_began_together_end_together(functions: Functions) -> None:
+    """Ten that run and have computed nothing take ten seconds, and nobody waits for less. Those of
+    less urgent lanes give up their places; a lane with a share waits for its own alone."""
+    await beat(functions, {})
+    await fill(functions, "standard", 10)
+    await hand_out(functions, "standard", 10)
+    assert await eta_s(functions, "standard") == 10.0
+    assert await eta_s(functions, "interactive") == 1.0
+    await fill(functions, "interactive", 10)
+    await hand_out(functions, "interactive", 10)
+    assert await eta_s(functions, "standard") == 20.0
+    await beat(functions, {"standard": 0.5})
+    assert await eta_s(functions, "standard") == 10.0
+
+
 async def test_a_flooded_lane_above_leaves_a_guaranteed_share(functions: Functions) -> None:
     """Whatever waits above it, a fifth of the rate is its own; a lane without a share is told a
     twentieth, for nobody knows more."""

@@ -14,9 +14,10 @@ import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.calls import RateLimit, RateLimits, WorkerCapacity
+from contract.fitness import max_memory
 from contract.keys import Keys
 from gateway.app import create_app
-from gateway.lane_bounds import LaneBound, parse_lane_bounds
+from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
 from gateway.load_headers import JITTER, rate_headers, retry_after
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
@@ -317,9 +318,83 @@ def test_only_limits_that_there_are_are_told() -> None:
 def test_bounds_of_lanes_are_read_strictly() -> None:
     """Tokens, seconds or both, by lane; what is wrong is quoted."""
     bounds = parse_lane_bounds(["batch=500000", "interactive=2.5s", "batch=60s"])
-    assert bounds == {"batch": LaneBound(500_000, 60.0), "interactive": LaneBound(0, 2.5)}
-    settings = make_settings("redis://x", lane_bound_s=9.0, lane_bounds=("batch=7",))
-    assert settings.bound_of("batch") == LaneBound(7, 9.0)
+    assert bounds == {"batch": LaneBound(500_000, 60.0), "interactive": LaneBound(None, 2.5)}
     for wrong in ("batch", "batch=", "batch=-1", "batch=2m", "=5", "a b=5"):
         with pytest.raises(ValueError, match="BATCHWAY_LANE_BOUNDS"):
             make_settings("redis://x", lane_bounds=(wrong,))
+
+
+def test_lanes_are_bound_without_settings_and_settings_win() -> None:
+    """Tokens by the memory of Redis, seconds by who waits; 0 lifts a bound, of one lane or all."""
+    settings = make_settings("redis://x", sync_deadline_s=60.0)
+    fitting = tokens_in(2**30)
+    assert settings.bound_of("interactive", 2**30) == (fitting, INTERACTIVE_TARGET_S / 2)
+    assert settings.bound_of("standard", 2**30) == (fitting, 30.0)
+    assert settings.bound_of("batch", 2**30) == (fitting, 0.0)
+    assert settings.bound_of("gold", 0) == (0, 30.0)
+
+    environ = {
+        "REDIS_URL": "redis://x",
+        "BATCHWAY_LANE_BOUND_S": "9",
+        "BATCHWAY_LANE_BOUND_TOKENS": "0",
+        "BATCHWAY_LANE_BOUNDS": "batch=7,batch=0s",
+    }
+    settings = GatewaySettings.from_env(environ)
+    assert settings.bound_of("batch", 2**30) == (7, 0.0)
+    assert settings.bound_of("interactive", 2**30) == (0, 9.0)
+    with pytest.raises(ValueError, match="BATCHWAY_LANE_BOUND_TOKENS must be an integer"):
+        GatewaySettings.from_env(environ | {"BATCHWAY_LANE_BOUND_TOKENS": "2s"})
+
+
+@pytest.mark.parametrize(("lane", "num_taken"), [("interactive", 1), ("standard", 7)])
+async def test_without_settings_waits_are_bound(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis, lane: str, num_taken: int
+) -> None:
+    """Jobs of 100 tokens at 10 a second: 5 s in interactive, in standard half of what a call may
+    take; batch goes on."""
+    async with gateway(make_settings(redis_server.url)) as http:
+        for _ in range(num_taken):
+            assert (await http.post("/v1/jobs", json=JOB | {"lane": lane})).status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB | {"lane": lane})
+        assert told(answer)[:3] == (429, "lane_full", "lane_full")
+        assert answer.headers["retry-after"]
+        for _ in range(20):
+            assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
+
+
+async def test_without_settings_tokens_are_bound_by_the_memory_of_redis(
+    slow_worker: FakeWorker, redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """Jobs of 2,002 tokens: as many wait in batch as 32 bytes for each fit into two fifths."""
+    before = (await redis_client.config_get("maxmemory"))["maxmemory"]
+    body = BODY | {"max_tokens": 500, "n": 4}
+    job = JOB | {"lane": "batch", "body": body}
+    await redis_client.config_set("maxmemory", 16 * 2**20)
+    try:
+        async with gateway(make_settings(redis_server.url)) as http:
+            for _ in range(tokens_in(16 * 2**20) // 2002):
+                answer = await http.post("/v1/jobs", json=job)
+                assert answer.status_code == 202, answer.text
+            assert told(await http.post("/v1/jobs", json=job))[:2] == (429, "lane_full")
+    finally:
+        await redis_client.config_set("maxmemory", before)
+
+
+async def test_a_redis_without_maxmemory_is_told_of(
+    slow_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    redis_server: EmbeddedRedis,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once; the memory of its machine stands for it."""
+    before = (await redis_client.config_get("maxmemory"))["maxmemory"]
+    await redis_client.config_set("maxmemory", 0)
+    try:
+        machine_bytes = (await redis_client.info("memory"))["total_system_memory"]
+        assert await max_memory(redis_client) == (machine_bytes, False)
+        async with gateway(make_settings(redis_server.url)) as http:
+            for _ in range(2):
+                assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
+    finally:
+        await redis_client.config_set("maxmemory", before)
+    assert caplog.text.count("Redis has no maxmemory") == 1

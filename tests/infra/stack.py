@@ -140,6 +140,13 @@ def running_demo_stack(*arguments: str) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
+def running_stack_without_settings() -> Iterator[Stack]:
+    """`batchway up` on the demo model and a free port, and nothing else said."""
+    with _running([], {}) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
 def _running(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Stack]:
     temp_dir = Path(tempfile.mkdtemp(prefix="bw-", dir="/tmp"))  # short, for sockets
     stack = Stack(temp_dir, arguments, environ)

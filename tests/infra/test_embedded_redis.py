@@ -106,7 +106,8 @@ def test_a_server_that_does_not_start_is_quoted(empty_path: Path) -> None:
 def test_settings_that_keep_jobs_safe_are_in_force() -> None:
     """Nothing is evicted, everything is logged to disk, no port is open, the socket is ours."""
     with EmbeddedRedis(fsync="always") as server, client_of(server) as client:
-        config = client.config_get("maxmemory-policy", "appendonly", "appendfsync", "port", "save")
+        names = ("maxmemory-policy", "appendonly", "appendfsync", "port", "save")
+        config = client.config_get(*names)
         path = Path(server.url.removeprefix("unix://"))
         assert config == {
             "maxmemory-policy": "noeviction",
@@ -117,6 +118,15 @@ def test_settings_that_keep_jobs_safe_are_in_force() -> None:
         }
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2**30), (64 * 2**20, 64 * 2**20)])
+def test_a_server_may_not_use_all_memory(given: int | None, expected: int) -> None:
+    """1 GiB where nobody says otherwise, a quarter of the machine where that is less."""
+    with EmbeddedRedis(max_memory_bytes=given) as server, client_of(server) as client:
+        limit = int(client.config_get("maxmemory")["maxmemory"])
+        machine_bytes = client.info("memory")["total_system_memory"]
+    assert limit == min(expected, machine_bytes // 4)
 
 
 def test_a_killed_server_comes_back_with_its_data() -> None:

@@ -286,8 +286,33 @@ MUTANTS = [
     Mutant("a lane's own share is no help", "  if ahead.rates.own > 0 then\n", "  if false then\n"),
     Mutant(
         "a lane's bound drains as if it were alone",
-        "= lane_refusal(lane_rate, ahead, wait",
-        "= lane_refusal(pool.rate, ahead, wait",
+        "= lane_refusal(pool, lane_rate, ahead, wait",
+        "= lane_refusal(pool, pool.rate, ahead, wait",
+    ),
+    Mutant(
+        "jobs that began together end one by one",
+        "pools.drain_ms(pool.rate, ahead.young_tokens))",
+        "0)",
+    ),
+    Mutant(
+        "jobs of a lane with a share that began together end one by one",
+        "pools.drain_ms(pool.rate, ahead.own_young_tokens)))",
+        "0))",
+    ),
+    Mutant(
+        "jobs of less urgent lanes keep their places",
+        "if is_before or name == job.lane then\n      ahead.young",
+        "if true then\n      ahead.young",
+    ),
+    Mutant(
+        "a cold start counts against a lane's bound",
+        "local over = wait - (pool.live == 0 and terms.cold_ms or 0)",
+        "local over = wait",
+    ),
+    Mutant(
+        "a lane without a measured rate has no bound",
+        "return is_full and UNMEASURED_MS or nil",
+        "return nil",
     ),
     Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
     Mutant(

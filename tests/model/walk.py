@@ -81,6 +81,7 @@ class Walk:
             lane_share=self._rng.choice([0.0, 0.4]),
         )
         self._stage = STAGES[seed % len(STAGES)]
+        self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
 
     def step(self) -> None:
         [name] = self._rng.choices(list(self._stage), list(self._stage.values()))
@@ -255,7 +256,7 @@ class Walk:
     def _heartbeat(self) -> None:
         rng = self._rng
         capacity = WorkerCapacity(
-            tokens_per_s=rng.choice([0, 0, 7, 30.5]),
+            tokens_per_s=rng.choice([0, 0, 7, 30.5]) if self._measures else 0.0,
             stream_tokens_per_s=rng.choice([0, 0, 1.5, 20]),
             max_tokens=rng.choice([0, 40]),
             max_jobs=rng.choice([0, 3]),

@@ -92,9 +92,9 @@ class Callers:
             key = self.api_keys[ask.tenant]
             async with posting(url, body, api_key=key, timeout_s=_TIMEOUT_S) as answer:
                 call.answer_s = time.monotonic() - started_s
-                _note_head(call, answer)
+                note_head(call, answer)
                 if call.status == 200:
-                    await _hear(call, answer, started_s)
+                    await hear(call, answer, started_s)
                 elif call.status == 202:
                     call.job_id = (await answer.read_json())["id"]
                     call.is_whole = True
@@ -132,7 +132,7 @@ def _request(ask: Ask) -> tuple[str, dict[str, Any]]:
     return "/v1/jobs", {"endpoint": "/v1/completions", "body": body, "lane": ask.lane}
 
 
-def _note_head(call: Call, answer: Answer) -> None:
+def note_head(call: Call, answer: Answer) -> None:
     headers = answer.headers
     call.status = answer.status
     call.reason = headers.get("x-dropped-reason", "")
@@ -145,7 +145,7 @@ def _note_head(call: Call, answer: Answer) -> None:
             call.admission_s = float(duration) / 1000
 
 
-async def _hear(call: Call, answer: Answer, started_s: float) -> None:
+async def hear(call: Call, answer: Answer, started_s: float) -> None:
     """Reads a stream; its tokens are counted, its end is noted."""
     async for line in answer.lines():
         if line == "data: [DONE]":

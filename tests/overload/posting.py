@@ -37,14 +37,15 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def posting(
-    url: str, body: Mapping[str, Any], *, api_key: str, timeout_s: float
+    url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str = ""
 ) -> AsyncIterator[Answer]:
     """Sends, and reads the head. Raises Broken, also from within."""
     parts = urlsplit(url)
     data = json.dumps(body).encode()
+    key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
     head = (
         f"POST {parts.path} HTTP/1.0\r\nhost: {parts.hostname}\r\n"
-        f"authorization: Bearer {api_key}\r\ncontent-type: application/json\r\n"
+        f"{key}content-type: application/json\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
     try:

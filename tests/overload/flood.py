@@ -1,0 +1,268 @@
+"""A flood on a stack without settings: `python -m tests.overload.flood --jobs N --calls N`.
+
+Jobs are posted as fast as the gateway answers, and a while later calls all at once, half of them in
+the interactive lane. Meanwhile somebody calls in that lane, again and again. Exit status 1 where an
+answer is none of docs/api.md's, where Redis has no `maxmemory` or came over it, or where an
+interactive call waited too long.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+
+from bench.spread import percentile
+from contract.tasks import end
+from gateway.lane_bounds import INTERACTIVE_TARGET_S
+from tests.endurance.command_line import Progress, parser_of, run, silent
+from tests.endurance.side_by_side import side_by_side
+from tests.infra.stack import running_stack_without_settings
+from tests.overload.arrivals import Ask
+from tests.overload.callers import Call, hear, note_head
+from tests.overload.posting import Broken, posting
+from tests.overload.report import REASONS
+
+CALL_TOKENS = 100
+INTERACTIVE_TOKENS = 16
+STEP_S = 1.0  # what a step takes at most, beside all that the flood asks of the machine
+_NUM_POSTERS = 64
+_SHARE_BEFORE_CALLS = 0.1  # of the jobs
+_TIMEOUT_S = 180.0  # more than the deadline of a call
+_INTERACTIVE_EVERY_S = 0.5
+_MEMORY_EVERY_S = 0.1
+_TIERS = {"standard": "default", "interactive": "priority"}  # the lanes of calls, in turns
+
+
+@dataclass(frozen=True, slots=True)
+class FloodOptions:
+    """`lane` is the one that the jobs name; '': none."""
+
+    num_jobs: int = 20_000
+    num_calls: int = 400
+    job_tokens: int = 900
+    lane: str = ""
+
+
+@dataclass
+class FloodReport:
+    """`took_s`: until the last job was answered. `memory_bytes` is what Redis used at most."""
+
+    options: FloodOptions
+    took_s: float
+    jobs: Sequence[Call]
+    calls: Sequence[Call]
+    interactive: Sequence[Call]
+    memory_bytes: int
+    max_memory_bytes: int
+
+    @property
+    def violations(self) -> list[str]:
+        return [*self.faults(), *self.misses()]
+
+    def faults(self) -> list[str]:
+        """What may not be on any machine."""
+        found = []
+        every = {"jobs": self.jobs, "calls": self.calls, "interactive": self.interactive}
+        for kind, calls in every.items():
+            for (status, reason), num in _answers(calls).items():
+                if status not in (200, 202) and REASONS.get(reason) != status:
+                    found.append(f"{num} {kind} were answered {status} {reason}")
+            without = [c for c in calls if c.status == 429 and c.retry_after_s is None]
+            if without:
+                found.append(f"{len(without)} {kind} were refused without Retry-After")
+        broken = Counter(c.reason for c in (*self.calls, *self.interactive) if _is_broken(c))
+        found += [f"{num} streams broke off: {why or 'no end'}" for why, num in broken.items()]
+        if not 0 < self.memory_bytes < self.max_memory_bytes:
+            found.append(f"Redis used {self.memory_bytes} bytes of {self.max_memory_bytes}")
+        return found
+
+    def misses(self) -> list[str]:
+        """Goals that this run has missed."""
+        late = [s for s in self.ttfts(self.interactive) if s > INTERACTIVE_TARGET_S + STEP_S]
+        return [f"{len(late)} interactive calls waited up to {max(late):.1f} s"] if late else []
+
+    @staticmethod
+    def ttfts(calls: Sequence[Call]) -> list[float]:
+        return [call.ttft_s for call in calls if call.ttft_s is not None]
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "jobs in the lane": self.options.lane or "of no name",
+            "all jobs were answered within (s)": round(self.took_s, 1),
+            **{
+                kind: {f"{s} {reason}".strip(): n for (s, reason), n in _answers(calls).items()}
+                for kind, calls in (
+                    ("jobs", self.jobs),
+                    ("calls", self.calls),
+                    ("interactive calls", self.interactive),
+                )
+            },
+            "answer to a job (s)": _seconds([call.answer_s for call in self.jobs]),
+            "TTFT (s)": {
+                "calls": _seconds(self.ttfts(self.calls)),
+                "interactive calls": _seconds(self.ttfts(self.interactive)),
+            },
+            "calls that their deadline ended": sum(map(_is_late, self.calls)),
+            "Retry-After (s)": {
+                "jobs": _seconds(_retries(self.jobs)),
+                "calls": _seconds(_retries(self.calls)),
+                "interactive calls": _seconds(_retries(self.interactive)),
+            },
+            "Redis (MiB)": {
+                "at most": round(self.memory_bytes / 2**20, 1),
+                "maxmemory": round(self.max_memory_bytes / 2**20, 1),
+            },
+        }
+
+
+async def run_flood(options: FloodOptions, say: Callable[[str], None] = silent) -> FloodReport:
+    """Runs to the last answer, or to its cancellation; leaves no process behind."""
+    with running_stack_without_settings() as stack:
+        url = await asyncio.to_thread(lambda: stack.url)
+        [socket] = stack.temp_dir.glob("batchway-*/redis.sock")
+        client = redis.asyncio.Redis.from_url(f"unix://{socket}")
+        async with contextlib.aclosing(client):
+            return await _Flood(options, url, client, say).run()
+
+
+@dataclass
+class _Flood:
+    options: FloodOptions
+    url: str
+    client: redis.asyncio.Redis
+    say: Callable[[str], None]
+    jobs: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    interactive: list[Call] = field(default_factory=list)
+    memory_bytes: int = 0
+    is_over: bool = False
+
+    async def run(self) -> FloodReport:
+        started_s = time.monotonic()
+        rest = iter(range(self.options.num_jobs))
+        num_before = int(self.options.num_jobs * _SHARE_BEFORE_CALLS)
+        beside = [asyncio.create_task(work) for work in (self._watch(), self._call_interactively())]
+        try:
+            await self._post(itertools.islice(rest, num_before))
+            lanes = itertools.islice(itertools.cycle(_TIERS), self.options.num_calls)
+            calls = side_by_side(*(self._call(lane, CALL_TOKENS) for lane in lanes))
+            beside.append(asyncio.create_task(calls))
+            await self._post(rest)
+            took_s = time.monotonic() - started_s
+            await beside[2]
+            self.is_over = True
+            await beside[1]
+        finally:
+            await end(*beside)
+        return FloodReport(
+            self.options,
+            took_s,
+            self.jobs,
+            self.calls,
+            self.interactive,
+            self.memory_bytes,
+            int((await self._memory())["maxmemory"]),
+        )
+
+    async def _post(self, numbers: Iterator[int]) -> None:
+        async def post() -> None:
+            for _ in numbers:
+                call = await self._ask(self.options.lane, self.options.job_tokens, is_job=True)
+                self.jobs.append(call)
+
+        await side_by_side(*(post() for _ in range(_NUM_POSTERS)))
+
+    async def _call(self, lane: str, num_tokens: int) -> None:
+        call = await self._ask(lane, num_tokens)
+        (self.interactive if lane == "interactive" else self.calls).append(call)
+
+    async def _call_interactively(self) -> None:
+        """Until the flood is over. Each call begins in time, whatever became of those before."""
+        async with asyncio.TaskGroup() as group:
+            while not self.is_over:
+                group.create_task(self._call("interactive", INTERACTIVE_TOKENS))
+                await asyncio.sleep(_INTERACTIVE_EVERY_S)
+
+    async def _ask(self, lane: str, num_tokens: int, *, is_job: bool = False) -> Call:
+        """One try, to the end of its answer."""
+        call = Call(Ask("default", lane, (), num_tokens), time.time(), 0.0)
+        body: dict[str, Any] = {
+            "model": "demo",
+            "prompt": "Once upon a time",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "service_tier": _TIERS.get(lane, "default"),
+        }
+        path = "/v1/completions"
+        if is_job:
+            body = {"endpoint": path, "body": body} | ({"lane": lane} if lane else {})
+            path = "/v1/jobs"
+        else:
+            body |= {"stream": True, "return_token_ids": True}
+        started_s = time.monotonic()
+        try:
+            async with posting(self.url + path, body, timeout_s=_TIMEOUT_S) as answer:
+                call.answer_s = time.monotonic() - started_s
+                note_head(call, answer)
+                if call.status == 200:
+                    await hear(call, answer, started_s)
+        except Broken as broken:
+            call.reason = str(broken)
+        return call
+
+    async def _memory(self) -> Any:
+        return await self.client.info("memory")
+
+    async def _watch(self) -> None:
+        while True:
+            self.memory_bytes = max(self.memory_bytes, (await self._memory())["used_memory"])
+            num_taken = sum(call.is_admitted for call in self.jobs)
+            self.say(
+                f"{len(self.jobs)} jobs answered, {num_taken} taken; "
+                f"Redis {self.memory_bytes / 2**20:.1f} MiB at most"
+            )
+            await asyncio.sleep(_MEMORY_EVERY_S)
+
+
+def _answers(calls: Sequence[Call]) -> Counter[tuple[int, str]]:
+    return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
+
+
+def _is_late(call: Call) -> bool:
+    return call.status == 200 and call.reason in ("deadline", "deadline_exceeded")
+
+
+def _is_broken(call: Call) -> bool:
+    return call.status == 200 and not call.is_whole and not _is_late(call)
+
+
+def _retries(calls: Sequence[Call]) -> list[float]:
+    return [call.retry_after_s for call in calls if call.retry_after_s is not None]
+
+
+def _seconds(values: Sequence[float]) -> str:
+    p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
+    if p50 is None or p99 is None:
+        return "-"
+    return f"{p50:.2f}, p99 {p99:.2f}, longest {max(values):.2f} of {len(values)}"
+
+
+def main() -> int:
+    parser = parser_of("flood", __doc__)
+    parser.add_argument("--jobs", type=int, default=20_000, help="that are posted (default: 20000)")
+    parser.add_argument("--calls", type=int, default=400, help="at once (default: 400)")
+    parser.add_argument("--lane", default="", help="of the jobs (default: they name none)")
+    given = parser.parse_args()
+    options = FloodOptions(given.jobs, given.calls, lane=given.lane)
+    return run(lambda: run_flood(options, Progress().say), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A short flood without settings; `python -m tests.overload.flood` is the long one.
+
+Asserted is what holds on any machine, however slow.
+"""
+
+import dataclasses
+
+import pytest
+
+from tests.overload.arrivals import Ask
+from tests.overload.callers import Call
+from tests.overload.flood import FloodOptions, FloodReport, run_flood
+
+pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
+
+ASK = Ask("default", "interactive", (), 4)
+GOOD = Call(ASK, 1.0, 0.0, status=200, ttft_s=1.0, is_whole=True)
+REFUSED = Call(ASK, 1.0, 0.0, status=429, reason="lane_full", retry_after_s=1.0)
+
+
+@pytest.mark.timeout(400)
+async def test_a_flood_without_settings_is_refused_in_order() -> None:
+    """Some jobs are taken, the others and calls are told why and when to come; somebody who calls
+    in the interactive lane is answered, and Redis stays within its memory."""
+    report = await run_flood(FloodOptions(num_jobs=2000, num_calls=40, job_tokens=100))
+
+    assert report.faults() == []
+    answers = {(call.status, "" if call.is_admitted else call.reason) for call in report.jobs}
+    assert {(202, ""), (429, "lane_full")} <= answers
+    assert any(call.status == 200 for call in report.interactive)
+
+
+def report_of(interactive: Call, **fields: int) -> FloodReport:
+    memory = {"memory_bytes": 1, "max_memory_bytes": 2} | fields
+    return FloodReport(FloodOptions(), 1.0, [], [REFUSED], [interactive], **memory)
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (dataclasses.replace(GOOD, status=500), "answered 500"),
+        (dataclasses.replace(GOOD, status=0, reason="TimeoutError"), "answered 0"),
+        (dataclasses.replace(REFUSED, status=503), "answered 503 lane_full"),
+        (dataclasses.replace(REFUSED, retry_after_s=None), "without Retry-After"),
+        (dataclasses.replace(GOOD, is_whole=False), "broke off"),
+        (dataclasses.replace(GOOD, ttft_s=12.0), "waited up to 12.0 s"),
+    ],
+)
+def test_an_answer_that_may_not_be_is_told(call: Call, word: str) -> None:
+    """Each kind of answer that is not in the table, and an interactive call that waited long."""
+    assert report_of(GOOD).violations == []
+    assert any(word in sentence for sentence in report_of(call).violations)
+
+
+def test_a_redis_over_its_memory_or_without_a_limit_is_told() -> None:
+    """Also where it has no maxmemory at all."""
+    for max_memory_bytes in (0, 1):
+        report = report_of(GOOD, max_memory_bytes=max_memory_bytes)
+        assert "Redis used" in report.violations[0]
