@@ -72,9 +72,10 @@ def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
 
 
 def swept(reply: list[Any]) -> Swept:
-    """The reply of `sweep`; what it set right goes into the log."""
-    *counts, rows = reply
-    lapsed, expired, unattended, forgotten = counts
+    """The reply of `sweep`; what it set right goes into the log. A library of the version before
+    says nothing of that."""
+    lapsed, expired, unattended, forgotten, *more = reply
+    rows = more[0] if more else ()
     corrections = tuple(Correction(*(part.decode() for part in row)) for row in rows)
     for it in corrections:
         words = (it.kind, it.key, it.field, it.held, it.holds)

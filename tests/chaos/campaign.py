@@ -169,7 +169,8 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
         ledger.check_log(job_id, view.status, entries)
     check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
     await _judge_differences(ledger, callers)
-    for kind, number in (await client.hgetall(keys.corrections)).items():
+    corrections: Any = await client.hgetall(keys.corrections)
+    for kind, number in corrections.items():
         detail = f"sweeps had to correct {number.decode()} of kind {kind.decode()}"
         ledger.violations.append(Violation(Kind.LOST, "recount", detail))
     with redis.Redis.from_url(fleet.redis.url) as sync_client:

@@ -48,8 +48,9 @@ async def test_who_may_not_ask_is_warned(
     client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The users of a locked Redis may read INFO and no setting."""
-    await client.execute_command("ACL", "SETUSER", "part", "on", "nopass", "+info", "+auth")
-    await client.execute_command("AUTH", "part", "x")
+    rights = ["+info", "+auth"]
+    await client.acl_setuser("part", enabled=True, nopass=True, commands=rights)
+    await client.auth("x", "part")
     await check_fitness(client)
     assert WARNING in caplog.text
 
