@@ -8,6 +8,7 @@ name another repository and commit than this one's HEAD. Needs Linux and the sta
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -91,9 +92,11 @@ class FirstRun:
         finally:
             server.kill()
             for pid in (left := self._processes()):
-                os.kill(pid, signal.SIGKILL)
-        if left or list(self.temp_dir.iterdir()):
-            raise Failed(f"left: processes {left}, files {list(self.temp_dir.iterdir())}")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        files = [path.name for path in self.temp_dir.iterdir()]
+        if left or files:
+            raise Failed(f"left: processes {left}, files {files}")
         url = re.search(r"http://\S+", curl)
         assert url is not None
         if not is_free(urlsplit(url[0]).port or 0):
