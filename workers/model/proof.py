@@ -1,8 +1,7 @@
 """Holds a model whose modules have been exchanged against its untouched self.
 
 The same steps run before and after: prompts together, a chunk beside a stream, several streams,
-one alone. Leaves to `surgery` which modules are exchanged, and to the loader to read again those
-that are taken back.
+one alone. Leaves to `surgery` which modules are exchanged, and to `paged` to take modules back.
 """
 
 from collections.abc import Collection
@@ -100,7 +99,10 @@ def find_wrong(
 @torch.inference_mode()
 def streamline(runner: ModelRunner, decoder: Any, untouched: Untouched) -> bool:
     """Lets a stack compute in the decoder's place where it gives the same; says whether it does."""
-    runner.stack = stack_of(decoder, runner.max_model_len, runner.cache)
+    try:
+        runner.stack = stack_of(decoder, runner.max_model_len, runner.cache)
+    except Exception:  # a part has the name of one that it is not
+        return False
     if runner.stack is not None and difference(runner, decoder, untouched) is not None:
         runner.stack = None
     return runner.stack is not None
