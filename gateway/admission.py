@@ -68,7 +68,7 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
     )
-    bound_tokens, bound_s = settings.bound_of(lane, await broker.max_memory_bytes())
+    bound_tokens, bound_s = settings.bound_of(lane, await broker.known.max_memory_bytes())
     num_output = params.n * params.max_tokens
     return job, Submission(
         max_output_tokens=num_output,

@@ -19,7 +19,6 @@ from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, JobRefused
 from contract.events import LogEntry
-from contract.fitness import max_memory
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
@@ -41,7 +40,6 @@ log = logging.getLogger("batchway.gateway")
 PAGE_EVENTS = 500  # of a log, in one read
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
 SWEEP_EVERY_S = 1.0
-MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
 FIRST_LOOK_S = 0.02  # into a new job's log, where no hint comes before
 SAFE_LOOK_S = 0.2  # where its hints are heard since `SOON_S` after its submit: none was missed
 SOON_S = 0.005
@@ -73,7 +71,6 @@ class Broker:
             max_bytes=settings.max_buffer_bytes,
         )
         self._swept_s = 0.0
-        self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
         self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
@@ -100,18 +97,6 @@ class Broker:
     async def quote(self, job: Job, submission: Submission) -> Quote:
         """What submit would say; queues nothing."""
         return await self._call(lambda: self._functions.quote(job, submission))
-
-    async def max_memory_bytes(self) -> int:
-        """What Redis may use, as it was a minute ago at most; 0: unknown."""
-        now_s = self.clock()
-        if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
-            num_bytes, is_limited = await self._call(lambda: max_memory(self._client))
-            if self._max_memory is None and not is_limited:
-                log.warning(
-                    "Redis has no maxmemory: it may fill the memory of its machine; set one"
-                )
-            self._max_memory = now_s, num_bytes
-        return self._max_memory[1]
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0

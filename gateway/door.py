@@ -10,7 +10,7 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from contract.errors import BrokerUnavailable
-from contract.fitness import check_fitness
+from contract.fitness import check_fitness, max_memory
 from contract.library import ensure_library
 from gateway.breaker import Breaker
 
@@ -36,6 +36,10 @@ class Door:
         self._breaker.check()
         async with self._slots:
             return await self._call_now(function)
+
+    async def max_memory(self) -> tuple[int, bool]:
+        """The bytes that Redis may use, and whether its `maxmemory` says so; as `call`."""
+        return await self.call(lambda: max_memory(self._client))
 
     async def _call_now(self, function: Callable[[], Awaitable[T]]) -> T:
         with self._breaker.guard():

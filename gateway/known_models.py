@@ -1,9 +1,10 @@
-"""What workers have published of their models, remembered for a moment.
+"""What workers have published of their models, and how much Redis holds, remembered for a moment.
 
 Every method raises BrokerUnavailable.
 """
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from functools import partial
@@ -15,7 +16,10 @@ from contract.jobs import ModelCard
 from gateway.door import Door
 from gateway.tokens import ModelTokenizer
 
+log = logging.getLogger("batchway.gateway")
+
 CATALOGUE_TTL_S = 1.0
+MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
 MAX_TOKENIZERS = 8
 
 
@@ -28,6 +32,7 @@ class KnownModels:
         self._functions = functions
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: dict[str, tuple[float, int]] = {}
+        self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
 
     async def models(self) -> dict[str, ModelCard]:
@@ -61,6 +66,16 @@ class KnownModels:
             num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
             self._num_workers[model] = (now_s, num_workers)
         return num_workers
+
+    async def max_memory_bytes(self) -> int:
+        """What Redis may use, as it was a minute ago at most; 0: unknown."""
+        now_s = time.monotonic()
+        if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
+            num_bytes, is_limited = await self._door.max_memory()
+            if self._max_memory is None and not is_limited:
+                log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
+            self._max_memory = now_s, num_bytes
+        return self._max_memory[1]
 
     async def glances(self) -> dict[str, Glance]:
         """Every model as it stands now, by name."""

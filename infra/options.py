@@ -1,6 +1,8 @@
 """The options of the command line, each defined once: unit, default and what is refused.
 
 Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
+
+Over 300 lines: it is one list, and an option takes a handful of them.
 """
 
 import argparse
@@ -190,7 +192,6 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keeps the jobs of the Redis that batchway starts (default: gone when it ends)",
     )
-
     parser.add_argument(
         "--durability",
         choices=("fast", "durable"),
