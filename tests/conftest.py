@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis.asyncio
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from contract.connection import connect
 from contract.functions import Functions
@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     if config.getvalue("dist") != "loadfile":
         return None
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = _group  # type: ignore[method-assign]
+    scheduler._split_scope = _group
     return scheduler
 
 
