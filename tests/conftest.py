@@ -59,7 +59,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     if config.getvalue("dist") != "loadfile":
         return None
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = _group  # type: ignore[method-assign]
+    scheduler._split_scope = _group
     return scheduler
 
 
