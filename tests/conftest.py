@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis.asyncio
-from xdist.remote import Producer  # type: ignore[import-untyped]
-from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from contract.connection import connect
 from contract.functions import Functions
