@@ -29,7 +29,7 @@ for module in {modules!r}:
 """
 
 LUA_FILES = sorted(p for p in ROOT.glob("contract/lua/*.lua") if not p.name.startswith("_"))
-SCRIPTS = sorted(p for p in [*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"] if p.is_file())
+SCRIPTS = sorted(p for p in [*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"] if not p.suffix)
 
 
 def modules_of(package: str) -> list[Path]:

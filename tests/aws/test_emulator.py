@@ -12,9 +12,7 @@ from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.skipif(
-        not EMULATOR.exists(), reason="no aws-lambda-rie: scripts/setup-tool says why"
-    ),
+    pytest.mark.skipif(not EMULATOR.exists(), reason="no aws-lambda-rie: scripts/setup says why"),
 ]
 
 JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}

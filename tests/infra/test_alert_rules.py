@@ -15,9 +15,9 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.infra.test_monitoring import ALERTS, queries, rules
 
-_TOOLS = Path(sys.executable).parent  # where scripts/setup-tool puts it
+_TOOLS = Path(sys.executable).parent  # where scripts/setup puts it
 PROMTOOL = shutil.which("promtool", path=f"{_TOOLS}{os.pathsep}{os.environ['PATH']}")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: scripts/setup-tool says why")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: scripts/setup says why")
 
 GATEWAYS = ("a:8000", "b:8000")  # a job's counts stand alike on the page of each
 
