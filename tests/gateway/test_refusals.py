@@ -366,7 +366,7 @@ async def test_without_settings_tokens_are_bound_by_the_memory_of_redis(
     slow_worker: FakeWorker, redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """Jobs of 2,002 tokens: as many wait in batch as 32 bytes for each fit into two fifths."""
-    before = str((await redis_client.config_get("maxmemory"))["maxmemory"])
+    before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
     body = BODY | {"max_tokens": 500, "n": 4}
     job = JOB | {"lane": "batch", "body": body}
     await redis_client.config_set("maxmemory", 16 * 2**20)
@@ -387,7 +387,7 @@ async def test_a_redis_without_maxmemory_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once; the memory of its machine stands for it."""
-    before = str((await redis_client.config_get("maxmemory"))["maxmemory"])
+    before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
     await redis_client.config_set("maxmemory", 0)
     try:
         machine_bytes = (await redis_client.info("memory"))["total_system_memory"]
