@@ -119,6 +119,7 @@ def gateway_process(
         command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
         environ = os.environ | {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
         environ |= dict.fromkeys(_RETENTION_VARIABLES, f"{RETENTION_S:g}")
+        environ["BATCHWAY_LANE_BOUND_S"] = "0"  # its small engines refuse none of the load
         environ |= settings
         environ.pop("BATCHWAY_API_KEY", None)
         process = subprocess.Popen(
