@@ -135,7 +135,7 @@ def get_tool(name: str, get: Callable[[str, Path], None]) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             get(name, Path(folder))
-    except (StepFailed, OSError, IndexError) as exc:
+    except (StepFailed, OSError, LookupError, ValueError) as exc:
         lines = str(exc).strip().splitlines() or [type(exc).__name__]
         say(f"  {name}: not here, so its tests will be skipped: {lines[-1]}")
 
