@@ -1,10 +1,15 @@
 """Spares callers the wait for a Redis that is known to be down."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
+
+log = logging.getLogger("batchway.gateway")
+
+_MAX_SILENCE_S = 60.0
 
 
 class Breaker:
@@ -15,6 +20,9 @@ class Breaker:
         self._clock_s = clock_s
         self._open_until_s: float | None = None
         self._is_probing = False
+        self._away_since_s: float | None = None
+        self._say_again_s = 0.0  # not before this time
+        self._silence_s = 1.0
 
     def check(self) -> None:
         """Raises BrokerUnavailable at once where a call would not be let through."""
@@ -31,13 +39,30 @@ class Breaker:
         try:
             yield
         except (BrokerFull, BrokerUnfit):
-            self._open_until_s = None  # it answers
+            self._note_answer()
             raise
-        except BrokerUnavailable:
+        except BrokerUnavailable as exc:
             self._open_until_s = self._clock_s() + self._open_s
+            self._note_absence(exc)
             raise
         else:
-            self._open_until_s = None
+            self._note_answer()
         finally:
             if is_probe:
                 self._is_probing = False
+
+    def _note_absence(self, exc: BrokerUnavailable) -> None:
+        """Logs at first once a second, then after twice as long each time, up to a minute."""
+        now_s = self._clock_s()
+        if self._away_since_s is None:
+            self._away_since_s, self._say_again_s, self._silence_s = now_s, now_s, 1.0
+        if now_s >= self._say_again_s:
+            log.warning("no answer from Redis for %.0f s: %s", now_s - self._away_since_s, exc)
+            self._say_again_s = now_s + self._silence_s
+            self._silence_s = min(2 * self._silence_s, _MAX_SILENCE_S)
+
+    def _note_answer(self) -> None:
+        self._open_until_s = None
+        if self._away_since_s is not None:
+            log.info("Redis answers again after %.0f s", self._clock_s() - self._away_since_s)
+            self._away_since_s = None

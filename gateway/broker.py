@@ -6,7 +6,6 @@ connection before its first call, so that a gateway starts while Redis is down.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,8 +33,6 @@ from gateway.known_models import KnownModels
 from gateway.log_items import Idle, LogPage, Reset, is_end
 from gateway.payloads import Payloads
 from gateway.settings import GatewaySettings
-
-log = logging.getLogger("batchway.gateway")
 
 PAGE_EVENTS = 500  # of a log, in one read
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
@@ -276,10 +273,8 @@ class Broker:
         if now_s - self._swept_s < SWEEP_EVERY_S:
             return
         self._swept_s = now_s
-        try:
+        with contextlib.suppress(BrokerUnavailable):
             await self._call(self._functions.sweep)
-        except BrokerUnavailable as exc:
-            log.info("no sweep: %s", exc)
 
     async def attend(self) -> None:
         """Says for ever that the jobs followed here have callers; ends by being cancelled."""

@@ -5,12 +5,16 @@ from typing import Any
 
 from contract.callback_state import CallbackState
 from contract.calls import JobView, Position, Submitted
-from contract.jobs import Job, JobStatus
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 from gateway.answers import usage
 from gateway.errors import UnknownJob
 
-_PUBLIC = {JobStatus.CLAIMED: "running", JobStatus.STREAMING: "running"}
-
+# The states as callers name them.
+PUBLIC_STATUSES = {
+    "queued": frozenset({JobStatus.QUEUED}),
+    "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
+    **{status.value: frozenset({status}) for status in sorted(TERMINAL_STATUSES)},
+}
 
 _JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
 
@@ -24,7 +28,7 @@ def checked_id(job_id: str) -> str:
 
 def public_status(status: JobStatus) -> str:
     """`claimed` and `streaming` are one thing to a caller."""
-    return _PUBLIC.get(status, status.value)
+    return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
 
 
 def events_url(job_id: str) -> str:

@@ -63,7 +63,7 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
         strict=True,
     ):
         one = actions.add_parser(action, help=summary, description=f"{summary.capitalize()}.")
-        opts.add_shared_options(one, redis_default="refused")
+        opts.add_shared_options(one, redis_default=opts.OF_RUNNING_UP)
         one.add_argument(
             "--tenant", default="default", metavar="NAME", help="whose (default: default)"
         )

@@ -28,9 +28,11 @@ from infra.preconditions import (
     UsageError,
     check_directory,
     check_extra,
+    check_model,
     check_redis,
     check_store,
     known_redis,
+    operators_redis,
 )
 from infra.profile_command import run_profile
 from infra.redis_roles_command import run_redis_roles
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _up(options: argparse.Namespace) -> int:
     check_extra("serve")
     check_directory(options.object_store)
+    if options.engine_module is None:
+        check_model(options.model)
     os.environ[ALLOW_VARIABLE] = options.callback_allow  # for gateway and callbacks alike
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
@@ -90,6 +94,7 @@ def _up(options: argparse.Namespace) -> int:
     settings = _gateway_settings(options, options.redis_url or "")
     stack = StackOptions(
         redis_url=options.redis_url,
+        namespace=options.namespace,
         data_dir=options.data_dir,
         object_store=options.object_store,
         fsync="always" if options.durability == "durable" else "everysec",
@@ -219,7 +224,7 @@ def _callbacks(options: argparse.Namespace) -> int:
 
 def _keys(options: argparse.Namespace) -> int:
     try:
-        return run_keys(options, known_redis(options))
+        return run_keys(options, operators_redis(options))
     except (BrokerUnavailable, ValueError) as exc:
         raise UsageError(str(exc)) from exc
 
@@ -243,6 +248,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
     try:
-        return run(options, known_redis(options))
+        return run(options, operators_redis(options))
     except BrokerUnavailable as exc:
         raise UsageError(str(exc)) from exc

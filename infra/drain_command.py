@@ -34,7 +34,7 @@ def add_drain_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="return once they have left, and show what they still hold (default: return at once)",
     )
-    opts.add_shared_options(parser, redis_default="refused")
+    opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
     opts.add_json_option(parser)
 
 
@@ -62,14 +62,16 @@ async def _run(options: argparse.Namespace, redis_url: str) -> None:
 
 
 async def _tell(roster: Roster, options: argparse.Namespace) -> list[str]:
-    if options.all:
-        wanted = [view.incarnation for view in await roster.workers()]
-    else:
-        wanted = list(dict.fromkeys(options.worker))
-    are_there = await roster.drain(wanted) if wanted else []
-    missing = [name for name, is_there in zip(wanted, are_there, strict=True) if not is_there]
-    if missing and not options.all:  # of all, one may have left just now
-        raise WorkerUnknown(f"there is no worker {', '.join(missing)}; the others are told to go")
+    there = [view.incarnation for view in await roster.workers()]
+    wanted = there if options.all else list(dict.fromkeys(options.worker))
+    missing = [name for name in wanted if name not in there and await roster.worker(name) is None]
+    if missing:
+        names = ", ".join(there) or "none"
+        raise WorkerUnknown(
+            f"there is no worker {', '.join(missing)}; nothing was changed. Workers: {names}"
+        )
+    if wanted:
+        await roster.drain(wanted)
     return wanted
 
 

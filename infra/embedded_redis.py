@@ -104,12 +104,18 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{self._directory / 'redis.sock'}"
+        return f"unix://{self.directory / 'redis.sock'}"
+
+    @property
+    def directory(self) -> Path:
+        """Where its socket lies: readable for its user alone, and gone with it."""
+        assert self._temp_dir is not None, "the server has not been started"
+        return self._temp_dir
 
     @property
     def files(self) -> Path:
         """Where its data are kept: as long as they are, what belongs to them may lie there too."""
-        return self._data_dir or self._directory
+        return self._data_dir or self.directory
 
     @property
     def pid(self) -> int:
@@ -156,13 +162,8 @@ class EmbeddedRedis:
         """kill -9; `start` brings it back with its append-only file."""
         self._end(signal.SIGKILL)
 
-    @property
-    def _directory(self) -> Path:
-        assert self._temp_dir is not None, "the server has not been started"
-        return self._temp_dir
-
     def _spawn(self, binary: Path) -> None:
-        log = self._directory / "redis.log"
+        log = self.directory / "redis.log"
         with log.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603
                 [binary, *self._arguments()],
@@ -179,7 +180,7 @@ class EmbeddedRedis:
     def _arguments(self) -> list[str]:
         settings = {
             "port": "0",
-            "unixsocket": str(self._directory / "redis.sock"),
+            "unixsocket": str(self.directory / "redis.sock"),
             "unixsocketperm": "700",
             "dir": str(self.files),
             "appendonly": "yes",

@@ -66,7 +66,7 @@ def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
-    opts.add_shared_options(parser, redis_default="refused")
+    opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
     opts.add_json_option(parser)
     return parser
 

@@ -18,6 +18,7 @@ from contract.connection import broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.library import ensure_library
+from contract.redis_url import without_password
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child
 from infra.console import Console
@@ -25,7 +26,8 @@ from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
-from infra.readiness import until_ready
+from infra.readiness import in_url, reachable_host, until_ready
+from infra.running_up import RunningUp, leave_note
 from infra.welcome import welcome
 
 _GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
@@ -43,6 +45,7 @@ class StackOptions:
     """What runs. The arguments are those of `batchway gateway` and `batchway worker`."""
 
     redis_url: str | None  # None: a Redis of our own
+    namespace: str
     data_dir: Path | None
     object_store: str  # '': a directory of our own, beside our own Redis
     fsync: Fsync  # of a Redis of our own
@@ -78,7 +81,9 @@ class LocalStack:
     async def serve(self) -> None:
         """Starts all parts and keeps them running until cancelled. Raises PartLost."""
         url = await self._find_redis()
-        self._make_children(url, self._find_store())
+        store = self._find_store()
+        self._say_where(url, store)
+        self._make_children(url, store)
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
@@ -126,10 +131,6 @@ class LocalStack:
         url = self._redis.url if self._redis is not None else self._options.redis_url
         assert url is not None
         await _load_library(url)
-        kept = f", kept in {self._options.data_dir}" if self._options.data_dir else ""
-        self._console.line(
-            "batchway", f"redis: {'a server of our own' if self._redis else 'yours'}{kept}"
-        )
         return url
 
     def _find_store(self) -> str:
@@ -137,6 +138,21 @@ class LocalStack:
         if self._options.object_store or self._redis is None:
             return self._options.object_store
         return str(self._redis.files / "objects")
+
+    def _say_where(self, redis_url: str, store: str) -> None:
+        """Prints what the parts share, and leaves a note of it for the operator's commands."""
+        kept = f", kept in {self._options.data_dir}" if self._options.data_dir else ""
+        whose = "of our own" if self._redis else "yours"
+        self._console.line("batchway", f"redis ({whose}{kept}): {without_password(redis_url)}")
+        self._console.line("batchway", f"long prompts and results: {store or 'in redis'}")
+        if self._redis is not None:
+            up = RunningUp(os.getpid(), redis_url, self._options.namespace, self._gateway_url)
+            leave_note(self._redis.directory, up)
+
+    @property
+    def _gateway_url(self) -> str:
+        host, port = self._options.listener.getsockname()[:2]
+        return f"http://{in_url(reachable_host(host))}:{port}"
 
     async def _keep_redis(self, server: EmbeddedRedis) -> None:
         """Starts the server again, with its file, whenever it ends. Raises PartLost."""
@@ -212,7 +228,7 @@ class LocalStack:
         )
         model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
         with contextlib.suppress(OSError):  # nobody reads it
-            print(welcome(host, port, model, has_key=has_key), flush=True)
+            print(welcome(self._gateway_url, model, has_key=has_key), flush=True)
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:

@@ -30,6 +30,8 @@ from workers.settings import LANES, WorkerSettings
 
 LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
 DEMO_NAME = "demo"
+DEFAULT_NAMESPACE = "default"
+OF_RUNNING_UP = "that of the running `batchway up`"
 NAMESPACE_VARIABLE = variable("namespace")
 OBJECT_STORE_VARIABLE = variable("object_store")
 DRAIN_VARIABLE = variable("drain_s")
@@ -60,7 +62,7 @@ def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -
     parser.add_argument(
         "--namespace",
         type=namespace,
-        default=os.environ.get(NAMESPACE_VARIABLE) or "default",
+        default=os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE,
         metavar="NAME",
         help="keeps installations on one Redis apart "
         f"(default: the variable {NAMESPACE_VARIABLE}, else default)",

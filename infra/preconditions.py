@@ -10,6 +10,8 @@ from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
 from contract.keys import Keys
 from contract.known_store import known_store
+from infra import options as opts
+from infra.running_up import RunningUp, running_ups
 from payloads.directory import DirectoryStore
 from payloads.opening import open_store
 from payloads.store import PayloadUnavailable
@@ -64,6 +66,18 @@ def check_directory(setting: str) -> None:
             raise UsageError(f"--object-store {setting}: {exc}") from exc
 
 
+def check_model(model: str) -> None:
+    """Raises UsageError where no model is to be found."""
+    from workers.engine.model import ModelRefused
+    from workers.model.place import check_on_hub, check_place
+
+    try:
+        check_place(model)
+        check_on_hub(model)
+    except ModelRefused as exc:
+        raise UsageError(f"--model: {exc}") from exc
+
+
 def check_store(url: str, namespace: str, setting: str) -> None:
     """Raises UsageError where the namespace uses another object store than this setting's. A store
     or a Redis that is down is judged later, by reads that check the store of what they read.
@@ -92,3 +106,29 @@ def known_redis(options: argparse.Namespace) -> str:
     if options.redis_url is None:
         raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
     return str(options.redis_url)
+
+
+def operators_redis(options: argparse.Namespace) -> str:
+    """The URL that was given, else that of the running `batchway up`, whose namespace is taken
+    too. Raises UsageError."""
+    if options.redis_url is not None:
+        return str(options.redis_url)
+    up = running_up()
+    if up is None:
+        raise UsageError(
+            "which Redis? No `batchway up` of yours with a Redis of its own runs here: set the "
+            "variable REDIS_URL, or give --redis-url"
+        )
+    if options.namespace == opts.DEFAULT_NAMESPACE:
+        options.namespace = up.namespace
+    return up.redis_url
+
+
+def running_up() -> RunningUp | None:
+    """The running `batchway up` of this user; None where there is none. Raises UsageError where
+    there are several."""
+    ups = running_ups()
+    if len(ups) > 1:
+        each = ", ".join(f"{up.redis_url} (at {up.gateway_url})" for up in ups)
+        raise UsageError(f"which of these? Give --redis-url, or `top` its --url: {each}")
+    return ups[0] if ups else None

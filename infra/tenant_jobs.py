@@ -14,6 +14,7 @@ from contract.connection import connect
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from gateway.job_objects import PUBLIC_STATUSES, public_status
 from infra import option_values
 from infra.tables import date, table, write
 from workers.settings import LANES
@@ -39,7 +40,7 @@ def add_tenant_option(parser: argparse.ArgumentParser) -> None:
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Which jobs are listed; each option narrows it."""
-    parser.add_argument("--status", choices=sorted(JobStatus), help="in this state (default: any)")
+    parser.add_argument("--status", choices=PUBLIC_STATUSES, help="in this state (default: any)")
     parser.add_argument("--lane", choices=LANES, help="in this lane (default: any)")
     parser.add_argument("--served-model-name", metavar="NAME", help="of this model (default: any)")
     parser.add_argument(
@@ -83,7 +84,7 @@ async def _run(options: argparse.Namespace, redis_url: str) -> None:
 
 async def _list(functions: Functions, options: argparse.Namespace) -> None:
     wanted = Wanted(
-        statuses=frozenset({JobStatus(options.status)} if options.status else ()),
+        statuses=PUBLIC_STATUSES[options.status] if options.status else frozenset(),
         lane=options.lane or "",
         model=options.served_model_name or "",
         metadata=dict(options.metadata),
@@ -115,7 +116,7 @@ async def _cancel(functions: Functions, options: argparse.Namespace) -> None:
     if status is None:
         raise _unknown(options)
     if status is not JobStatus.CANCELLED:
-        raise JobRefusal(f"{options.job_id} has ended before: {status}")
+        raise JobRefusal(f"{options.job_id} has ended before: {public_status(status)}")
     _say(options, "cancelled")
 
 
@@ -124,7 +125,7 @@ async def _delete(functions: Functions, options: argparse.Namespace) -> None:
     if found is False:
         raise _unknown(options)
     if found is not True:
-        raise JobRefusal(f"{options.job_id} is {found}: cancel it first")
+        raise JobRefusal(f"{options.job_id} is {public_status(found)}: cancel it first")
     _say(options, "deleted")  # a worker deletes what it kept in the object store
 
 
@@ -142,7 +143,7 @@ def _shown(view: JobView) -> dict[str, Any]:
 
     return {
         "id": view.job.id,
-        "status": view.status.value,
+        "status": public_status(view.status),
         "model": view.job.model,
         "lane": view.lane,
         "attempt": view.attempt,
@@ -161,5 +162,5 @@ def _shown(view: JobView) -> dict[str, Any]:
 def _row(view: JobView) -> tuple[str, ...]:
     metadata = ",".join(f"{name}={value}" for name, value in sorted(view.metadata.items()))
     sizes = (str(view.num_prompt_tokens), str(view.num_output_tokens))
-    created = date(view.created_ms / 1000)
-    return (view.job.id, created, view.status, view.job.model, view.lane, *sizes, metadata)
+    created, status = date(view.created_ms / 1000), public_status(view.status)
+    return (view.job.id, created, status, view.job.model, view.lane, *sizes, metadata)

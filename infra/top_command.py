@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gateway.settings import variable
 from infra import options as opts
 from infra.option_values import number
-from infra.preconditions import UsageError, check_extra
+from infra.preconditions import UsageError, check_extra, running_up
 from infra.tables import write
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = variable("api_key")
 _TIMEOUT_S = 5.0
+_DEFAULT_URL = "http://127.0.0.1:8000"
 _PICTURE_COLUMNS = 150
 
 
 def add_top_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        default="http://127.0.0.1:8000",
         metavar="URL",
-        help="a gateway, which shows all of them (default: http://127.0.0.1:8000)",
+        help="a gateway, which shows all of them (default: that of the running `batchway up`, else "
+        "http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--interval-s",
@@ -58,6 +59,9 @@ def add_top_options(parser: argparse.ArgumentParser) -> None:
 def run_top(options: argparse.Namespace) -> int:
     """Raises UsageError where the gateway cannot be asked."""
     check_extra("top")
+    if options.url is None:
+        up = running_up()
+        options.url = _DEFAULT_URL if up is None else up.gateway_url
     if not options.url.startswith(("http://", "https://")):
         raise UsageError(f"--url must begin with http:// or https://, not {options.url!r}")
     if options.svg is not None:

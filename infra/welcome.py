@@ -2,14 +2,11 @@
 
 import json
 
-from infra.readiness import in_url, reachable_host
-
 _QUESTION = "Count from 1 to 10."  # the demo model knows the answer
 
 
-def welcome(host: str, port: int, model: str, *, has_key: bool) -> str:
+def welcome(url: str, model: str, *, has_key: bool) -> str:
     """The text; names the variable of an API key, never the key."""
-    url = f"http://{in_url(reachable_host(host))}:{port}"
     messages = [{"role": "user", "content": _QUESTION}]
     body = json.dumps({"model": model, "temperature": 0, "messages": messages})
     header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""

@@ -12,7 +12,7 @@ from contract.jobs import DEFAULT_LANES, JobStatus, ModelCard
 from gateway.auth import JobsReader, JobsWriter
 from gateway.calls import gateway_of, json_response
 from gateway.errors import ApiError, UnknownJob, bad_request, invalid_value
-from gateway.job_objects import checked_id, job_object
+from gateway.job_objects import PUBLIC_STATUSES, checked_id, job_object
 from gateway.routing import Route
 
 router = APIRouter(route_class=Route)
@@ -21,14 +21,6 @@ T = TypeVar("T")
 
 DEFAULT_JOBS = 20
 MAX_JOBS = 100
-_STATUSES: Mapping[str, frozenset[JobStatus]] = {
-    "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
-    **{
-        status.value: frozenset({status})
-        for status in JobStatus
-        if status not in (JobStatus.CLAIMED, JobStatus.STREAMING)
-    },
-}
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 _SECONDS = re.compile(r"\d{1,12}(?:\.\d{1,6})?")
 
@@ -102,7 +94,7 @@ def _wanted(query: Mapping[str, str], lanes: Collection[str]) -> Wanted:
     metadata: dict[str, str] = {}
     for name, value in query.items():
         if name == "status":
-            statuses = _choice(name, value, _STATUSES)
+            statuses = _choice(name, value, PUBLIC_STATUSES)
         elif name == "lane":
             lane = _choice(name, value, {lane: lane for lane in sorted(lanes)})
         elif name == "model":

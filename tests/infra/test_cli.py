@@ -17,6 +17,7 @@ from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import check_store
+from infra.running_up import RunningUp, leave_note
 from tests.infra.command_line import COMMANDS, command_options
 from workers.messages import EngineOptions
 from workers.settings import LANES
@@ -278,3 +279,42 @@ def test_a_worker_of_up_gets_the_same_options() -> None:
     assert options.engine_options(again) == options.engine_options(given)
     assert options.served_name(again) == options.served_name(given)
     assert again.lanes == LANES
+
+
+@pytest.mark.parametrize(
+    "command", ["jobs list", "keys list", "drain --all", "callbacks dead list"]
+)
+def test_operators_commands_need_a_redis(command: str, tmp_path: Path) -> None:
+    """Where none is named and no `batchway up` runs, they say so."""
+    done = run_cli(*command.split(), TMPDIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "which Redis?" in done.stderr
+
+
+def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
+    """Their addresses are told; one that has ended is not counted."""
+    for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
+        folder = tmp_path / f"batchway-{number}"
+        folder.mkdir()
+        leave_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
+    done = run_cli("jobs", "list", TMPDIR=str(tmp_path))
+    assert done.returncode == 2
+    assert "unix:///0.sock (at http://u0)" in done.stderr
+    assert "unix:///1.sock" in done.stderr
+    assert "unix:///2.sock" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("/nowhere/at/all", "there is no folder /nowhere/at/all"),
+        ("nobody/nothing", "the Hugging Face Hub gives no such model"),
+        ("two words", "the Hugging Face Hub gives no such model"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_anything_starts(model: str, complaint: str) -> None:
+    """By one sentence."""
+    done = run_cli("up", "--port=0", "--model", model, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1

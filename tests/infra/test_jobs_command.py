@@ -13,6 +13,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.quarantine import CannotRequeue, NotInQuarantine, Quarantine, requeued_id
+from contract.roster import Roster
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
@@ -116,12 +117,18 @@ async def test_the_command_drains_workers_and_waits(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """What is held is shown until it has left; nothing is lost; who is not there is named."""
+    """What is held is shown until it has left; nothing is lost; a wrong name drains nobody."""
+    roster = Roster(redis_client, keys)
     caller = Caller(functions, redis_client, keys)
     slow = HashModelOptions(step_s=0.05, eos_rate=0.0)
     async with fleet(redis_server.url, 1, slow, drain_s=3.0) as [worker]:
         job = await caller.submit("go on", max_tokens=480)
         await caller.has_output(job, 2)
+        [there] = await roster.workers()
+        both = ("--worker", there.incarnation, "--worker", "nobody")
+        status, _, err = await run_cli(redis_server, "drain", *both)
+        assert (status, "there is no worker nobody; nothing was changed" in err) == (1, True)
+        assert not await roster.is_to_drain(there.incarnation)
         status, out, err = await run_cli(redis_server, "drain", "--all", "--wait")
         assert (status, out) == (0, "workers that have left: 1\n")
         assert "draining, jobs held: 1" in err
@@ -129,5 +136,3 @@ async def test_the_command_drains_workers_and_waits(
         view = await caller.view(job)
         assert (view.status, view.attempt) == (JobStatus.QUEUED, 0)
         assert await asyncio.to_thread(worker.wait, 20) == 0
-    status, _, err = await run_cli(redis_server, "drain", "--worker", "nobody")
-    assert (status, "there is no worker nobody" in err) == (1, True)

@@ -14,6 +14,7 @@ from contract.jobs import SamplingParams
 from tests.fakes import HashModelOptions, encode_text, expected_output
 from tests.infra.processes import wait_until
 from tests.infra.stack import MODEL, Stack, running_stack
+from tests.infra.test_cli import run_cli
 
 pytestmark = pytest.mark.e2e
 
@@ -43,6 +44,24 @@ def test_what_it_prints_can_be_copied() -> None:
         assert stack.end() == 0
         names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
         assert names == {"batchway", "callbacks", "gateway", "worker-1"}
+
+
+def test_operators_commands_find_it() -> None:
+    """Without REDIS_URL: its Redis, its namespace and its gateway."""
+    with running_stack("--namespace=apart") as stack:
+        job_id = stack.complete().headers["x-job-id"]
+        temp_dir = {"TMPDIR": str(stack.temp_dir)}
+        listed = run_cli("jobs", "list", "--status", "succeeded", **temp_dir)
+        assert job_id in listed.stdout, listed.stderr
+        shown = run_cli("top", "--json", "-", **temp_dir)
+        assert MODEL in shown.stdout, shown.stderr
+        refused = run_cli("drain", "--worker", "nope", **temp_dir)
+        assert refused.returncode == 1
+        assert "there is no worker nope; nothing was changed" in refused.stderr
+        redis_url = stack.wait_for("| redis (of our own)").split()[-1]
+        assert run_cli("keys", "list", "--redis-url", redis_url).returncode == 0
+        assert stack.complete().status_code == 200  # the worker was not told to go
+        assert stack.end() == 0
 
 
 def test_a_key_is_asked_for_and_never_shown() -> None:

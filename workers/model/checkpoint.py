@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from workers.engine.model import ModelRefused
+from workers.model.place import check_place
 
 DEFAULT_REVISION = "main"
 # Where families keep the number of positions they were trained for.
@@ -36,22 +37,6 @@ def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretrained
         ) from exc
     _check_kind(model_path, config)
     return config
-
-
-def check_place(model_path: str) -> None:
-    """Refuses local paths that hold no model. A name such as `org/model` is the Hub's."""
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelRefused(f"{model_path} holds no config.json, so it is no model folder")
-        if not any(path.glob("*.safetensors")):
-            is_pickle = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-            reason = " (pickled weights can run code and are never loaded)" if is_pickle else ""
-            raise ModelRefused(f"{model_path} holds no weights in safetensors format{reason}")
-    elif path.exists():
-        raise ModelRefused(f"{model_path} is a file; the model's folder is wanted")
-    elif model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
-        raise ModelRefused(f"there is no folder {model_path}")
 
 
 def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
