@@ -16,7 +16,6 @@ from bench.gpu_check.shapes import (
     LLAMA2_7B,
     QWEN3_06B,
     QWEN3_8B,
-    TINY_LLAMA,
     TINY_QWEN3,
     Shape,
 )
@@ -54,9 +53,9 @@ FULL = Sizes(
     duration_s=12.0,
 )
 SMALL = Sizes(
-    shapes=(TINY_QWEN3, TINY_LLAMA),
+    shapes=(TINY_QWEN3,),
     compared=TINY_QWEN3,
-    loaded=TINY_LLAMA,
+    loaded=TINY_QWEN3,
     streams=(2, 1),
     context=10,
     num_steps=2,

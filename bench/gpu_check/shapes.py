@@ -61,7 +61,6 @@ TINY = {
     "max_position_embeddings": 512,
 }
 TINY_QWEN3 = Shape("tiny Qwen3", Qwen3Config, TINY)
-TINY_LLAMA = Shape("tiny Llama", LlamaConfig, TINY)
 
 
 def random_decoder(

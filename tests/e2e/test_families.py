@@ -1,37 +1,40 @@
 """Families of decoders through `batchway up`: the tokens that callers get are generate's."""
 
 import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.conftest import gateway_url
 from tests.infra.stack import running_demo_stack
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
+__all__ = ["gateway_url"]
+
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
 # Those whose modules the CPU's surgeon exchanges only in part, or in shapes of their own.
-FAMILIES = [
-    "qwen2_moe",
-    *(
-        pytest.param(family, marks=pytest.mark.campaign)
-        for family in (
-            "olmoe",
-            "granitemoe",
-            "glm4",
-            "glm4_moe",
-            "ernie4_5",
-            "hunyuan_v1_dense",
-            "exaone4",
-            "dots1",
-            "phimoe",
-            "minimax_m2",
-        )
-    ),
-]
+FAMILIES = (
+    "olmoe",
+    "granitemoe",
+    "glm4",
+    "glm4_moe",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "exaone4",
+    "dots1",
+    "phimoe",
+    "minimax_m2",
+)
 
 
 async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> list[int]:
@@ -50,16 +53,54 @@ async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> l
     return token_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_answers_are_those_of_generate(family: str, tmp_path: Path) -> None:
-    """Prompts of mixed lengths at once, on the modules that the loader has exchanged."""
-    folder = save_tiny_model(family, tmp_path / family)
-    expected = expected_of(family, folder)
-    with running_demo_stack(f"--model={folder}") as stack:
-        async with httpx.AsyncClient(base_url=stack.url) as http:
-            answers = await asyncio.gather(
-                *(complete(http, family, prompt) for prompt in expected.prompts)
-            )
+async def wait_for_model(url: str, family: str) -> None:
+    """Until a worker serves it."""
+    async with httpx.AsyncClient(base_url=url) as http, asyncio.timeout(120):
+        while (await http.get(f"/v1/models/{family}")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
+
+async def check(url: str, family: str, folder: Path) -> None:
+    """Prompts of mixed lengths at once, on the modules that the loader has exchanged."""
+    expected = expected_of(family, folder)
+    async with httpx.AsyncClient(base_url=url) as http:
+        answers = await asyncio.gather(
+            *(complete(http, family, prompt) for prompt in expected.prompts)
+        )
     for number, found in enumerate(answers):
         expected.check(number, found)
+
+
+async def test_answers_are_those_of_generate(tmp_path: Path) -> None:
+    """Of a mixture with an expert that all tokens share."""
+    folder = save_tiny_model("qwen2_moe", tmp_path / "qwen2_moe")
+    with running_demo_stack(f"--model={folder}") as stack:
+        await check(stack.url, "qwen2_moe", folder)
+
+
+@contextlib.contextmanager
+def running_worker(redis_url: str, folder: Path) -> Iterator[None]:
+    """`batchway worker` on a model."""
+    arguments = ("--namespace=test", f"--model={folder}", "--kv-cache-gib=0.25", "--drain-s=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra", "worker", *arguments],
+        env={**os.environ, "REDIS_URL": redis_url},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_answers_of_each_family_are_those_of_generate(
+    family: str, gateway_url: str, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Through a gateway and a worker of its own."""
+    folder = save_tiny_model(family, tmp_path / family)
+    with running_worker(redis_server.url, folder):
+        await wait_for_model(gateway_url, family)
+        await check(gateway_url, family, folder)

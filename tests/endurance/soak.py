@@ -56,7 +56,7 @@ class SoakReport:
             "callers": NUM_CALLERS,
             "calls": dict(sorted(self.calls.items())),
             "Redis": {
-                "keys": f"{self.before.num_keys} -> {self.after.num_keys}",
+                "keys": f"{len(self.before.keys)} -> {len(self.after.keys)}",
                 "KiB": f"{self.before.redis_bytes // 1024} -> {self.after.redis_bytes // 1024}",
             },
         }
@@ -157,7 +157,7 @@ class _Soak:
             num_calls, rss = self.load.counts.total(), sum(p.rss_bytes for p in found.processes)
             self.say(
                 f"{passed_s:.0f} of {load_s:.0f} s, {num_calls} calls, "
-                f"{rss / 2**20:.0f} MiB, {found.num_keys} keys"
+                f"{rss / 2**20:.0f} MiB, {len(found.keys)} keys"
             )
 
 

@@ -38,7 +38,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
 
-NUM_EXAMPLES = 20  # of each operation, good ones and bad ones
+NUM_EXAMPLES = 10  # of each operation, good ones and bad ones
 CALL = {"model": MODEL, "prompt": "ab", "max_tokens": 8}
 CHECKS = [
     status_code_conformance,

@@ -33,22 +33,15 @@ def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
         assert "batchway | everything has ended" in stack.lines
 
 
-def test_what_it_prints_can_be_copied() -> None:
-    """The welcome holds the address, the model and no secret; every other line has a name."""
-    with running_stack() as stack:
+def test_what_it_prints_can_be_copied_and_operators_commands_find_it() -> None:
+    """The welcome holds the address, the model and no secret; every other line has a name. Without
+    REDIS_URL, commands take its Redis, its namespace and its gateway."""
+    with running_stack("--namespace=apart") as stack:
         url = stack.url
         curl = stack.wait_for("curl ")
         stack.wait_for("Ctrl-C ends it.")
         assert f"{url}/v1/chat/completions" in curl
         assert f'"model": "{MODEL}"' in curl
-        assert stack.end() == 0
-        names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
-        assert names == {"batchway", "callbacks", "gateway", "worker-1"}
-
-
-def test_operators_commands_find_it() -> None:
-    """Without REDIS_URL: its Redis, its namespace and its gateway."""
-    with running_stack("--namespace=apart") as stack:
         job_id = stack.complete().headers["x-job-id"]
         temp_dir = {"TMPDIR": str(stack.temp_dir)}
         listed = run_cli("jobs", "list", "--status", "succeeded", **temp_dir)
@@ -60,8 +53,9 @@ def test_operators_commands_find_it() -> None:
         assert "there is no worker nope; nothing was changed" in refused.stderr
         redis_url = stack.wait_for("| redis (of our own)").split()[-1]
         assert run_cli("keys", "list", "--redis-url", redis_url).returncode == 0
-        assert stack.complete().status_code == 200  # the worker was not told to go
         assert stack.end() == 0
+        names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
+        assert names == {"batchway", "callbacks", "gateway", "worker-1"}
 
 
 def test_a_key_is_asked_for_and_never_shown() -> None:
