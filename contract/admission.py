@@ -67,6 +67,7 @@ class Tenant:
     requests: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
     reserved: int = 0  # costs of unfinished jobs
+    stored_bytes: int = 0  # of its jobs that are kept
 
     def rates(self, submission: Submission, now_ms: int) -> list[int]:
         """{requests left, ms until all are there again, tokens left, ms}; zeros without limit."""
@@ -216,6 +217,8 @@ class Candidate:
     ahead: Ahead
     pool: Pool
     now_ms: int
+    stored_bytes: int  # of the job
+    all_stored_bytes: int  # of all jobs that are kept
 
     @property
     def wait_ms(self) -> int:
@@ -245,10 +248,15 @@ class Candidate:
             return Refusal(ErrorCode.UNKNOWN_LANE, " ".join(self.pool.lanes))
         if self.pool.num_live == 0 and self.submission.needs_worker:
             return Refusal(ErrorCode.NO_WORKERS)
+        if 0 < self.submission.max_stored_bytes < self.all_stored_bytes + self.stored_bytes:
+            return Refusal(ErrorCode.STORAGE_FULL)
         return self._tenant_refusal() or self._lane_refusal() or self._deadline_refusal()
 
     def _tenant_refusal(self) -> Refusal | None:
         limits = self.submission.limits
+        bound = self.submission.max_tenant_stored_bytes
+        if 0 < bound < self.tenant.stored_bytes + self.stored_bytes:
+            return self._over("stored_bytes", UNKNOWN_MS)
         for limit, meter, amount in (
             ("requests_per_min", self.tenant.requests, 1),
             ("tokens_per_min", self.tenant.tokens, self.cost),

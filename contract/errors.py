@@ -25,6 +25,7 @@ class ErrorCode(StrEnum):
     DEADLINE_INFEASIBLE = "deadline_infeasible"
     UNKNOWN_LANE = "unknown_lane"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    STORAGE_FULL = "storage_full"
     MEMORY_FULL = "memory_full"
     DISK_FULL = "disk_full"
     # failed after it was accepted

@@ -59,6 +59,7 @@ from contract.refusals import (
     idempotency_mismatch,
     refusal,
 )
+from contract.terms import stored_bytes
 
 MAX_RELEASES = 32
 SUSPECT = "suspect"
@@ -180,6 +181,7 @@ class Reference:
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
         candidate.tenant.charge(s, record.cost, self.now_ms)
+        candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
         return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
@@ -594,6 +596,8 @@ class Reference:
 
     def _forget(self, record: Record) -> None:
         del self.records[record.job.id]
+        tenant = self._tenants[record.job.tenant]
+        tenant.stored_bytes -= stored_bytes(record.job, record.submission)
         if record.job.stored_prompt is not None or record.result is not None:
             self.litter.add(record.job.id)
 
@@ -725,6 +729,8 @@ class Reference:
             ahead=Ahead.of(self._loads(model), pool, lane, own, tenants),
             pool=pool,
             now_ms=self.now_ms,
+            stored_bytes=stored_bytes(job, s),
+            all_stored_bytes=sum(t.stored_bytes for t in self._tenants.values()),
         )
 
     def _refused(self, job: Job, candidate: Candidate, refused: Refusal) -> JobRefused:

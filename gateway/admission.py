@@ -68,7 +68,9 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
     )
-    bound_tokens, bound_s = settings.bound_of(lane, await broker.known.max_memory_bytes())
+    memory_bytes = await broker.known.max_memory_bytes()
+    bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
+    max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
     num_output = params.n * params.max_tokens
     return job, Submission(
         max_output_tokens=num_output,
@@ -77,6 +79,8 @@ async def prepare(
         lane_bound_tokens=bound_tokens,
         lane_bound_s=bound_s,
         limits=terms.caller.limits,
+        max_stored_bytes=max_stored_bytes,
+        max_tenant_stored_bytes=max_tenant_stored_bytes,
         needs_worker=terms.needs_worker,
         cold_start_s=settings.cold_start_s,
         idempotency_key=terms.idempotency_key,

@@ -34,6 +34,7 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.UNKNOWN_LANE: 400,
     ErrorCode.NO_WORKERS: 503,
     ErrorCode.IDEMPOTENCY_MISMATCH: 422,
+    ErrorCode.STORAGE_FULL: 503,
     ErrorCode.MEMORY_FULL: 503,
     ErrorCode.DISK_FULL: 503,
     ErrorCode.PROMPT_TOO_LONG: 400,

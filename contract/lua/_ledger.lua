@@ -213,3 +213,24 @@ function ledger.settle(tag, job, status)
     learn_length(tag, job, '')
   end
 end
+
+-- Counts a new job's bytes with what is stored of its tenant, and of all (field ''). What is stored
+-- of each job is noted too: its record may expire before it is forgotten.
+function ledger.store(tag, job, bytes)
+  redis.call('HSET', tag .. ':stored:jobs', job.id, bytes)
+  for _, name in ipairs({job.tenant, ''}) do
+    redis.call('HINCRBY', tag .. ':stored:tenants', name, bytes)
+  end
+end
+
+-- A job is forgotten.
+function ledger.unstore(tag, id, tenant)
+  local bytes = redis.call('HGET', tag .. ':stored:jobs', id)
+  if not bytes then return end
+  redis.call('HDEL', tag .. ':stored:jobs', id)
+  for _, name in ipairs({tenant, ''}) do
+    if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then
+      redis.call('HDEL', tag .. ':stored:tenants', name)
+    end
+  end
+end

@@ -262,6 +262,13 @@ MUTANTS = [
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
     Mutant("a refund is kept", "math.max(0, used - refund)", "used"),
     Mutant("a reservation is never over", "'reserved', -job.cost)", "'reserved', 0)"),
+    Mutant("what is forgotten stays stored", "name, -bytes)", "name, 0)"),
+    Mutant(
+        "no tenant stores too much",
+        "terms.stored_bytes > terms.max_tenant_bytes then",
+        "false then",
+    ),
+    Mutant("storage is never full", "terms.stored_bytes > terms.max_bytes then", "false then"),
     Mutant("a meter does not leak", "math.max(0, now - at) * limit / 60000", "0"),
     Mutant("no tenant is too greedy", "tenant.reserved + cost > concurrent then", "false then"),
     Mutant(
