@@ -104,6 +104,13 @@ class UnknownJob(BatchwayError):
     """The tenant has no such job, or no longer: the two look the same."""
 
 
+class ModelUnreadable(BatchwayError):
+    """What a worker published of a model cannot be used; of other models it says nothing."""
+
+    def __init__(self, model: str, what: str = "tokenizer") -> None:
+        super().__init__(f"the {what} of the model {model!r} cannot be used")
+
+
 class TemplateRefused(Exception):
     """The chat template did not take these messages; the message is for the caller only."""
 
@@ -194,6 +201,9 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(503, code, message, _SOON_S)
         case UnknownJob():
             return not_found("this job", "job_not_found")
+        case ModelUnreadable():
+            message = f"{exc}, as its worker has published it: its operator must act"
+            return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)
     return internal_error()
 
 

@@ -1,8 +1,9 @@
 """Text to token ids: a model's tokenizer, as it came from Redis, behind its chat template."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from contract.jobs import TokenizerFiles
 from gateway.text_stream import TextStream
@@ -77,11 +78,22 @@ def _template_of(files: TokenizerFiles) -> "ChatTemplate | None":
     return ChatTemplate(files.chat_template, files.special_tokens)
 
 
+class _Decoder(msgspec.Struct):
+    type: str
+    decoders: "list[_Decoder]" = []
+
+
+class _Parts(msgspec.Struct):
+    """What is read of a tokenizer.json here: the rest, megabytes of it, is skipped."""
+
+    decoder: _Decoder | None = None
+
+
 def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
     """Bytes by their printable stand-ins (GPT-2's) where the tokenizer is byte-level, else {}."""
-    decoder = json.loads(tokenizer_json).get("decoder") or {}
-    kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", ()))}
-    if "ByteLevel" not in kinds:
+    decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
+    parts = [] if decoder is None else [decoder, *decoder.decoders]
+    if all(part.type != "ByteLevel" for part in parts):
         return {}
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
