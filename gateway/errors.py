@@ -115,6 +115,14 @@ class TemplateRefused(Exception):
     """The chat template did not take these messages; the message is for the caller only."""
 
 
+class TemplateFailed(BatchwayError):
+    """The process of the chat template did not survive this request, or could not start."""
+
+
+class TemplateBusy(BatchwayError):
+    """The chat template is kept busy by earlier requests."""
+
+
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param=param)
 
@@ -201,6 +209,11 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(503, code, message, _SOON_S)
         case UnknownJob():
             return not_found("this job", "job_not_found")
+        case TemplateFailed():
+            return ApiError(500, "template_failed", str(exc), headers=_NO_RETRY)
+        case TemplateBusy():
+            message = "the model's chat template is kept busy by other requests"
+            return _dropped(503, "template_busy", message, _SOON_S)
         case ModelUnreadable():
             message = f"{exc}, as its worker has published it: its operator must act"
             return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)

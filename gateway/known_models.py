@@ -48,6 +48,11 @@ class KnownModels:
         refused = {name for name, card in models.items() if card.tokenizer_sha256 in self._refused}
         return len(self._catalogue.unreadable | refused | self._spoiled)
 
+    async def aclose(self) -> None:
+        """Ends the processes of chat templates."""
+        for tokenizer in self._tokenizers.values():
+            await tokenizer.aclose()
+
     async def models(self) -> dict[str, ModelCard]:
         """The published models by name, at most a second old; that there is none is asked again.
         Those whose cards cannot be read are left out.
@@ -62,14 +67,16 @@ class KnownModels:
     async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
         """A model's tokenizer; kept by its hash. Raises ModelUnreadable."""
         sha256 = card.tokenizer_sha256
-        if sha256 not in self._tokenizers:
+        tokenizer = self._tokenizers.get(sha256)
+        if tokenizer is None:
             async with self._loading:
-                if sha256 not in self._tokenizers:
-                    self._tokenizers[sha256] = await self._load(card)
+                tokenizer = self._tokenizers.get(sha256) or await self._load(card)
+        self._tokenizers[sha256] = tokenizer
         self._tokenizers.move_to_end(sha256)
         while len(self._tokenizers) > MAX_TOKENIZERS:
-            self._tokenizers.popitem(last=False)
-        return self._tokenizers[sha256]
+            _, evicted = self._tokenizers.popitem(last=False)
+            await evicted.aclose()
+        return tokenizer
 
     async def _load(self, card: ModelCard) -> ModelTokenizer:
         """One that failed is not tried again for a while: callers could make a gateway do nothing
@@ -80,7 +87,7 @@ class KnownModels:
             raise ModelUnreadable(card.name)
         try:
             files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
-            tokenizer = await asyncio.to_thread(ModelTokenizer, files)
+            tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
         except (WireError, ValueError) as exc:
             if sha256 not in self._refused:
                 log.error("tokenizer refused: %s model=%s", exc, card.name)

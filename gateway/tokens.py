@@ -1,24 +1,22 @@
 """Text to token ids: a model's tokenizer, as it came from Redis, behind its chat template."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from contract.jobs import TokenizerFiles
+from gateway.template_process import TemplateProcess
 from gateway.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from gateway.chat_template import ChatTemplate
 
 
 class ModelTokenizer:
-    """One model's tokenizer. Safe to use from several threads; CPU work throughout.
+    """One model's tokenizer. Safe to use from several threads, all but `template`; CPU work
+    throughout.
 
-    Raises ValueError where the files are none that `tokenizers` or jinja2 can read.
+    Raises ValueError where the files are none that `tokenizers` can read.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
+    def __init__(self, model: str, files: TokenizerFiles) -> None:
         from tokenizers import Tokenizer  # functions start without it: most only read of jobs
 
         try:
@@ -27,23 +25,22 @@ class ModelTokenizer:
             raise ValueError("unreadable tokenizer") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = _template_of(files)
+        # None where the model has none.
+        self.template: TemplateProcess | None = None
+        if files.chat_template is not None:
+            self.template = TemplateProcess(model, files.chat_template, files.special_tokens)
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    async def aclose(self) -> None:
+        """Ends the process of the chat template, if there is one."""
+        if self.template is not None:
+            await self.template.aclose()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of messages, up to where the assistant's answer starts.
-
-        Raises TemplateRefused.
-        """
-        assert self._template is not None, "ask has_chat_template first"
-        # The template writes the special tokens itself.
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+    def encode_chat(self, text: str) -> list[int]:
+        """Of what the chat template has made: it writes the special tokens itself."""
+        return self._encode(text, add_special_tokens=False)
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
@@ -68,14 +65,6 @@ class ModelTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
-
-
-def _template_of(files: TokenizerFiles) -> "ChatTemplate | None":
-    if files.chat_template is None:
-        return None
-    from gateway.chat_template import ChatTemplate  # brings jinja2: functions start without it
-
-    return ChatTemplate(files.chat_template, files.special_tokens)
 
 
 class _Decoder(msgspec.Struct):

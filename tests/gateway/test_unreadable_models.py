@@ -22,7 +22,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
-from tests.gateway.test_metrics import page_of, summed
+from tests.telemetry.test_exactness import page_of, summed
 
 pytestmark = pytest.mark.anyio
 
