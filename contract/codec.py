@@ -8,7 +8,7 @@ import msgspec
 
 from contract.errors import WireError
 from contract.events import LogEntry, LogEvent
-from contract.jobs import Job, ModelCard, ObjectRef, TokenizerFiles
+from contract.jobs import MAX_TOKENIZER_BYTES, Job, ModelCard, ObjectRef, TokenizerFiles
 
 WIRE_VERSION = 1
 
@@ -89,22 +89,41 @@ def decode_card(raw: bytes) -> ModelCard:
     """Raises WireError."""
     try:
         return _card_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise WireError(f"unreadable model card: {type(exc).__name__}") from exc
 
 
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
-    """The compressed files and their key: the sha256 of what was compressed."""
+    """The key of a tokenizer, and what is stored under it: the files, compressed. The key is the
+    sha256 of the stored bytes, so that a reader checks it before it decompresses anything.
+
+    Raises ValueError where they are longer than a reader takes.
+    """
     raw = _encoder.encode(files)
-    return hashlib.sha256(raw).hexdigest(), zlib.compress(raw)
+    if len(raw) > MAX_TOKENIZER_BYTES:
+        raise ValueError(
+            f"tokenizer and chat template are {len(raw)} bytes; at most {MAX_TOKENIZER_BYTES} "
+            "are published"
+        )
+    packed = zlib.compress(raw)
+    return hashlib.sha256(packed).hexdigest(), packed
 
 
 def decode_tokenizer(sha256: str, packed: bytes) -> TokenizerFiles:
-    """Raises WireError, also where the content is not what its key says."""
+    """The files that are stored under a key. The hash protects against bytes that were damaged or
+    exchanged; against a worker that stores a matching hash of something malicious, the bound does:
+    no more than MAX_TOKENIZER_BYTES are decompressed.
+
+    Raises WireError.
+    """
+    if hashlib.sha256(packed).hexdigest() != sha256:
+        raise WireError(f"tokenizer {sha256[:12]} does not match its hash")
     try:
-        raw = zlib.decompress(packed)
-        if hashlib.sha256(raw).hexdigest() != sha256:
-            raise WireError(f"tokenizer {sha256[:12]} does not match its hash")
+        raw = zlib.decompressobj().decompress(packed, MAX_TOKENIZER_BYTES + 1)
+        if len(raw) > MAX_TOKENIZER_BYTES:
+            raise WireError(
+                f"tokenizer {sha256[:12]} is over {MAX_TOKENIZER_BYTES} bytes when decompressed"
+            )
         return _tokenizer_decoder.decode(raw)
-    except (zlib.error, msgspec.MsgspecError) as exc:
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise WireError(f"unreadable tokenizer {sha256[:12]}: {type(exc).__name__}") from exc

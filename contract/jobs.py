@@ -6,6 +6,7 @@ Knows nothing of HTTP, of Redis or of tensors. Everything here travels, so it is
 import hashlib
 import secrets
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -120,16 +121,27 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return len(self.prompt_ids) or (self.stored_prompt.num_tokens if self.stored_prompt else 0)
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a model to validate, render and tokenise for it."""
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
-    name: str
-    context_length: int  # prompt + output, in tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer_sha256: str  # key of the TokenizerFiles
-    created_s: int
-    lanes: tuple[str, ...] = DEFAULT_LANES  # that its workers serve, most urgent first
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know of a model to validate, render and tokenise for it. The bounds are
+    checked where a card is read: a worker may have written anything.
+    """
+
+    name: _Name
+    context_length: _Count  # prompt + output, in tokens
+    vocab_size: _Count
+    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)]
+    tokenizer_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # see encode_tokenizer
+    created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    # That its workers serve, most urgent first.
+    lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+
+
+MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles as msgpack, and of that compressed
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

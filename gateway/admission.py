@@ -105,33 +105,31 @@ async def _prompt_ids(
         _check_ids("prompt", body.prompt, card)
         return body.prompt
     param = "messages" if isinstance(body, ChatBody) else "prompt"
-    if isinstance(body, ChatBody) and not tokenizer.has_chat_template:
-        message = f"the model {card.name!r} has no chat template: use /v1/completions"
-        raise invalid_value(param, message)
-    try:
-        if _num_chars(body) <= _SMALL_CHARS:
-            prompt_ids = _encode(tokenizer, body)
-        else:
-            prompt_ids = await asyncio.to_thread(_encode, tokenizer, body)
-    except TemplateRefused as exc:
-        raise invalid_value(param, str(exc)) from None
+    if isinstance(body, ChatBody):
+        text, encode = await _rendered(tokenizer, card, body), tokenizer.encode_chat
+    else:
+        assert isinstance(body.prompt, str)
+        text, encode = body.prompt, tokenizer.encode_text
+    if len(text) <= _SMALL_CHARS:
+        prompt_ids = encode(text)
+    else:
+        prompt_ids = await asyncio.to_thread(encode, text)
     if not prompt_ids:
         raise invalid_value(param, f"{param} has no tokens")
     _check_ids(param, prompt_ids, card)
     return tuple(prompt_ids)
 
 
-def _encode(tokenizer: ModelTokenizer, body: CallBody) -> list[int]:
-    if isinstance(body, ChatBody):
-        return tokenizer.encode_chat([m.model_dump(exclude_none=True) for m in body.messages])
-    assert isinstance(body.prompt, str)
-    return tokenizer.encode_text(body.prompt)
-
-
-def _num_chars(body: CallBody) -> int:
-    if isinstance(body, ChatBody):
-        return sum(len(message.content) for message in body.messages)
-    return len(body.prompt)
+async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
+    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    if tokenizer.template is None:
+        message = f"the model {card.name!r} has no chat template: use /v1/completions"
+        raise invalid_value("messages", message)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    try:
+        return await tokenizer.template.render(messages)
+    except TemplateRefused as exc:
+        raise invalid_value("messages", str(exc)) from None
 
 
 def _check_ids(param: str, token_ids: "tuple[int, ...] | list[int]", card: ModelCard) -> None:

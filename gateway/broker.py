@@ -71,6 +71,7 @@ class Broker:
         self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
+        await self.known.aclose()
         await self._hints.aclose()
         await self._client.aclose()
 

@@ -105,8 +105,23 @@ class UnknownJob(BatchwayError):
     """The tenant has no such job, or no longer: the two look the same."""
 
 
+class ModelUnreadable(BatchwayError):
+    """What a worker published of a model cannot be used; of other models it says nothing."""
+
+    def __init__(self, model: str, what: str = "tokenizer") -> None:
+        super().__init__(f"the {what} of the model {model!r} cannot be used")
+
+
 class TemplateRefused(Exception):
     """The chat template did not take these messages; the message is for the caller only."""
+
+
+class TemplateFailed(BatchwayError):
+    """The process of the chat template did not survive this request, or could not start."""
+
+
+class TemplateBusy(BatchwayError):
+    """The chat template is kept busy by earlier requests."""
 
 
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
@@ -195,6 +210,14 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(503, code, message, _SOON_S)
         case UnknownJob():
             return not_found("this job", "job_not_found")
+        case TemplateFailed():
+            return ApiError(500, "template_failed", str(exc), headers=_NO_RETRY)
+        case TemplateBusy():
+            message = "the model's chat template is kept busy by other requests"
+            return _dropped(503, "template_busy", message, _SOON_S)
+        case ModelUnreadable():
+            message = f"{exc}, as its worker has published it: its operator must act"
+            return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)
     return internal_error()
 
 

@@ -64,7 +64,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=_GATEWAY_FUNCTIONS,
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} srandmember",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
             keeps=f"{_JOB_KEYS} dead idem memory object_store promised",
             reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS} deliveries",
             channels="ev wake ctl",
@@ -111,7 +111,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} drain",
-            commands=f"{_CONNECTION} {_JOB_COMMANDS} lrange",
+            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
             keeps=f"{_JOB_KEYS} dead idem memory promised worker {_API_KEYS}",
             reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
             channels="ev wake ctl",
