@@ -166,7 +166,7 @@ class ApiKeys:
         fields: dict[Any, Any] = {"record": msgspec.msgpack.encode(stored)}
         if lifetime_s is not None:
             fields["expires"] = created_ms + int(lifetime_s * 1000)
-        with broker_errors():
+        with broker_errors(self._client, "HSET or SADD"):
             async with self._client.pipeline(transaction=True) as transaction:
                 transaction.hset(self._keys.api_key(prefix), mapping=fields)
                 transaction.sadd(self._keys.api_keys, prefix)

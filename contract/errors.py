@@ -4,6 +4,7 @@ BatchwayError
 ├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
 │   ├── BrokerUnfit     it answers; it may not hold jobs, as it is configured
 │   └── BrokerFull      it answers; its memory or its disk is full; carries an ErrorCode
+├── CommandDenied       its rules deny this part a command: repeats do not help
 ├── WireError           bytes in Redis that this version cannot read
 └── JobRefused          a job that is not accepted; carries an ErrorCode
 """
@@ -56,6 +57,13 @@ class BrokerFull(BrokerUnavailable):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class CommandDenied(BatchwayError):
+    """The access rules of Redis deny its user a command that this part needs. No kind of
+    BrokerUnavailable: whoever rides out an absence of Redis must not ride this out. The message
+    names the user and the command.
+    """
 
 
 class WireError(BatchwayError):

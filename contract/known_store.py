@@ -3,7 +3,6 @@
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError
 
 from contract.connection import broker_errors
 from contract.keys import Keys
@@ -12,14 +11,11 @@ from contract.keys import Keys
 async def known_store(client: redis.asyncio.Redis, keys: Keys, own: str) -> str:
     """The store of the namespace, which is `own` where none was known; '': no store at all.
 
-    Raises BrokerUnavailable. Where the key may not be touched, whoever deploys answers for it.
+    Raises BrokerUnavailable, CommandDenied.
     """
-    try:
-        with broker_errors():
-            raw: Any = await client.hget(keys.object_store, "name")
-            if raw is None and own:
-                await client.hsetnx(keys.object_store, "name", own)
-                raw = await client.hget(keys.object_store, "name")
-    except NoPermissionError:
-        return own
+    with broker_errors():
+        raw: Any = await client.hget(keys.object_store, "name")
+        if raw is None and own:
+            await client.hsetnx(keys.object_store, "name", own)
+            raw = await client.hget(keys.object_store, "name")
     return own if raw is None else str(raw.decode())

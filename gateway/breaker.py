@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied
 
 
 class Breaker:
@@ -30,7 +30,7 @@ class Breaker:
         is_probe = self._is_probing = self._open_until_s is not None
         try:
             yield
-        except (BrokerFull, BrokerUnfit):
+        except (BrokerFull, BrokerUnfit, CommandDenied):
             self._open_until_s = None  # it answers
             raise
         except BrokerUnavailable:

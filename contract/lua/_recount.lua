@@ -42,7 +42,8 @@ end
 -- Adds shares to the sums so many times: {sum, value, …}. A sum is named after its key and field.
 function recount.add(tag, shares, times)
   for i = 1, #shares, 2 do
-    redis.call('HINCRBY', tag .. ':recount:sums', shares[i], times * shares[i + 1])
+    -- + 0 makes a negative zero a plain one, which Redis 7.0 would refuse as no integer.
+    redis.call('HINCRBY', tag .. ':recount:sums', shares[i], times * shares[i + 1] + 0)
   end
 end
 
