@@ -10,7 +10,10 @@ BatchwayError
 """
 
 from enum import StrEnum
+from types import TracebackType
 from typing import TYPE_CHECKING
+
+from redis.exceptions import ResponseError
 
 if TYPE_CHECKING:
     from contract.calls import RateLimits
@@ -67,7 +70,41 @@ class CommandDenied(BatchwayError):
 
 
 class WireError(BatchwayError):
-    """A record in Redis that this version cannot read."""
+    """A record in Redis that this version cannot read. The message quotes nothing of it."""
+
+
+class wire_errors:
+    """Turns what a decoder raises for bytes that it cannot read into WireError, and what Redis says
+    of a key that holds another type; `what` names the kind of record. The error's cause is dropped,
+    since it may quote the bytes.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        is_wrong_type = isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc)
+        if is_wrong_type or isinstance(exc, _UNREADABLE):
+            raise WireError(f"unreadable {self._what}: {type(exc).__name__}") from None
+
+
+# What msgspec, json, int() and bytes.decode() raise are ValueErrors; records that lack a field, or
+# have one of another type, give the others.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def unreadable(function: str, exc: Exception) -> WireError:
+    """The error for a function that fails on what a key holds."""
+    kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
+    return WireError(f"function {function}: a key holds {kind} than the functions write")
 
 
 class JobRefused(BatchwayError):

@@ -17,7 +17,7 @@ from contract.callback_state import CallbackState, callback_state
 from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
-from contract.errors import BrokerUnavailable, JobRefused
+from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
@@ -278,7 +278,7 @@ class Broker:
         self._swept_s = now_s
         try:
             await self._call(self._functions.sweep)
-        except BrokerUnavailable as exc:
+        except (BrokerUnavailable, CommandDenied, WireError) as exc:
             log.info("no sweep: %s", exc)
 
     async def attend(self) -> None:
@@ -286,7 +286,7 @@ class Broker:
         while True:
             await asyncio.sleep(self._settings.attendance_s / 3)
             if self._followed:
-                with contextlib.suppress(BrokerUnavailable):
+                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                     await self._call(lambda: self._functions.attend(list(self._followed)))
 
     @contextlib.asynccontextmanager

@@ -168,7 +168,7 @@ class Hints:
             return
         try:
             entry = decode_hint(raw)
-        except (WireError, ValueError):
+        except WireError:
             for mailbox in mailboxes:
                 mailbox.mark_gap()
             return

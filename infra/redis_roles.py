@@ -83,9 +83,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway callbacks: the relay, and RQ with keys of its own",
             functions="outbox_take outbox_start outbox_done read",
             commands=f"{_CONNECTION} blmove blpop brpop del exists expire get hdel hexists hget "
-            "hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos lrange lrem persist "
-            "pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim zadd "
-            "zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
+            "hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos lrange lrem "
+            "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
+            "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="due deliveries flying out outbox dead object_store",
             reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
             other_keys="rq:*",

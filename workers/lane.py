@@ -216,7 +216,7 @@ class Lane:
             if channel == wake_channel:
                 wake.set()
             else:
-                control.put_nowait(data.decode())
+                control.put_nowait(data.decode(errors="replace"))
 
         # When a subscription begins, jobs may have come since the last.
         subscription = Subscription(new_connection(client), hear, lambda _: wake.set())

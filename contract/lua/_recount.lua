@@ -106,10 +106,9 @@ local function count_some(tag, now, limit, sums, found)
   end
   for i = 1, #rows, 2 do
     local id, job = rows[i], load_job(tag, rows[i])
-    local is_whole = job and job.tenant and job.model and job.lane and job.stream and job.entry
-    if not is_whole or TERMINAL[job.state] then
+    if not job or TERMINAL[job.state] then
       redis.call('ZREM', deadlines, id)
-      if job and not is_whole then forget(tag, id, job.tenant or '', job.has_objects, '') end
+      if not job then forget_half(tag, id) end
       corrected(found, 'list', 'deadlines', id, rows[i + 1], nil)
       place = nil
     elseif job.deadline ~= tonumber(rows[i + 1]) then

@@ -135,8 +135,12 @@ class ThreadedWorker(BaseWorker):
     def execute_job(self, job: Job, queue: Any) -> None:
         """Hands a job to a free thread, for which it waits."""
         self._free.acquire()
-        execution = self.prepare_execution(job)
-        self._pool.submit(self._perform, job, queue, execution)
+        try:
+            execution = self.prepare_execution(job)
+            self._pool.submit(self._perform, job, queue, execution)
+        except BaseException:
+            self._free.release()
+            raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
         """RQ's, with our one function in the place of the job's own."""
@@ -153,7 +157,7 @@ class ThreadedWorker(BaseWorker):
         try:
             self.perform_job(job, queue, execution)
         except NoPermissionError as exc:
-            log.error("%s", denied(self._client, "a command of RQ's worker", exc))
+            log.error("%s", denied(self.connection, "a command of RQ's worker", exc))
         except Exception as exc:  # RQ's book-keeping, where Redis has gone
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
