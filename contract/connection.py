@@ -153,8 +153,8 @@ def denied(
     what = "a channel of " if "channel" in text else "a key of " if " key" in text else ""
     inside = "" if isinstance(exc, NoPermissionError) else " (a command inside it)"
     return CommandDenied(
-        f"Redis denies its user {user!r} {what}{command}{inside}: give that user the rules that "
-        "`batchway redis-roles` prints"
+        f"Redis denies its user {user!r} {what}{command}{inside}; `batchway redis-roles` prints "
+        "the rules that each part needs"
     )
 
 

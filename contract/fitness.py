@@ -47,7 +47,7 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
         with broker_errors():
             said: Any = await client.config_get("aof-load-truncated")
     except (CommandDenied, ResponseError) as exc:
-        log.info("aof-load-truncated is not known: %s", exc)
+        log.info("aof-load-truncated is not known: CONFIG GET said %s", type(exc).__name__)
         return False
     return bool(said["aof-load-truncated"] == "no")
 

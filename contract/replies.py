@@ -119,9 +119,14 @@ def swept(reply: list[Any]) -> Swept:
         Correction(*(part.decode(errors="replace") for part in row)) for row in rows
     )
     for it in corrections:
-        words = (it.kind, it.key, it.field, it.held, it.holds)
+        words = (it.kind, *(_shown(word) for word in (it.key, it.field, it.held, it.holds)))
         log.error("corrected %s key=%s field=%s held=%s holds=%s", *words)
     return Swept(lapsed, expired, unattended, forgotten, corrections)
+
+
+def _shown(word: str) -> str:
+    """A word of a correction, as a log may have it: whoever broke a list may have written it."""
+    return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
 def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:

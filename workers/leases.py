@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 
 from contract.calls import WorkerCapacity, WorkerState
-from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, WireError
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from workers.drain import Drain
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
@@ -135,7 +135,7 @@ class LeaseKeeper:
                 complaint.clear()
             except BrokerUnavailable:
                 pass
-            except WireError as exc:
+            except (WireError, CommandDenied) as exc:
                 complaint.note(exc)
             await asyncio.sleep(_SWEEP_S)
 

@@ -10,7 +10,7 @@ import logging
 from typing import Literal
 
 from contract.calls import Append, Release, Verdict
-from contract.errors import BrokerUnavailable, ErrorCode, WireError
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.jobs import JobStatus
 from workers.held_job import HeldJob
 from workers.holding import Holding
@@ -94,7 +94,7 @@ class Publisher:
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            except WireError as exc:
+            except (WireError, CommandDenied) as exc:
                 await self._publish_alone(jobs, items, generation, exc)
                 return
             for job, item, (verdict, number) in zip(jobs, items, verdicts, strict=True):
@@ -105,7 +105,7 @@ class Publisher:
             return
 
     async def _publish_alone(
-        self, jobs: list[HeldJob], items: list[Append], generation: int, exc: WireError
+        self, jobs: list[HeldJob], items: list[Append], generation: int, exc: Exception
     ) -> None:
         """Finds the job whose keys hold what append cannot work with; drops it, so that its lease
         lapses."""
@@ -130,7 +130,9 @@ class Publisher:
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            with contextlib.suppress(BrokerUnavailable, WireError):  # its lease will lapse
+            with contextlib.suppress(
+                BrokerUnavailable, WireError, CommandDenied
+            ):  # its lease will lapse
                 await self._lane.release([_give_back(job, verdict)])
         self._holding.drop(job)
 

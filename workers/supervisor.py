@@ -150,7 +150,7 @@ class Supervisor:
             except BrokerUnavailable:
                 has_lost_reply = True  # it may have handed us jobs all the same
                 await asyncio.sleep(_RETRY_S)
-            except WireError as exc:
+            except (WireError, CommandDenied) as exc:
                 complaint.note(exc)
                 await asyncio.sleep(_POLL_S)
         self._claims_over.set()

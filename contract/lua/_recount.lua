@@ -24,6 +24,7 @@
 -- come where several jobs have the very same deadline, and where Redis keeps a small set or hash, of up
 -- to 128 members, as one piece.
 
+local COUNTED = {counters = true, line = true, tenant = true}
 local RECOUNT_JOBS = 50  -- that a sweep takes
 local RECOUNT_GAP_MS = 1000  -- between two sweeps that recount, whoever calls them
 local ALL = '9007199254740992'  -- 2^53, a place behind every deadline
@@ -125,7 +126,12 @@ end
 
 -- Holds a counter against its sum.
 local function compare(tag, name, sum, found)
-  local key, field = string.match(name, '^(.*) (%S+)$')
+  local key, field = string.match(name, '^(%a+:[^:]*.*) (%S+)$')
+  if not key or not COUNTED[string.match(key, '^%a+')]
+    or string.find(key, '^line:') and not string.find(key, '^line:[^:]*:[^:]*:') then
+    redis.call('HDEL', tag .. ':recount:sums', name)  -- no function has written this
+    return
+  end
   local kind, held = string.match(key, '^%a+'), redis.call('HGET', tag .. ':' .. key, field)
   if kind == 'tenant' then redis.call('ZADD', tag .. ':recount:lists', 'NX', 0, string.sub(key, 8)) end
   if tonumber(held or 0) ~= sum then

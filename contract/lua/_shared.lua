@@ -72,7 +72,8 @@ local function whole_number(text)
   if number and number >= -2 ^ 53 and number <= 2 ^ 53 then return math.floor(number) end
 end
 
--- The mutable part of a job's record, or nil; also where it lacks a word that each record has. `packed` is how far it is by its worker, where that
+-- The mutable part of a job's record, or nil; also where it lacks a word that each record has,
+-- or names a stream that is no queue. `packed` is how far it is by its worker, where that
 -- was read before; false: the worker has noted nothing.
 local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
@@ -83,6 +84,7 @@ local function load_job(tag, id, packed)
   for _, name in ipairs(WORDS) do
     if not job[name] then return nil end
   end
+  if not string.find(job.stream, '^q:') and not string.find(job.stream, '^back:') then return nil end
   for _, name in ipairs(NUMBERS) do job[name] = whole_number(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
   local progress = running.progress(tag, job.owner, id, packed)
@@ -216,7 +218,7 @@ local function forget(tag, id, tenant, has_objects, entry)
   if has_objects then redis.call('SADD', tag .. ':litter', id) end
 end
 
--- Forgets a job whose record lacks a word that each record has: no function could do anything with it.
+-- Forgets a job whose record load_job cannot read: no function could do anything with it.
 local function forget_half(tag, id)
   local record = redis.call('HMGET', tag .. ':job:' .. id, 'tenant', 'has_objects')
   forget(tag, id, record[1] or '', record[2] == '1', '')
