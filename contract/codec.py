@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from contract.errors import WireError
+from contract.errors import WireError, wire_errors
 from contract.events import LogEntry, LogEvent
 from contract.jobs import MAX_TOKENIZER_BYTES, Job, ModelCard, ObjectRef, TokenizerFiles
 
@@ -27,10 +27,8 @@ def encode_job(job: Job) -> bytes:
 
 def decode_job(raw: bytes) -> Job:
     """Raises WireError."""
-    try:
+    with wire_errors("job record"):
         return _job_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable job record: {type(exc).__name__}") from exc
 
 
 def encode_ref(ref: ObjectRef) -> bytes:
@@ -39,10 +37,8 @@ def encode_ref(ref: ObjectRef) -> bytes:
 
 def decode_ref(raw: bytes) -> ObjectRef:
     """Raises WireError."""
-    try:
+    with wire_errors("object reference"):
         return _ref_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable object reference: {type(exc).__name__}") from exc
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
@@ -52,10 +48,8 @@ def encode_metadata(metadata: Mapping[str, str]) -> bytes:
 
 def decode_metadata(raw: bytes) -> dict[str, str]:
     """Raises WireError."""
-    try:
+    with wire_errors("metadata"):
         return _metadata_decoder.decode(raw) if raw else {}
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable metadata: {type(exc).__name__}") from exc
 
 
 def encode_terms(terms: Mapping[str, str | int | float]) -> bytes:
@@ -69,16 +63,15 @@ def encode_event(event: LogEvent) -> bytes:
 
 def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
     """Raises WireError."""
-    try:
+    with wire_errors("log event"):
         return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable log event {number}: {type(exc).__name__}") from exc
 
 
 def decode_hint(raw: bytes) -> LogEntry:
     """A message of an events channel, `<number> <hash> <event>`. Raises WireError."""
-    number, hash_, event = raw.split(b" ", 2)
-    return decode_entry(int(number), hash_, event)
+    with wire_errors("hint"):
+        number, hash_, event = raw.split(b" ", 2)
+        return decode_entry(int(number), hash_, event)
 
 
 def encode_card(card: ModelCard) -> bytes:

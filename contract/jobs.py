@@ -49,10 +49,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
     `default_seed(job_id)`. `logprobs` is None (none), 0 (of the chosen token) or the number of
-    most likely tokens reported beside it.
+    most likely tokens reported beside it. Bounds are checked where a record is read: those of what
+    a worker makes memory for before its engine checks the rest.
     """
 
-    max_tokens: int
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     seed: int
     min_tokens: int = 0
     temperature: float = 1.0
@@ -63,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    n: int = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -16,6 +16,7 @@ from contract.errors import (
     BrokerFull,
     BrokerUnavailable,
     BrokerUnfit,
+    CommandDenied,
     ErrorCode,
     JobRefused,
 )
@@ -197,6 +198,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return error
         case BrokerUnfit():
             return broker_unfit(exc)
+        case CommandDenied():  # what is denied is said in the log
+            return broker_unfit(BrokerUnfit("Redis denies this gateway a command that it needs"))
         case BrokerFull():
             return broker_full(exc)
         case BrokerUnavailable():

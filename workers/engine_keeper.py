@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from contract import tasks
 from contract.calls import Blame, Release
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
@@ -92,7 +92,9 @@ class EngineKeeper:
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
                 raise EngineRefused("the engine process ends before it is ready: see above")
-            with contextlib.suppress(BrokerUnavailable):  # their leases will lapse
+            with contextlib.suppress(
+                BrokerUnavailable, CommandDenied, WireError
+            ):  # their leases will lapse
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 

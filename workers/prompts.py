@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from contract import tasks
 from contract.calls import Claimed, Release
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.jobs import StoredPrompt
 from payloads.prompts import decode_prompt
 from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
@@ -73,6 +73,12 @@ class PromptFetcher:
             await self._give_back(place)
         except BrokerUnavailable:
             self._holding.drop(place)  # its lease will lapse
+        except (CommandDenied, WireError) as exc:
+            log.error("job dropped: %s job_id=%s", exc, job.id)
+            self._holding.drop(place)
+        except Exception as exc:  # its record or its prompt says what cannot be run
+            log.error("not started: failed job_id=%s error=%s", job.id, type(exc).__name__)
+            self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
 
     async def _prompt_ids(self, prompt: StoredPrompt) -> tuple[int, ...]:
         """Raises PayloadError."""

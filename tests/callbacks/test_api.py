@@ -28,6 +28,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"url": "http://example.com/"}, "url", "invalid_value"),
     ({"url": "https://10.0.0.1/"}, "url", "invalid_value"),
     ({"url": "https://u:p@example.com/"}, "url", "invalid_value"),
+    ({"url": "http\u017f://a.b/", "secret": SECRET}, "url", "invalid_value"),
+    ({"url": "https://a\u212a.example/", "secret": SECRET}, "url", "invalid_value"),
     ({"url": URL}, "secret", "missing_required_parameter"),
     ({"url": URL, "secret": "hush"}, "secret", "invalid_value"),
     ({"sqs": "https://sqs.example/q"}, "sqs", "invalid_value"),
