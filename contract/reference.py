@@ -719,7 +719,7 @@ class Reference:
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
-            num_choices=job.params.n,
+            num_choices=job.num_choices,
             tenant=self._tenants.setdefault(tenant, Tenant()),
             line_tokens=own[1],
             ahead=Ahead.of(self._loads(model), pool, lane, own, tenants),
