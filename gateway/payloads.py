@@ -49,9 +49,7 @@ class Payloads:
         """The job with its prompt."""
         if job.stored_prompt is None or any(job.prompts):
             return job
-        return with_prompts(
-            job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref)
-        )
+        return with_prompts(job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref))
 
     async def joined(
         self, view: JobView, after: int, max_events: int, entries: Sequence[LogEntry]

@@ -152,7 +152,7 @@ class HeldJob:
     @property
     def has_news(self) -> bool:
         """Whether there is an event to take."""
-        for scores in self._scores:  # noqa: SIM110 - as in is_complete
+        for scores in self._scores:
             if scores.new:
                 return True
         for choice in self._choices:

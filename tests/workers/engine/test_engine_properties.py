@@ -28,9 +28,7 @@ workloads = st.lists(st.tuples(all_prompts(), all_params()), min_size=1, max_siz
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-def request_of(
-    job_id: str, prompts: Prompts, params: SamplingParams, epoch: int = 1
-) -> Request:
+def request_of(job_id: str, prompts: Prompts, params: SamplingParams, epoch: int = 1) -> Request:
     num = params.n * len(prompts)
     return Request(job_id, epoch, "t", "lane", prompts, params, ((),) * num, (False,) * num)
 
