@@ -167,8 +167,8 @@ class CompletionBody(_SamplingBody):
 
     prompt: Annotated[
         tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
-        BeforeValidator(_prompts),
         FailFast(),
+        BeforeValidator(_prompts),
         PROMPT_SCHEMA,
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
