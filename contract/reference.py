@@ -668,12 +668,13 @@ class Reference:
     def _next_in_lane(
         self, model: str, lane: str, room: int, skipped: list[Record]
     ) -> tuple[Record | None, bool]:
-        """Given back first, then by tenant; True where nothing may go before one that waits."""
+        """Given back first, then by tenant; True where nothing may go before one that waits. There
+        must be room for one of its choices."""
         for queue in (BACK, *self._turns_in(model, lane).order()):
             waiting = self._queues.get((model, lane, queue), [])
             for num_skipped, job_id in enumerate(waiting, start=1):
                 record = self.records[job_id]
-                if record.cost <= room:
+                if record.cost / record.job.num_choices <= room:
                     return record, False
                 if record.passed >= self._max_passed:
                     return None, True

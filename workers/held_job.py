@@ -102,6 +102,11 @@ class HeldJob:
         return max(self._cost_tokens, self.job.num_prompt_tokens + self.num_output_tokens)
 
     @property
+    def held_tokens(self) -> int:
+        """Of its cost, what the choices that have not ended account for: each for as much."""
+        return self.cost_tokens * self.num_open // len(self._choices)
+
+    @property
     def num_drained(self) -> int:
         """Of its cost: all at its end; before, the prompt with the first output."""
         if self.is_complete:

@@ -13,8 +13,8 @@ local function last_delivered(key)
   end
 end
 
--- The first waiting job of a stream with room for it: {key, entry, id, cost, choices, is_first}, or
--- nil.
+-- The first waiting job of a stream with room for one of its choices, for the others can wait in the
+-- engine: {key, entry, id, cost, choices, is_first}, or nil.
 -- Those that do not fit go into `skipped`; the second result is true where one of them has been
 -- passed over too often, so that nothing may go before it.
 local function find_fit(tag, key, room, skipped)
@@ -24,13 +24,14 @@ local function find_fit(tag, key, room, skipped)
   for _, entry in ipairs(entries) do
     local id, cost = entry[2][2], tonumber(entry[2][4])
     local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices')
+    local choices = tonumber(job[4]) or 1
     local is_here = job[1] and job[2] == entry[1]
     if not is_here then
       redis.call('XACK', key, GROUP, entry[1])
       redis.call('XDEL', key, entry[1])
-    elseif job[1] == 'queued' and cost <= room then
-      return {key = key, entry = entry[1], id = id, cost = cost,
-        choices = tonumber(job[4]) or 1, is_first = num_skipped == 0}
+    elseif job[1] == 'queued' and cost / choices <= room then
+      return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+        is_first = num_skipped == 0}
     elseif job[1] == 'queued' then
       if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
       table.insert(skipped, id)

@@ -9,7 +9,8 @@
 --       6 '1' where the worker holds nothing  7 version of its configuration
 --       8… lanes, most urgent first: name, `<minimum share of the tokens handed out>`, or
 --          `<share> <places> <tokens> <owed>`: one of its jobs is handed out only while the call has
---          filled less than so many places, and fits into so many tokens, of all lanes together;
+--          filled less than so many places, and one choice of it fits into so many tokens, of all
+--          lanes together;
 --          the lane goes first, where it is owed its share, only while the call has filled less
 --          than `owed` places by it. Each choice of a job fills a place.
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,

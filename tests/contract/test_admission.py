@@ -232,6 +232,16 @@ async def test_a_claim_fills_a_place_for_each_choice(functions: Functions) -> No
     assert sizes == [[4, 8], [1]]
 
 
+async def test_a_job_fits_where_one_of_its_choices_does(functions: Functions) -> None:
+    """A list larger than any worker waits for none to be empty, and is passed over by nobody."""
+    large, small = with_choices(8, 1), with_choices(1, 1)
+    await functions.submit(large, make_submission(max_output_tokens=80))
+    await functions.submit(small, make_submission())
+    assert await claim(functions, max_tokens=12) == []
+    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [large.id]
+    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [small.id]
+
+
 async def test_output_is_foreseen_for_each_choice(functions: Functions) -> None:
     """After jobs whose four choices had two tokens each, two are expected of one choice, and six
     of three prompts, up to the cap."""

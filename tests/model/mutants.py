@@ -257,6 +257,7 @@ MUTANTS = [
         "if lane.taken",
     ),
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
+    Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
     Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", ""),
     Mutant("every lane has the room of the first", "room = tonumber(tokens) or", "room ="),
