@@ -32,8 +32,6 @@ from tests.contract.submitter import COST, hammer
 
 pytestmark = pytest.mark.anyio
 
-SUCCEEDED = JobStatus.SUCCEEDED
-
 NUM_TASKS, NUM_PROCESSES, NUM_TRIES, QUOTA_JOBS = 25, 2, 8, 137
 
 
@@ -249,7 +247,8 @@ async def test_output_is_foreseen_for_each_choice(functions: Functions) -> None:
         job = with_choices(2, 2)
         await functions.submit(job, make_submission(max_output_tokens=40))
         await claim(functions)
-        await append(functions, "w1", Append(job.id, 1, 1, tokens(0, *range(8)), 8, SUCCEEDED))
+        said = tokens(0, *range(8))
+        await append(functions, "w1", Append(job.id, 1, 1, said, 8, JobStatus.SUCCEEDED))
     quotes = [
         await functions.quote(with_choices(num_prompts, 1), make_submission(max_output_tokens=cap))
         for num_prompts, cap in ((1, 10), (3, 30), (3, 5))
