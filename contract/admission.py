@@ -24,26 +24,27 @@ UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two hea
 
 @dataclass(slots=True)
 class Lengths:
-    """What is known of output lengths: nine in ten stay below the estimate, nearly."""
+    """What is known of the lengths of choices: nine in ten stay below the estimate, nearly."""
 
     estimate: float = 0.0
     num_seen: int = 0
 
-    def learn(self, num_tokens: int) -> None:
+    def learn(self, num_tokens: int, num_choices: int = 1) -> None:
         """A fifth of the way up to a longer output, a fiftieth down to a shorter one."""
-        gap = num_tokens - self.estimate
+        length = num_tokens / num_choices
+        gap = length - self.estimate
         step = gap * (0.2 if gap > 0 else 0.02)
-        self.estimate = float(num_tokens) if self.num_seen == 0 else self.estimate + step
+        self.estimate = length if self.num_seen == 0 else self.estimate + step
         self.num_seen += 1
 
 
 def predicted_output(
-    known: Sequence[Lengths], max_tokens: int, min_lengths: int = MIN_LENGTHS
+    known: Sequence[Lengths], max_tokens: int, num_choices: int, min_lengths: int = MIN_LENGTHS
 ) -> int:
     """The output to expect: by the first of those known that has seen enough, else the cap."""
     for lengths in known:
         if lengths.num_seen >= min_lengths:
-            return max(1, min(max_tokens, math.ceil(lengths.estimate)))
+            return max(1, min(max_tokens, math.ceil(lengths.estimate * num_choices)))
     return max_tokens
 
 

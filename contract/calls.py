@@ -130,7 +130,8 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
 class LaneRoom(msgspec.Struct, frozen=True):
     """What a worker could start of a lane: its next job comes only while all that was claimed
-    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share."""
+    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share.
+    A job counts as many as it has choices."""
 
     max_jobs: int
     max_tokens: int

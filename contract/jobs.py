@@ -49,8 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
     `default_seed(job_id)`. `logprobs` is None (none), 0 (of the chosen token) or the number of
-    most likely tokens reported beside it. Bounds are checked where a record is read: those of what
-    a worker makes memory for before its engine checks the rest.
+    most likely tokens reported beside it. Of a job with several prompts they hold for each prompt.
+    Bounds are checked where a record is read: those of what a worker makes memory for before its
+    engine checks the rest.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -70,6 +71,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
+    varies_seed: bool = False  # the caller gave no seed: each of several prompts has its own
+
+    def of_prompt(self, number: int) -> "SamplingParams":
+        """Those of one prompt of several. With the caller's seed they are what the prompt has
+        alone; without one, equal prompts must not all get the same answer.
+        """
+        if number == 0 or not self.varies_seed:
+            return self
+        return msgspec.structs.replace(self, seed=default_seed(f"{self.seed}/{number}"))
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
@@ -85,10 +95,11 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that lies in the object store."""
+    """A prompt, or all prompts of a job, in the object store."""
 
     ref: ObjectRef
     num_tokens: int
+    num_prompts: int = 1
 
 
 class TraceContext(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +111,10 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is immutable of a job; what changes lies beside it in the job's record."""
+    """What is immutable of a job; what changes lies beside it in the job's record.
+
+    Choice j of prompt i has the index i * n + j among all choices of the job.
+    """
 
     id: str
     tenant: str
@@ -115,11 +129,30 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
     prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
     trace: TraceContext | None = None
-    stored_prompt: StoredPrompt | None = None  # then `prompt_ids` is empty until it is fetched
+    stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
+    prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each; they are empty where they must be fetched first."""
+        return self.prompt_list or (self.prompt_ids,) * self.num_prompts
+
+    @property
+    def num_prompts(self) -> int:
+        stored = self.stored_prompt
+        return len(self.prompt_list) or (stored.num_prompts if stored else 1)
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return self.params.n * self.num_prompts
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids) or (self.stored_prompt.num_tokens if self.stored_prompt else 0)
+        """Of all prompts."""
+        return sum(map(len, self.prompts)) or (
+            self.stored_prompt.num_tokens if self.stored_prompt else 0
+        )
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]

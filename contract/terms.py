@@ -32,7 +32,7 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     terms: dict[str, str | int | float] = {
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
-        "choices": job.params.n,
+        "choices": job.num_choices,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
         "max_attempts": s.max_attempts,

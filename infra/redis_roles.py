@@ -34,7 +34,8 @@ _READ_COMMANDS = (
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
-    "lengths line litter log out outbox own poison q quarantine recount run runid stored tenant totals"
+    "lengths line litter log out outbox own poison q quarantine recount run runid stored tenant "
+    "totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone

@@ -8,6 +8,7 @@ given back.
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -207,7 +208,7 @@ class EngineKeeper:
 
 def _about(job: HeldJob) -> str:
     """What may be kept of a job that killed an engine: sizes and a hash, never its text."""
-    prompt_ids = job.job.prompt_ids
+    prompt_ids = list(itertools.chain.from_iterable(job.job.prompts))
     return json.dumps(
         {
             "prompt_sha256": hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest(),
@@ -215,6 +216,7 @@ def _about(job: HeldJob) -> str:
             "output_tokens": job.num_output_tokens,
             "max_tokens": job.job.params.max_tokens,
             "n": job.job.params.n,
+            "num_prompts": job.job.num_prompts,
             "model": job.job.model,
             "lane": job.job.lane,
             "tenant": job.job.tenant,

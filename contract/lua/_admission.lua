@@ -161,7 +161,7 @@ end
 -- `promised` is then the time from which the next of its line may come.
 function admission.weigh(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
-  local output = ledger.predicted_output(tag, job, terms.max_tokens)
+  local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})

@@ -147,7 +147,7 @@ function ledger.line_up(tag, job, record)
   end
 end
 
--- What is known of output lengths, and of how many outputs.
+-- What is known of the lengths of choices, and of how many jobs.
 local function lengths(tag, model, lane, tenant)
   local known = redis.call('GET', tag .. ':lengths:' .. model .. ':' .. lane .. ':' .. tenant)
   local estimate, seen = string.match(known or '', '^(%S+) (%d+)$')
@@ -155,11 +155,11 @@ local function lengths(tag, model, lane, tenant)
 end
 
 -- The output tokens to expect of a job: what nine outputs in ten of its tenant stay below, or of
--- its lane; the cap where too few were seen.
-function ledger.predicted_output(tag, job, max_tokens)
+-- its lane, for each of its choices; the cap where too few were seen.
+function ledger.predicted_output(tag, job, max_tokens, choices)
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate))) end
+    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))) end
   end
   return max_tokens
 end
@@ -167,8 +167,9 @@ end
 -- The estimate goes a fifth of the way up to a longer output and a fiftieth down to a shorter one.
 local function learn_length(tag, job, tenant)
   local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-  local gap = job.tokens - estimate
-  estimate = seen == 0 and job.tokens or estimate + gap * (gap > 0 and 0.2 or 0.02)
+  local length = job.tokens / math.max(1, job.choices)
+  local gap = length - estimate
+  estimate = seen == 0 and length or estimate + gap * (gap > 0 and 0.2 or 0.02)
   redis.call('SET', tag .. ':lengths:' .. job.model .. ':' .. job.lane .. ':' .. tenant,
     string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
 end

@@ -21,7 +21,8 @@ local function discard(key, entry)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
 end
 
--- The first waiting job of a stream with room for it: {key, entry, id, cost, is_first}, or nil.
+-- The first waiting job of a stream with room for one of its choices, for the others can wait in the
+-- engine: {key, entry, id, cost, choices, is_first}, or nil.
 -- Those that do not fit go into `skipped`; the second result is true where one of them has been
 -- passed over too often, so that nothing may go before it.
 local function find_fit(tag, key, room, skipped)
@@ -30,12 +31,14 @@ local function find_fit(tag, key, room, skipped)
   local num_skipped = 0
   for _, entry in ipairs(entries) do
     local id, cost = entry[2][2], whole_number(entry[2][4])
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed')
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices')
+    local choices = math.max(1, whole_number(job[4] or 1) or 1)
     local is_here = cost and job[1] and job[2] == entry[1]
     if not is_here then
       discard(key, entry[1])
-    elseif job[1] == 'queued' and cost <= room then
-      return {key = key, entry = entry[1], id = id, cost = cost, is_first = num_skipped == 0}
+    elseif job[1] == 'queued' and cost / choices <= room then
+      return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+        is_first = num_skipped == 0}
     elseif job[1] == 'queued' then
       if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
       table.insert(skipped, id)

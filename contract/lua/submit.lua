@@ -44,6 +44,7 @@ local function accept(tag, job, terms, argv, found, now)
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
     'prompt_tokens', terms.prompt_tokens, 'max_tokens', terms.max_tokens,
+    'choices', terms.choices,
     'max_attempts', terms.max_attempts, 'deadline', deadline, 'ttl_ms', terms.ttl_ms,
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,

@@ -111,7 +111,10 @@ class Walk:
         """Long deadlines, no limits, costs of every kind."""
         rng = self._rng
         cost = rng.choice([5, 8, 12, 30])
-        self._world.submit(rng.choice(TENANTS), rng.choice(LANES), cost, 600)
+        num_choices = rng.choice([1, 1, 3])
+        self._world.submit(
+            rng.choice(TENANTS), rng.choice(LANES), cost, 600, num_choices=num_choices
+        )
 
     def _submit(self, is_quote: bool = False) -> None:
         rng = self._rng
@@ -126,6 +129,7 @@ class Walk:
             rng.choice(LANES),
             rng.choice([5, 8, 12, 30]),
             rng.choice([2, 8, 60, 200]),
+            num_choices=rng.choice([1, 1, 3]),
             attendance_s=rng.choice([0, 0, 9]),
             key=key,
             body=rng.choice("ab") if key else "",
