@@ -121,6 +121,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return len(self.prompt_ids) or (self.stored_prompt.num_tokens if self.stored_prompt else 0)
 
 
+MAX_EOS_TOKENS = 1024
+
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -134,7 +136,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     name: _Name
     context_length: _Count  # prompt + output, in tokens
     vocab_size: _Count
-    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)]
+    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=MAX_EOS_TOKENS)]
     tokenizer_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # see encode_tokenizer
     created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     # That its workers serve, most urgent first.
