@@ -258,8 +258,7 @@ class Broker:
                 if is_whole and view.is_terminal:
                     return  # the caller has the end already
 
-    def _first_look_s(self, submitted_s: float) -> float:
-        """How long a new job's first hint is waited for, now that hints are heard."""
+    def _first_look_s(self, submitted_s: float) -> float:  # that a new job's first hint may take
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
     async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:

@@ -159,7 +159,7 @@ async def test_a_greedy_template_costs_its_request_alone(templates: Templates, n
 async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
     template = templates.of(MOODY)
     pids = set()
-    failures = {"fill": "too much memory", "loop": "its process ended"}
+    failures = {"fill": "too much memory", "loop": "too long"}
     for said in ("a", "fill", "b", "loop", "c"):
         if reason := failures.get(said):
             with pytest.raises(TemplateFailed, match=reason):
