@@ -74,9 +74,8 @@ class Broker:
         self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
-        await self.known.aclose()
-        await self._hints.aclose()
-        await self._client.aclose()
+        for part in (self.known, self._hints, self._client):
+            await part.aclose()
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Raises JobRefused, PayloadUnavailable."""
@@ -258,7 +257,8 @@ class Broker:
                 if is_whole and view.is_terminal:
                     return  # the caller has the end already
 
-    def _first_look_s(self, submitted_s: float) -> float:  # that a new job's first hint may take
+    def _first_look_s(self, submitted_s: float) -> float:
+        """How long a new job's first hint is waited for, now that hints are heard."""
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
     async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:

@@ -249,6 +249,23 @@ async def test_a_caller_that_is_cancelled_leaves_no_reply_to_the_next(templates:
 
 
 @pytest.mark.anyio
+async def test_a_closed_template_ends_its_process_after_what_it_renders(
+    templates: Templates,
+) -> None:
+    """Also one that is forgotten for others while a request still has it."""
+    template = templates.of("{{ messages[0].content }}")
+    pid = await stopped(template)
+    first = asyncio.create_task(template.render(says("a")))
+    await asyncio.sleep(0)  # it has its turn
+    await template.aclose()
+    os.kill(pid, signal.SIGCONT)
+    assert await first == "a"
+    assert (template.pid, is_running(pid)) == (None, False)
+    assert await template.render(says("b")) == "b"
+    assert template.pid is None
+
+
+@pytest.mark.anyio
 async def test_a_process_holds_no_secret(
     templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
