@@ -31,7 +31,7 @@ from contract.calls import (
 )
 from contract.codec import decode_entry
 from contract.connection import broker_errors
-from contract.errors import BrokerFull, ErrorCode, WireError, unreadable, wire_errors
+from contract.errors import BrokerFull, ErrorCode, unreadable, wire_errors
 from contract.events import LogEntry
 from contract.glance import Glance
 from contract.jobs import Job, JobStatus
@@ -300,14 +300,9 @@ class Functions:
                 raise AssertionError(f"delete: unknown reply {reply!r}")
 
     async def glance(self, model: str, lanes: Sequence[str]) -> Glance:
-        """A model's lanes, workers and totals at one moment. Raises WireError where a part of
-        that is not as this version writes it.
-        """
-        try:
-            reply = await self._call("glance", model, *lanes, reads=True)
-            return replies.glance(lanes, reply)
-        except (ResponseError, ValueError, TypeError, AttributeError) as exc:
-            raise WireError(f"its state cannot be read: {type(exc).__name__}") from exc
+        """A model's lanes, workers and totals at one moment."""
+        reply = await self._call("glance", model, *lanes, reads=True)
+        return replies.glance(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a

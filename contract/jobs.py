@@ -155,9 +155,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+MAX_EOS_TOKENS = 1024
+
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,8 +170,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     name: _Name
     context_length: _Count  # prompt + output, in tokens
     vocab_size: _Count
-    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)]
-    tokenizer_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # see encode_tokenizer
+    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=MAX_EOS_TOKENS)]
+    tokenizer_sha256: Annotated[
+        str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")
+    ]  # see encode_tokenizer
     created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     # That its workers serve, most urgent first.
     lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES

@@ -74,9 +74,8 @@ class Broker:
         self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
-        await self.known.aclose()
-        await self._hints.aclose()
-        await self._client.aclose()
+        for part in (self.known, self._hints, self._client):
+            await part.aclose()
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Raises JobRefused, PayloadUnavailable."""

@@ -9,6 +9,8 @@ import time
 from collections import OrderedDict
 from functools import partial
 
+from redis.exceptions import ResponseError
+
 from contract.catalogue import Catalogue
 from contract.errors import WireError
 from contract.functions import Functions
@@ -130,9 +132,11 @@ class KnownModels:
                 found[name] = await self._door.call(
                     partial(self._functions.glance, name, card.lanes)
                 )
-            except WireError as exc:
+            except (WireError, ResponseError, ValueError, TypeError, AttributeError) as exc:
+                # A worker wrote something that neither the function nor its reader expects.
                 spoiled.add(name)
                 if name not in self._spoiled:
-                    log.error("model left out of the metrics: %s model=%s", exc, name)
+                    kind = type(exc).__name__
+                    log.error("model left out of the metrics: %s model=%s", kind, name)
         self._spoiled = frozenset(spoiled)
         return found

@@ -7,6 +7,7 @@ other model. Why so, and what it costs: docs/decisions/template-process.md.
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
@@ -18,6 +19,8 @@ import msgspec
 from gateway import template_child
 from gateway.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
 from gateway.template_child import MAX_REPLY_BYTES, REPLY_HEAD, REQUEST_HEAD, Reply
+
+_TOO_LONG = "it takes too long for these messages"
 
 log = logging.getLogger("batchway.gateway")
 
@@ -129,9 +132,11 @@ class TemplateProcess:
             async with asyncio.timeout(self._limits.wall_s):
                 return await child.ask(request)
         except TimeoutError:
-            raise self._failure("it takes too long for these messages") from None
+            raise self._failure(_TOO_LONG) from None
         except (OSError, asyncio.IncompleteReadError, ValueError):
-            raise self._failure("its process ended") from None
+            await child.end()
+            has_met_limit = child.process.returncode == -signal.SIGXCPU
+            raise self._failure(_TOO_LONG if has_met_limit else "its process ended") from None
 
     def _failure(self, reason: str) -> TemplateFailed:
         log.warning("chat template failed: %s model=%s", reason, self._model)

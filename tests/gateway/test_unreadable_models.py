@@ -53,6 +53,8 @@ CARDS = {
     "another's name": packed_card(name=MODEL),
     "a negative context": packed_card(context_length=-1),
     "an absurd vocabulary": packed_card(vocab_size=2**63),
+    "a hash and more": packed_card(tokenizer_sha256="0" * 64 + "\n"),
+    "a lane with a blank": packed_card(lanes=["a b"]),
     "no hash": packed_card(tokenizer_sha256="../../job"),
     "no lanes": packed_card(lanes=[]),
 }

@@ -3,16 +3,38 @@
 Knows configuration files. Runs no code that comes with a model.
 """
 
-from contextlib import suppress
+import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from contract.jobs import MAX_EOS_TOKENS
 from workers.engine.model import ModelRefused
 from workers.model.place import check_place
 
 DEFAULT_REVISION = "main"
+# Files that transformers reads as JSON, and how large they may be. tokenizer.json is larger and
+# is read by its own library.
+_JSON_FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "model.safetensors.index.json"),
+)
+_MAX_JSON_BYTES = 64 * 2**20
+# The least that a size may be, by transformers' name for it. Without attention there are no heads.
+_LEAST_SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 0,
+    "num_key_value_heads": 0,
+    "head_dim": 0,
+    "intermediate_size": 0,
+}
+# Above these a decoder would take for ever to build, or no number of torch holds them.
+_MAX_LAYERS = 1_000
+_MAX_COUNT = 2**16  # of heads, experts and what else is called num_…
+_MAX_SIZE = 2**31 - 1
 # Where families keep the number of positions they were trained for.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -20,6 +42,7 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
     """The configuration of a decoder that we can serve. Raises ModelRefused."""
     check_place(model_path)
+    _check_files(model_path)
     raw = _read_raw_config(model_path, revision)
     if "auto_map" in raw:
         raise ModelRefused(
@@ -30,13 +53,50 @@ def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretrained
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except Exception as exc:  # of code that takes its files for well-formed
         raise ModelRefused(
             f"the configuration of {model_path} is none that this release of transformers "
             f"knows: {first_line(exc)}"
         ) from exc
     _check_kind(model_path, config)
+    _check_sizes(model_path, config)
     return config
+
+
+def _check_files(model_path: str) -> None:
+    """Refuses a local folder with a file that is no JSON object of a sensible size and depth."""
+    for path in map(Path(model_path).expanduser().joinpath, _JSON_FILES):
+        if not path.is_file():
+            continue
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelRefused(f"{path.name} of {model_path} is over {_MAX_JSON_BYTES} bytes long")
+        try:
+            value = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as exc:  # UnicodeDecodeError is a ValueError
+            reason = "nests too deeply" if isinstance(exc, RecursionError) else "is damaged"
+            raise ModelRefused(
+                f"{path.name} of {model_path} cannot be read as JSON: it {reason}"
+            ) from exc
+        if not isinstance(value, dict):
+            raise ModelRefused(f"{path.name} of {model_path} is no JSON object")
+
+
+def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
+    """Refuses numbers that no decoder has: building one would fail oddly, or take for ever."""
+    text = config.get_text_config()
+    least = _LEAST_SIZES | dict.fromkeys(_LENGTH_NAMES, 1)
+    sizes = {name: getattr(text, name, None) for name in least} | text.to_dict()
+    for name, value in sizes.items():
+        if name not in least and not name.startswith("num_"):
+            continue
+        most = _MAX_COUNT if name.startswith("num_") else _MAX_SIZE
+        most = _MAX_LAYERS if name == "num_hidden_layers" else most
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int) and not least.get(name, 0) <= number <= most:
+                raise ModelRefused(
+                    f"config.json of {model_path} has {name} {number:.6g}; a decoder has "
+                    f"{least.get(name, 0)} to {most}"
+                )
 
 
 def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
@@ -76,19 +136,38 @@ def context_length(config: PretrainedConfig) -> int | None:
 def eos_token_ids(
     model_path: str, config: PretrainedConfig, revision: str = DEFAULT_REVISION
 ) -> tuple[int, ...]:
-    """The tokens that end an answer, by the configuration and the generation configuration."""
+    """The tokens that end an answer, by the configuration and the generation configuration.
+
+    Raises ModelRefused.
+    """
     sources: list[Any] = [config.get_text_config().eos_token_id, config.eos_token_id]
-    with suppress(OSError):  # the file is optional
+    try:
         generation = GenerationConfig.from_pretrained(model_path, revision=revision)
         sources.append(generation.eos_token_id)
+    except OSError:
+        pass  # the file is optional
+    except Exception as exc:  # of code that takes its file for well-formed
+        raise ModelRefused(
+            f"generation_config.json of {model_path} cannot be read: {first_line(exc)}"
+        ) from exc
     found: set[int] = set()
     for value in sources:
-        values = value if isinstance(value, list | tuple) else [value]
-        found.update(v for v in values if v is not None)
+        for token_id in value if isinstance(value, list | tuple) else [value]:
+            if token_id is None:
+                continue
+            if not (isinstance(token_id, int) and 0 <= token_id <= _MAX_SIZE):
+                raise ModelRefused(f"{model_path} names an end token that is no token id")
+            found.add(token_id)
+    if len(found) > MAX_EOS_TOKENS:
+        raise ModelRefused(f"{model_path} names {len(found)} end tokens, over {MAX_EOS_TOKENS}")
     return tuple(sorted(found))
 
 
 def first_line(exc: BaseException) -> str:
-    """The first line of a library's message: what an operator can use of it."""
-    lines = str(exc).strip().splitlines()
-    return lines[0] if lines else type(exc).__name__
+    """The first line of a library's message, and the next where that goes on: what an operator can
+    use of it.
+    """
+    lines = [line.strip() for line in str(exc).strip().splitlines()]
+    if not lines:
+        return type(exc).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -6,14 +6,23 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from contract.codec import encode_tokenizer
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
 
+_MAX_TEMPLATE_CHARS = 2**20
+
 
 def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> TokenizerFiles:
     """The fast tokenizer and chat template beside the weights. Raises ModelRefused."""
-    if "auto_map" in get_tokenizer_config(model_path, revision=revision):
+    try:
+        configuration = get_tokenizer_config(model_path, revision=revision)
+    except Exception as exc:  # of code that takes its file for well-formed
+        raise ModelRefused(
+            f"tokenizer_config.json of {model_path} cannot be read: {first_line(exc)}"
+        ) from exc
+    if "auto_map" in configuration:
         raise ModelRefused(
             f"the tokenizer of {model_path} brings its own code (auto_map in "
             "tokenizer_config.json); batchway never runs code that comes with a model"
@@ -22,7 +31,7 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
         tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
         )
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as exc:
+    except Exception as exc:  # of code that takes its files for well-formed
         raise ModelRefused(
             f"{model_path} has no tokenizer that can be loaded: {first_line(exc)}"
         ) from exc
@@ -34,20 +43,39 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
         for name, token in tokenizer.special_tokens_map.items()
         if name.endswith("_token")
     }
-    return TokenizerFiles(
+    files = TokenizerFiles(
         tokenizer_json=backend.to_str(),
         chat_template=_chat_template(tokenizer, model_path),
         special_tokens=special,
     )
+    try:
+        encode_tokenizer(files)
+    except ValueError as exc:
+        raise ModelRefused(f"{model_path}: {exc}") from exc
+    return files
 
 
 def _chat_template(tokenizer: Any, model_path: str) -> str | None:
-    """The default template: from the tokenizer's configuration or a chat_template.jinja."""
+    """The default template: from the tokenizer's configuration or a chat_template.jinja.
+
+    Raises ModelRefused.
+    """
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if template is None:
         file = Path(model_path).expanduser() / "chat_template.jinja"
-        template = file.read_text(encoding="utf-8") if file.is_file() else None
-    assert template is None or isinstance(template, str)
+        try:
+            template = file.read_text(encoding="utf-8") if file.is_file() else None
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ModelRefused(f"chat_template.jinja of {model_path} cannot be read") from exc
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise ModelRefused(f"the chat template of {model_path} is no text")
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise ModelRefused(
+            f"the chat template of {model_path} has {len(template)} characters, over "
+            f"{_MAX_TEMPLATE_CHARS}"
+        )
     return template

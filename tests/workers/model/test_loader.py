@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,92 @@ def test_damaged_files_are_refused(llama: Path) -> None:
 
     (llama / "config.json").write_text("{")
     assert "config.json" in refusal(llama)
+
+
+_DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+
+@pytest.mark.parametrize("text", [_DEEP, "[1]", "null", "\0", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"],
+)
+def test_a_file_that_is_no_sensible_json_is_refused_by_name(
+    llama: Path, name: str, text: str
+) -> None:
+    """Nested too deeply, no object, or damaged."""
+    (llama / name).write_text(text)
+
+    assert name in refusal(llama)
+
+
+@pytest.mark.parametrize("text", [_DEEP, "[1]", "null", "\0", "{}"])
+def test_a_tokenizer_that_is_no_sensible_json_is_refused(llama: Path, text: str) -> None:
+    (llama / "tokenizer.json").write_text(text)
+
+    assert "tokenizer" in refusal(llama)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 2**40, 2**70, "many", 1.5, [1], True])
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"]
+)
+def test_a_size_that_no_decoder_has_is_refused_by_name(llama: Path, name: str, size: Any) -> None:
+    """Before a decoder of that size is built."""
+    edit_json(llama / "config.json", **{name: size})
+
+    assert name in refusal(llama).replace(" size", "_size")
+
+
+@pytest.mark.parametrize("size", [-1, 0, 2**40, 2**70])
+@pytest.mark.parametrize(
+    "name", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"]
+)
+def test_a_size_that_does_not_work_out_is_refused(llama: Path, name: str, size: int) -> None:
+    """0 heads are those of a model without attention, which this one is not."""
+    edit_json(llama / "config.json", **{name: size})
+
+    assert refusal(llama)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**70, "</s>", [[1]], 1.5, list(range(2000))])
+def test_an_end_token_that_is_none_is_refused(llama: Path, token_id: Any) -> None:
+    """Gateways would not take its card."""
+    edit_json(llama / "generation_config.json", eos_token_id=token_id)
+
+    assert refusal(llama)
+
+
+def header(header: bytes, num_bytes: int | None = None) -> bytes:
+    """A file of weights whose header is this, and is said to be so long."""
+    return struct.pack("<Q", len(header) if num_bytes is None else num_bytes) + header
+
+
+_TENSOR = '{"x":{"dtype":"F32","shape":%s,"data_offsets":%s}}'
+HEADERS = {
+    "a length of exabytes": header(b"{}", 2**63),
+    "a length beyond the file": header(b"{}", 10**8),
+    "deep JSON": header(_DEEP.encode()),
+    "a negative shape": header((_TENSOR % ("[-1]", "[0,4]")).encode()),
+    "a shape beyond all numbers": header((_TENSOR % ("[4294967296,4294967296]", "[0,4]")).encode()),
+    "data beyond the file": header((_TENSOR % ("[1099511627776]", "[0,4398046511104]")).encode()),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_weights_with_a_damaged_header_are_refused(llama: Path, name: str) -> None:
+    (llama / "model.safetensors").write_bytes(HEADERS[name])
+
+    assert "damaged" in refusal(llama)
+
+
+@pytest.mark.parametrize("template", [b"\xff\xfe", b"x" * (2**20 + 1)])
+def test_a_chat_template_that_is_no_text_or_too_long_is_refused(
+    llama: Path, template: bytes
+) -> None:
+    (llama / "chat_template.jinja").write_bytes(template)
+
+    assert "template" in refusal(llama)
 
 
 def test_weights_that_do_not_fit_the_configuration_are_refused(llama: Path) -> None:
