@@ -49,7 +49,11 @@ local function forget_due(tag, now, limit)
   local entries = due(tag, ':kept', now, limit)
   for _, entry in ipairs(entries) do
     local id, has_objects, tenant = string.match(entry, '^(%S+) ([01]) (.*)$')
-    forget(tag, id, tenant, has_objects == '1', entry)
+    if id then
+      forget(tag, id, tenant, has_objects == '1', entry)
+    else
+      redis.call('ZREM', tag .. ':kept', entry)
+    end
   end
   return #entries
 end

@@ -150,7 +150,7 @@ class Mutator:
             return original[:place] + self._rng.randbytes(1) + original[place + 1 :]
         try:
             return msgspec.msgpack.encode(self._changed(msgspec.msgpack.decode(original)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError):
             return self._rng.randbytes(self._rng.randrange(60))
 
     def _changed(self, value: Any) -> Any:
