@@ -154,17 +154,21 @@ async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> Non
 
 async def sweeps_again(server: EmbeddedRedis) -> None:
     """What is there does not make every sweep fail: one of them sets right what the last met."""
-    client = connect(server.url)
+    client, said = connect(server.url), [""]
 
     async def has_swept() -> bool:
         try:
             await Functions(client, Keys("test")).sweep()
-        except WireError:
+        except WireError as exc:
+            said[0] = str(exc.__cause__)
             return False
         return True
 
     async with contextlib.aclosing(client):
-        await until(has_swept, timeout_s=20)
+        try:
+            await until(has_swept, timeout_s=20)
+        except TimeoutError:
+            pytest.fail(f"every sweep fails: {said[0]}")
 
 
 def cleared(admin: redis.Redis, kept: dict[Any, Any]) -> None:
