@@ -71,7 +71,7 @@ class Mutator:
 
     def _retype(self, key: bytes) -> None:
         """Puts another type of key in its place."""
-        make = self._rng.choice(
+        make: Callable[[], Any] = self._rng.choice(
             [
                 lambda: self._user.set(key, self._garbage(b"")),
                 lambda: self._user.hset(key, "a", self._garbage(b"")),
