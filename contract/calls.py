@@ -184,7 +184,7 @@ class Blame(msgspec.Struct, frozen=True):
     about: str
 
 
-CORRECTION_KINDS = ("lane", "line", "tenant", "list")
+CORRECTION_KINDS = ("lane", "line", "tenant", "list", "type")
 
 
 class Correction(msgspec.Struct, frozen=True):

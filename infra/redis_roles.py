@@ -87,7 +87,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos lrange lrem "
             "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
-            keeps="due deliveries flying out outbox dead object_store",
+            keeps="corrections due deliveries flying out outbox dead object_store",
             reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
             other_keys="rq:*",
         ),

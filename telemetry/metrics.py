@@ -142,7 +142,11 @@ _ALL = (
     ),
     _gateway("broker_up", "1 where Redis answered for this page, else 0.", is_gauge=True),
     _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
-    _gateway("corrections_total", "Counters and lists that were set right, of all.", "kind"),
+    _gateway(
+        "corrections_total",
+        "Counters and lists that were set right, and keys of another type (`type`), of all.",
+        "kind",
+    ),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})

@@ -93,9 +93,8 @@ class EngineKeeper:
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
                 raise EngineRefused("the engine process ends before it is ready: see above")
-            with contextlib.suppress(
-                BrokerUnavailable, CommandDenied, WireError
-            ):  # their leases will lapse
+            # Where this cannot be said, their leases lapse.
+            with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 

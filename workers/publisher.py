@@ -130,9 +130,8 @@ class Publisher:
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            with contextlib.suppress(
-                BrokerUnavailable, WireError, CommandDenied
-            ):  # its lease will lapse
+            # Where this cannot be said, its lease lapses.
+            with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._lane.release([_give_back(job, verdict)])
         self._holding.drop(job)
 

@@ -30,9 +30,15 @@ local RECOUNT_GAP_MS = 1000  -- between two sweeps that recount, whoever calls t
 local ALL = '9007199254740992'  -- 2^53, a place behind every deadline
 local EXPIRY_MS = 1000  -- a record may be gone so long before it is to be forgotten
 
+-- A cursor that was kept, or the first.
+local function cursor_of(tag, field)
+  local kept = redis.call('HGET', tag .. ':recount:place', field) or '0'
+  return string.find(kept, '^%d+$') and #kept < 20 and kept or '0'
+end
+
 -- Up to which deadline jobs are in the count; below all of them while none is.
 function recount.place(tag)
-  return tonumber(redis.call('HGET', tag .. ':recount:place', 'deadline') or -1)
+  return whole_number(redis.call('HGET', tag .. ':recount:place', 'deadline') or -1) or -1
 end
 
 -- Whether a job with this deadline is in the count.
@@ -97,7 +103,7 @@ end
 -- Takes the next jobs into the count. Returns the new place; nil where `deadlines` was wrong.
 local function count_some(tag, now, limit, sums, found)
   local deadlines = tag .. ':deadlines'
-  local after = '(' .. (redis.call('HGET', tag .. ':recount:place', 'deadline') or '-1')
+  local after = string.format('(%d', recount.place(tag))
   local rows = redis.call('ZRANGE', deadlines, after, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
     'WITHSCORES')
   local place = ALL
@@ -153,9 +159,9 @@ end
 
 local function compare_some(tag, limit, found)
   local place, sums = tag .. ':recount:place', tag .. ':recount:sums'
-  local cursor = redis.call('HGET', place, 'compared') or '0'
+  local cursor = cursor_of(tag, 'compared')
   local reply = redis.call('HSCAN', sums, cursor, 'COUNT', limit)
-  for i = 1, #reply[2], 2 do compare(tag, reply[2][i], tonumber(reply[2][i + 1]), found) end
+  for i = 1, #reply[2], 2 do compare(tag, reply[2][i], whole_number(reply[2][i + 1]) or 0, found) end
   if reply[1] == '0' then return true end
   redis.call('HSET', place, 'compared', reply[1])
 end
@@ -163,8 +169,7 @@ end
 -- Looks through jobs that have ended; their lanes and tenants get a sum.
 local function look_at_kept(tag, now, limit, sums, found)
   local place = tag .. ':recount:place'
-  local reply = redis.call('ZSCAN', tag .. ':kept', redis.call('HGET', place, 'kept') or '0',
-    'COUNT', limit)
+  local reply = redis.call('ZSCAN', tag .. ':kept', cursor_of(tag, 'kept'), 'COUNT', limit)
   if reply[1] ~= '0' then
     redis.call('HSET', place, 'kept', reply[1])
   else
@@ -173,9 +178,15 @@ local function look_at_kept(tag, now, limit, sums, found)
   for i = 1, #reply[2], 2 do
     local entry, score = reply[2][i], tonumber(reply[2][i + 1])
     local id, has_objects, tenant = string.match(entry, '^(%S+) ([01]) (.*)$')
-    local state, model, lane, created =
-      unpack(redis.call('HMGET', tag .. ':job:' .. id, 'state', 'model', 'lane', 'created'))
-    if not state and score > now + EXPIRY_MS then
+    local state, model, lane, created
+    if id then
+      state, model, lane, created =
+        unpack(redis.call('HMGET', tag .. ':job:' .. id, 'state', 'model', 'lane', 'created'))
+    end
+    if not id then
+      redis.call('ZREM', tag .. ':kept', entry)  -- no function has written this
+      corrected(found, 'list', 'kept', entry, score, nil)
+    elseif not state and score > now + EXPIRY_MS then
       forget(tag, id, tenant, has_objects == '1', entry)
       corrected(found, 'list', 'kept', entry, score, nil)
     elseif state and not TERMINAL[state] then
@@ -222,7 +233,7 @@ end
 -- Looks at the lists of the tenants that the last count met. True once it has seen all of them.
 local function look_at_lists(tag, limit, found)
   local lists, place = tag .. ':recount:lists', tag .. ':recount:place'
-  local cursor = redis.call('HGET', place, 'listed') or '0'
+  local cursor = cursor_of(tag, 'listed')
   while limit > 0 do
     local tenant = redis.call('ZRANGE', lists, 0, 0)[1]
     if not tenant then
@@ -260,7 +271,7 @@ end
 -- Looks at some entries of the lists, then goes on with the count; returns all corrections.
 function recount.some(tag, now)
   local limit, place, found, sums = RECOUNT_JOBS, tag .. ':recount:place', {}, {}
-  local wait = tonumber(redis.call('HGET', place, 'next') or 0) - now
+  local wait = (whole_number(redis.call('HGET', place, 'next') or 0) or 0) - now
   if wait > 0 and wait <= RECOUNT_GAP_MS then return found end
   redis.call('HSET', place, 'next', now + RECOUNT_GAP_MS)
   look_at_kept(tag, now, limit, sums, found)

@@ -23,8 +23,20 @@ function redis.call(name, ...)
   else
     error(reply)
   end
-  server().pcall('HINCRBY', string.match(key, '^{[^}]*}') .. ':corrections', 'type', 1)
+  server().call('HINCRBY', string.match(key, '^{[^}]*}') .. ':corrections', 'type', 1)
   return server().call(name, ...)
+end
+
+-- Runs a function on what one record says: its result, nil and false where it fails on that. What the
+-- user may not do is raised all the same.
+local function try(act, ...)
+  local is_done, result = pcall(act, ...)
+  if is_done then return result, true end
+  local text = type(result) == 'table' and result.err or tostring(result)
+  if string.find(text, 'ACL failure', 1, true) or string.find(text, 'user executing', 1, true) then
+    error(result)
+  end
+  return nil, false
 end
 
 local GROUP = 'workers'  -- one consumer group per queue stream; the owner stands in the job
@@ -73,7 +85,7 @@ local function whole_number(text)
 end
 
 -- The mutable part of a job's record, or nil; also where it lacks a word that each record has,
--- or names a stream that is no queue. `packed` is how far it is by its worker, where that
+-- or names a stream or an entry that can be none. `packed` is how far it is by its worker, where that
 -- was read before; false: the worker has noted nothing.
 local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
@@ -85,6 +97,7 @@ local function load_job(tag, id, packed)
     if not job[name] then return nil end
   end
   if not string.find(job.stream, '^q:') and not string.find(job.stream, '^back:') then return nil end
+  if not string.find(job.entry, '^%d+%-%d+$') or #job.entry > 30 then return nil end
   for _, name in ipairs(NUMBERS) do job[name] = whole_number(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
   local progress = running.progress(tag, job.owner, id, packed)

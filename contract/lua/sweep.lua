@@ -29,19 +29,40 @@ local function due(tag, set, now, limit)
   return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
 end
 
--- Ends the jobs in a set whose time has come.
-local function end_due(tag, set, status, now, limit)
+-- Does something with the jobs in a set whose time has come, each by itself: what fails on a record
+-- that no function has written forgets that job, and holds up no other. Returns how many.
+local function each_due(tag, set, now, limit, act)
   local ids = due(tag, set, now, limit)
   for _, id in ipairs(ids) do
+    local is_kept, is_done = try(act, id)
+    if not is_done then forget_half(tag, id) end
+    if not is_kept then redis.call('ZREM', tag .. set, id) end
+  end
+  return #ids
+end
+
+-- Ends the jobs in a set whose time has come.
+local function end_due(tag, set, status, now, limit)
+  return each_due(tag, set, now, limit, function(id)
     local job = load_job(tag, id)
     if job and not TERMINAL[job.state] then
       terminate(tag, job, status, now)
-    else
-      if not job then forget_half(tag, id) end
-      redis.call('ZREM', tag .. set, id)
+      return true
     end
-  end
-  return #ids
+    if not job then forget_half(tag, id) end
+  end)
+end
+
+-- Gives the jobs back whose leases have lapsed.
+local function lapse_due(tag, now, limit)
+  return each_due(tag, ':leases', now, limit, function(id)
+    local job = load_job(tag, id)
+    if job and (job.state == 'claimed' or job.state == 'streaming') then
+      redis.call('HSET', job.key, 'lapses', job.lapses + 1)
+      if job.lapses == 0 then give_back(tag, job) else isolate(tag, job) end
+      return true
+    end
+  end)
 end
 
 -- Their records may have expired by themselves a moment ago.
@@ -49,7 +70,11 @@ local function forget_due(tag, now, limit)
   local entries = due(tag, ':kept', now, limit)
   for _, entry in ipairs(entries) do
     local id, has_objects, tenant = string.match(entry, '^(%S+) ([01]) (.*)$')
-    forget(tag, id, tenant, has_objects == '1', entry)
+    if id then
+      forget(tag, id, tenant, has_objects == '1', entry)
+    else
+      redis.call('ZREM', tag .. ':kept', entry)
+    end
   end
   return #entries
 end
@@ -59,19 +84,17 @@ local function sweep(keys, argv)
   if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, argv[3] and {} or nil} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
-  local lapsed = due(tag, ':leases', now, limit)
-  for _, id in ipairs(lapsed) do
-    local job = load_job(tag, id)
-    if job and (job.state == 'claimed' or job.state == 'streaming') then
-      redis.call('HSET', job.key, 'lapses', job.lapses + 1)
-      if job.lapses == 0 then give_back(tag, job) else isolate(tag, job) end
-    else
-      redis.call('ZREM', tag .. ':leases', id)
+  local lapsed = lapse_due(tag, now, limit)
+  local forgotten = forget_due(tag, now, limit)
+  local corrections = nil
+  if argv[3] then
+    corrections = try(recount.some, tag, now)
+    if not corrections then
+      corrections = {}
+      redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
     end
   end
-  local forgotten = forget_due(tag, now, limit)
-  local corrections = argv[3] and recount.some(tag, now) or nil
-  return {#lapsed, expired, unattended, forgotten, corrections}
+  return {lapsed, expired, unattended, forgotten, corrections}
 end
 redis.register_function{
   function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},

@@ -71,7 +71,7 @@ class Mutator:
 
     def _retype(self, key: bytes) -> None:
         """Puts another type of key in its place."""
-        make = self._rng.choice(
+        make: Callable[[], Any] = self._rng.choice(
             [
                 lambda: self._user.set(key, self._garbage(b"")),
                 lambda: self._user.hset(key, "a", self._garbage(b"")),
@@ -150,7 +150,7 @@ class Mutator:
             return original[:place] + self._rng.randbytes(1) + original[place + 1 :]
         try:
             return msgspec.msgpack.encode(self._changed(msgspec.msgpack.decode(original)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError):
             return self._rng.randbytes(self._rng.randrange(60))
 
     def _changed(self, value: Any) -> Any:

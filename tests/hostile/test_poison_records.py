@@ -1,0 +1,93 @@
+"""Job records that cannot be read, or that say what cannot be run: each costs its own job."""
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from contract.calls import Append, Verdict
+from contract.codec import encode_job
+from contract.functions import Functions
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
+from tests.fleet import Caller, fleet, until
+
+pytestmark = pytest.mark.anyio
+
+SPOILED = [b"", b"\xff\xfe", b"\x91" * 5000, b"nan", msgspec.msgpack.encode({"id": 1})]
+
+
+def absurd() -> list[bytes]:
+    """Records of the right form."""
+    job = make_job()
+    many = msgspec.structs.replace(job.params, n=2**30)
+    other = msgspec.structs.replace(job, params=many)
+    return [encode_job(job), encode_job(other), encode_job(other)[:-3]]
+
+
+async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, redis_server: EmbeddedRedis
+) -> None:
+    """With the rights of a gateway, before any worker is there: both workers live, and so do the
+    jobs behind the spoiled ones."""
+    caller = Caller(functions, redis_client, keys)
+    spoiled = []
+    for record in [*SPOILED, *absurd()]:
+        job = make_job()
+        await functions.submit(job, make_submission())
+        await redis_client.hset(keys.job(job.id), "job", record)
+        spoiled.append(keys.job(job.id))
+    async with fleet(redis_server.url, 2) as workers:
+        sound = [await caller.submit(f"prompt {number}") for number in range(4)]
+        for job in sound:
+            assert (await caller.answer(job)).ends[0].status is JobStatus.SUCCEEDED
+        for key in spoiled:
+
+            async def has_failed(key: str = key) -> bool:
+                return await redis_client.hget(key, "state") == b"failed"
+
+            await until(has_failed)
+            assert await redis_client.hget(key, "code") == b"poison"
+        assert len(await caller.worker_info()) == len(workers)
+
+
+async def test_a_record_without_its_words_is_forgotten(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Each word that load_job needs, and a key of another type: the next job is handed out, and
+    sweeps go on."""
+    for field in ("tenant", "model", "lane", "stream", "entry", "owner", "hash"):
+        job = make_job()
+        await functions.submit(job, make_submission())
+        await redis_client.hdel(keys.job(job.id), field)
+    retyped = make_job()
+    await functions.submit(retyped, make_submission())
+    await redis_client.delete(keys.job(retyped.id))
+    await redis_client.set(keys.job(retyped.id), "x")
+    sound = make_job()
+    await functions.submit(sound, make_submission())
+    [claimed] = await claim(functions)
+    assert claimed.job.id == sound.id
+    await pass_time(redis_client, keys, 100)
+    await functions.sweep()
+    left = [key async for key in redis_client.scan_iter(match=keys.job("*"))]
+    assert left == [keys.job(sound.id).encode()]
+
+
+async def test_a_log_of_another_type_is_begun_anew(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The job goes on, and so does the one beside it in the same call; it is counted."""
+    jobs = [make_job(), make_job()]
+    for job in jobs:
+        await functions.submit(job, make_submission())
+    claims = await claim(functions)
+    await redis_client.set(keys.log(jobs[0].id), "x")
+    items = [Append(c.job.id, c.epoch, 1, tokens(0, 7), 1) for c in claims]
+    assert await append(functions, "w1", *items) == [(Verdict.OK, 2), (Verdict.OK, 2)]
+    for job in jobs:
+        found = await functions.read(job.id, "t", max_events=9)
+        assert found is not None
+        assert [entry.number for entry in found[1]] == [1]
+    assert await redis_client.hget(keys.corrections, "type") == b"1"
