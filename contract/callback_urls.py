@@ -17,7 +17,7 @@ _URL = re.compile(
     r"(?::(?P<port>[1-9][0-9]{0,4}))?"
     r"(?P<target>(?:/(?:[0-9a-z\-._~!$&'()*+,;=:@/]|%[0-9a-f]{2})*)?"
     r"(?:\?(?:[0-9a-z\-._~!$&'()*+,;=:@/?]|%[0-9a-f]{2})*)?)",
-    re.IGNORECASE,
+    re.IGNORECASE | re.ASCII,  # else U+017F is an s and U+212A a k
 )
 
 
