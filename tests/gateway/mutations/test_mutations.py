@@ -12,9 +12,10 @@ import pytest
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from tests.endurance.command_line import EXIT_INTERRUPTED
-from tests.gateway.accepted_requests import CHANGE, COMPLETIONS, SEEDS
-from tests.gateway.mutate import Request, draw, request_of
-from tests.gateway.mutations import Announced, judge, run_mutations
+from tests.gateway.mutations.campaign import run_mutations
+from tests.gateway.mutations.drawing import Request, draw, request_of
+from tests.gateway.mutations.judge import Announced, judge
+from tests.gateway.mutations.seeds import CHANGE, COMPLETIONS, SEEDS
 from tests.infra.processes import any_alive, descendants, wait_until
 
 ANNOUNCED = Announced({("POST", COMPLETIONS): {200, 400, 500}}, {"invalid_value", "engine_error"})

@@ -1,36 +1,29 @@
-"""Mutated bodies of accepted requests: `python -m tests.gateway.mutations --bodies N --seed S`.
-
-A gateway, a worker of the hash model and Redis as processes get every seed and then N bodies that
+"""A gateway, a worker of the hash model and Redis as processes get every seed, then bodies that
 differ from one. More than half must reach the queue; what is refused must be refused well, nothing
 may fail, die, stay open or be written to a log.
 """
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import random
-import re
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from contract.errors import ErrorCode
 from contract.jobs import DEFAULT_LANES
-from tests.endurance.command_line import Progress, parser_of, run, silent
+from tests.endurance.command_line import silent
 from tests.endurance.pool import Pool, pool
 from tests.fakes import HashModelOptions
 from tests.fleet import until
-from tests.gateway.accepted_requests import CANARY, CHANGE, COMPLETIONS, MODEL, QUOTE, SEEDS
 from tests.gateway.fake_worker import publish_model
-from tests.gateway.mutate import Request, draw, request_of
+from tests.gateway.mutations.drawing import Request, draw, request_of
+from tests.gateway.mutations.judge import FAULTS, Announced, code_of, job_id_of, judge
+from tests.gateway.mutations.seeds import CANARY, CHANGE, COMPLETIONS, MODEL, SEEDS
 from tests.infra.processes import descendants
 
 _HASH_MODEL = HashModelOptions(num_blocks=512, max_model_len=256, eos_rate=0.25)
@@ -39,19 +32,6 @@ _NUM_CALLERS = 16
 _LOOKED_AT = 20  # one in so many jobs is read with its result
 _MOST_VIOLATIONS = 100
 _END_TIMEOUT_S = 120.0
-_API = Path(__file__).parents[2] / "docs" / "api.md"
-# Codes that blame a field: `param` must name it.
-_BLAMES = {
-    *("invalid_value", "missing_required_parameter", "unknown_parameter", "unsupported_parameter"),
-    *("context_length_exceeded", "model_not_found", "unknown_lane"),
-}
-_OUTSIDE_THE_BODY = ("Idempotency-Key", "Last-Event-ID", "starting_after")
-_MAX_NAME = 64  # characters of a field's name that `param` repeats
-# How a job that was accepted may not end: the call was good, and nothing was disturbed.
-_FAULTS = {
-    *(ErrorCode.ENGINE_ERROR, ErrorCode.POISON, ErrorCode.RETRIES, ErrorCode.PAYLOAD_LOST),
-    *(ErrorCode.PAYLOAD_UNAVAILABLE, ErrorCode.PROMPT_TOO_LONG, ErrorCode.BAD_PARAMETER),
-}
 
 
 @dataclass
@@ -83,150 +63,13 @@ class MutationsReport:
             self.violations.append(what)
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """What the documentation says of errors: statuses by route, and codes."""
-
-    statuses: dict[tuple[str, str], set[int]]
-    codes: set[str]
-
-    @classmethod
-    async def read(cls, http: httpx.AsyncClient) -> "Announced":
-        paths = (await http.get("/openapi.json")).json()["paths"]
-        statuses = {
-            (method.upper(), path): {int(status) for status in operation["responses"]}
-            for path, item in paths.items()
-            for method, operation in item.items()
-        }
-        errors = _API.read_text().partition("\n## Errors\n")[2]
-        return cls(statuses, set(re.findall(r"`([a-z_]+)`", errors)))
-
-
-# --- one answer -------------------------------------------------------------------------------
-
-
-def judge(request: Request, answer: httpx.Response, announced: Announced) -> Iterator[str]:
-    """What is wrong with an answer."""
-    if "x-request-id" not in answer.headers:
-        yield "no x-request-id"
-    if answer.status_code not in announced.statuses[request.method, request.path]:
-        yield f"{answer.status_code} is not in the OpenAPI document"
-    is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-    try:
-        shown = list(_chunks(answer.text)) if is_stream else [json.loads(answer.content)]
-    except (ValueError, UnicodeError) as exc:
-        yield f"no JSON: {type(exc).__name__}"
-        return
-    if answer.status_code >= 400:
-        yield from _judge_refusal(request, answer, shown[0], announced)
-    elif any("error" in item and item.get("object") != "job" for item in shown):
-        yield "an error after 200"
-    elif request.path not in (CHANGE, QUOTE) and not _job_id(answer):
-        yield "accepted without a job"
-    elif "choices" in shown[0]:
-        yield from _judge_choices(shown)
-
-
-def _chunks(text: str) -> Iterator[Any]:
-    """Of a stream. Raises ValueError where it has no end."""
-    *lines, last = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    if last != "[DONE]":
-        raise ValueError("the stream has no end")
-    yield from map(json.loads, lines)
-
-
-def _judge_choices(shown: list[Any]) -> Iterator[str]:
-    """Each choice ends once."""
-    reasons: dict[int, list[str]] = {}
-    for choice in itertools.chain.from_iterable(item["choices"] for item in shown):
-        found = reasons.setdefault(choice["index"], [])
-        found += [choice["finish_reason"]] if choice["finish_reason"] is not None else []
-    if sorted(reasons) != list(range(len(reasons))) or not reasons:
-        yield f"choices {sorted(reasons)}"
-    if any(len(found) != 1 or found[0] not in ("stop", "length") for found in reasons.values()):
-        yield f"choices end with {list(reasons.values())}"
-
-
-def _judge_refusal(
-    request: Request, answer: httpx.Response, shown: Any, announced: Announced
-) -> Iterator[str]:
-    error = shown.get("error") if isinstance(shown, dict) else None
-    if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
-        yield "not the shape of an error"
-        return
-    code, param = error["code"], error["param"]
-    if not error["message"]:
-        yield "no message"
-    if code not in announced.codes:
-        yield f"the code {code} is not in docs/api.md"
-    if answer.status_code >= 500 and (
-        answer.status_code != 503 or "x-dropped-reason" not in answer.headers
-    ):
-        yield f"failed: {answer.status_code} {code}"
-    if code in _FAULTS:
-        yield f"accepted, then {code}"
-    if code in _BLAMES and not _names_a_field(request, code, param):
-        yield f"{code} names {param!r:.100}, which is not in the body"
-
-
-def _names_a_field(request: Request, code: str, param: object) -> bool:
-    """Whether `param` leads to something in the body, or to what is missing there."""
-    if param in _OUTSIDE_THE_BODY:
-        return True
-    if not isinstance(param, str):
-        return False
-    if code == "missing_required_parameter":  # its owner is there
-        param = param.rpartition(".")[0]
-        if not param:
-            return True
-    return _leads(json.loads(request.body), param)
-
-
-def _leads(node: Any, path: str) -> bool:
-    """Whether a path leads to something below a node. Names may hold dots."""
-    names = node if isinstance(node, dict) else map(str, range(len(node)))
-    for name in names if isinstance(node, dict | list) else ():
-        short = name[:_MAX_NAME]
-        value = node[name] if isinstance(node, dict) else node[int(name)]
-        if path == short or (
-            path.startswith(f"{short}.") and _leads(value, path[len(short) + 1 :])
-        ):
-            return True
-    return False
-
-
-def _job_id(answer: httpx.Response) -> str:
-    """Of the job that an answer brought, '' without one."""
-    if answer.status_code == 202:
-        return str(answer.json()["id"])
-    return str(answer.headers.get("x-job-id", ""))
-
-
-def _is_soon_forgotten(request: Request) -> bool:
-    """Whether a job asks to be kept for less than the run may take."""
-    retention_s = json.loads(request.body).get("retention_s")
-    return retention_s is not None and retention_s < 3_600
-
-
-def code_of(answer: httpx.Response) -> str:
-    """Status and code, for the counts."""
-    if answer.status_code < 400:
-        return str(answer.status_code)
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return f"{answer.status_code} {answer.json()['error']['code']}"
-    return f"{answer.status_code} ?"
-
-
-# --- the run ----------------------------------------------------------------------------------
-
-
 @dataclass
 class _Run:
     found: Pool
     http: httpx.AsyncClient
     announced: Announced
     report: MutationsReport
-    job_ids: set[str] = field(default_factory=set)  # of all that reached the queue and are kept
+    job_ids: set[str] = field(default_factory=set)  # of all that reached the queue
     waiting: list[str] = field(default_factory=list)  # of jobs that changes are tried on
 
     async def ask(self, request: Request) -> httpx.Response:
@@ -240,14 +83,18 @@ class _Run:
 
     async def check(self, number: int, request: Request) -> None:
         """Asks, judges and counts."""
-        answer = await self.ask(request)
         report = self.report
+        try:
+            answer = await self.ask(request)
+        except httpx.HTTPError as exc:
+            report.answers["none"] += 1
+            report.blame(f"{number}: {type(exc).__name__} ({request.name}): {_shown(request)}")
+            return
         report.answers[code_of(answer)] += 1
         report.num_accepted += answer.status_code < 400
-        if job_id := _job_id(answer):
+        if job_id := job_id_of(answer):
             report.num_queued += 1
-            if not _is_soon_forgotten(request):
-                self.job_ids.add(job_id)
+            self.job_ids.add(job_id)
         for wrong in judge(request, answer, self.announced):
             report.blame(f"{number}: {wrong} ({request.name}): {_shown(request)}")
 
@@ -259,7 +106,7 @@ class _Run:
             assert answer.status_code < 400, (seed.name, answer.text)
             wrong = list(judge(request, answer, self.announced))
             assert not wrong, (seed.name, wrong)
-            self.job_ids |= {_job_id(answer)} - {""}
+            self.job_ids |= {job_id_of(answer)} - {""}
 
     async def mutations(self, say: Callable[[str], None]) -> None:
         numbers = iter(range(self.report.num_bodies))
@@ -291,7 +138,7 @@ class _Run:
         listed = await self._listed()
         if lost := self.job_ids - listed:
             self.report.blame(f"{len(lost)} jobs are not listed: {sorted(lost)[:3]}")
-        for job_id in sorted(listed)[::_LOOKED_AT]:
+        for job_id in sorted(self.job_ids)[::_LOOKED_AT]:
             answer = await self.http.get(f"/v1/jobs/{job_id}")
             if answer.status_code != 200:
                 self.report.blame(f"GET {job_id}: {answer.status_code}")
@@ -313,7 +160,7 @@ class _Run:
                 ids.add(job["id"])
                 code = (job["error"] or {}).get("code", "")
                 self.report.ends[f"{job['status']} {code}".strip()] += 1
-                if code in _FAULTS:
+                if code in FAULTS:
                     self.report.blame(f"{job['id']} ended as {job['status']}: {code}")
             if not page["has_more"]:
                 return ids
@@ -335,7 +182,7 @@ def _shown(request: Request) -> str:
 
 @contextlib.asynccontextmanager
 async def _running(report: MutationsReport) -> AsyncIterator[_Run]:
-    """All parts; at exit what they wrote is searched, and that none has died."""
+    """All parts; at exit their processes are the same, and what they wrote is searched."""
     with tempfile.TemporaryFile() as output:
         async with pool(_HASH_MODEL, num_workers=1, output=output) as found:
             before = await _processes(found)
@@ -390,15 +237,3 @@ async def run_mutations(
     if report.num_queued * 2 <= num_bodies:
         report.blame(f"only {report.num_queued} of {num_bodies} bodies reached the queue")
     return report
-
-
-def main() -> int:
-    parser = parser_of("mutations", __doc__)
-    parser.prog = "python -m tests.gateway.mutations"
-    parser.add_argument("--bodies", type=int, default=30_000, help="default: 30000")
-    options = parser.parse_args()
-    return run(lambda: run_mutations(options.bodies, options.seed, Progress().say), options.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
