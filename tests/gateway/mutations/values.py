@@ -65,7 +65,7 @@ OF_COMPLETIONS: Mapping[str, Sequence[Any]] = {
 OF_JOBS: Mapping[str, Sequence[Any]] = {
     "lane": ("interactive", "standard", "batch", "scoring", "nowhere"),
     "deadline_s": (1, 1.5, 604_800, 3e5, 86_400.000001, 604_801),
-    # None that is over before the run is: a record that goes while the audit reads is a fault to it.
+    # Longer than a run takes: the audit wants no record to expire while it reads.
     "retention_s": (7_200, 7_200.0, 1e5, 2_592_000, 59.999, 2_592_001),
     "metadata": ({}, {"k" * 64: "v" * 512}, {"🌍" * 64: ""}, {"k" * 65: "v"}, {"": "v"}),
     "callback": (
