@@ -131,7 +131,7 @@ def make_request(number: int, asked: WorkloadRequest) -> Request:
         epoch=1,
         tenant=_TENANT,
         lane=_LANE,
-        prompt_ids=asked.prompt_token_ids,
+        prompts=(asked.prompt_token_ids,),
         params=SamplingParams(
             max_tokens=asked.max_tokens, seed=number, temperature=0.0, ignore_eos=True
         ),

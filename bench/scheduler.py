@@ -140,7 +140,7 @@ def _add(engine: Engine, number: int, lanes: Seq[str], num_output: int) -> None:
             epoch=1,
             tenant=f"tenant-{number % NUM_TENANTS}",
             lane=lanes[number % len(lanes)],
-            prompt_ids=prompt_ids,
+            prompts=(prompt_ids,),
             params=SamplingParams(max_tokens=num_output, seed=number, ignore_eos=True),
             outputs=((),),
             finished=(False,),

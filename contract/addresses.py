@@ -133,7 +133,8 @@ def is_host_name(text: str) -> bool:
     """Whether a text is a plain DNS name; an address in any notation is none."""
     labels = text.lower().split(".")
     return (
-        len(text) <= 253
+        text.isascii()  # before it is lower case: the Kelvin sign would become a k
+        and len(text) <= 253
         and all(_is_label(label) for label in labels)
         and not labels[-1][0].isdigit()  # `1`, `0x7f.1`: what C libraries read as addresses
     )

@@ -24,26 +24,27 @@ UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two hea
 
 @dataclass(slots=True)
 class Lengths:
-    """What is known of output lengths: nine in ten stay below the estimate, nearly."""
+    """What is known of the lengths of choices: nine in ten stay below the estimate, nearly."""
 
     estimate: float = 0.0
     num_seen: int = 0
 
-    def learn(self, num_tokens: int) -> None:
+    def learn(self, num_tokens: int, num_choices: int = 1) -> None:
         """A fifth of the way up to a longer output, a fiftieth down to a shorter one."""
-        gap = num_tokens - self.estimate
+        length = num_tokens / num_choices
+        gap = length - self.estimate
         step = gap * (0.2 if gap > 0 else 0.02)
-        self.estimate = float(num_tokens) if self.num_seen == 0 else self.estimate + step
+        self.estimate = length if self.num_seen == 0 else self.estimate + step
         self.num_seen += 1
 
 
 def predicted_output(
-    known: Sequence[Lengths], max_tokens: int, min_lengths: int = MIN_LENGTHS
+    known: Sequence[Lengths], max_tokens: int, num_choices: int, min_lengths: int = MIN_LENGTHS
 ) -> int:
     """The output to expect: by the first of those known that has seen enough, else the cap."""
     for lengths in known:
         if lengths.num_seen >= min_lengths:
-            return max(1, min(max_tokens, math.ceil(lengths.estimate)))
+            return max(1, min(max_tokens, math.ceil(lengths.estimate * num_choices)))
     return max_tokens
 
 
@@ -67,6 +68,7 @@ class Tenant:
     requests: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
     reserved: int = 0  # costs of unfinished jobs
+    stored_bytes: int = 0  # of its jobs that are kept
 
     def rates(self, submission: Submission, now_ms: int) -> list[int]:
         """{requests left, ms until all are there again, tokens left, ms}; zeros without limit."""
@@ -216,6 +218,8 @@ class Candidate:
     ahead: Ahead
     pool: Pool
     now_ms: int
+    stored_bytes: int  # of the job
+    all_stored_bytes: int  # of all jobs that are kept
 
     @property
     def wait_ms(self) -> int:
@@ -245,10 +249,15 @@ class Candidate:
             return Refusal(ErrorCode.UNKNOWN_LANE, " ".join(self.pool.lanes))
         if self.pool.num_live == 0 and self.submission.needs_worker:
             return Refusal(ErrorCode.NO_WORKERS)
+        if 0 < self.submission.max_stored_bytes < self.all_stored_bytes + self.stored_bytes:
+            return Refusal(ErrorCode.STORAGE_FULL)
         return self._tenant_refusal() or self._lane_refusal() or self._deadline_refusal()
 
     def _tenant_refusal(self) -> Refusal | None:
         limits = self.submission.limits
+        bound = self.submission.max_tenant_stored_bytes
+        if 0 < bound < self.tenant.stored_bytes + self.stored_bytes:
+            return self._over("stored_bytes", UNKNOWN_MS)
         for limit, meter, amount in (
             ("requests_per_min", self.tenant.requests, 1),
             ("tokens_per_min", self.tenant.tokens, self.cost),

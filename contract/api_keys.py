@@ -15,7 +15,7 @@ import msgspec
 import redis.asyncio
 
 from contract.connection import broker_errors
-from contract.errors import WireError
+from contract.errors import wire_errors
 from contract.keys import Keys
 from contract.redis_clock import now_ms
 
@@ -149,7 +149,7 @@ class ApiKeys:
     async def pepper(self) -> Pepper | None:
         """The pepper in force; None where no key was ever made."""
         if self._pepper is None:
-            with broker_errors():
+            with wire_errors("pepper"), broker_errors():
                 raw: Any = await self._client.get(self._keys.key_pepper)
             self._pepper = None if raw is None else Pepper(raw)
         return self._pepper
@@ -166,7 +166,7 @@ class ApiKeys:
         fields: dict[Any, Any] = {"record": msgspec.msgpack.encode(stored)}
         if lifetime_s is not None:
             fields["expires"] = created_ms + int(lifetime_s * 1000)
-        with broker_errors():
+        with broker_errors(self._client, "HSET or SADD"):
             async with self._client.pipeline(transaction=True) as transaction:
                 transaction.hset(self._keys.api_key(prefix), mapping=fields)
                 transaction.sadd(self._keys.api_keys, prefix)
@@ -175,33 +175,32 @@ class ApiKeys:
 
     async def find(self, prefix: str) -> ApiKey | None:
         """Raises WireError."""
-        with broker_errors():
+        with wire_errors("API key record"), broker_errors():
             values: Any = await self._client.hmget(
                 self._keys.api_key(prefix), ["record", "expires", "revoked"]
             )
         raw, expires, revoked = values
         if raw is None:
             return None
-        try:
+        read_ms = await now_ms(self._client, self._keys)
+        with wire_errors("API key record"):
             stored = msgspec.msgpack.decode(raw, type=_Stored)
-        except msgspec.MsgspecError as exc:
-            raise WireError(f"unreadable API key record: {type(exc).__name__}") from exc
-        return ApiKey(
-            prefix=prefix,
-            digest=stored.digest,
-            pepper_id=stored.pepper_id,
-            terms=stored.terms,
-            created_ms=stored.created_ms,
-            expires_ms=None if expires is None else int(expires),
-            revoked_ms=None if revoked is None else int(revoked),
-            now_ms=await now_ms(self._client, self._keys),
-        )
+            return ApiKey(
+                prefix=prefix,
+                digest=stored.digest,
+                pepper_id=stored.pepper_id,
+                terms=stored.terms,
+                created_ms=stored.created_ms,
+                expires_ms=None if expires is None else int(expires),
+                revoked_ms=None if revoked is None else int(revoked),
+                now_ms=read_ms,
+            )
 
     async def all(self) -> list[ApiKey]:
         """Every key ever made, oldest first. Raises WireError."""
-        with broker_errors():
+        with wire_errors("list of API keys"), broker_errors():
             prefixes: Any = await self._client.smembers(self._keys.api_keys)
-        found = [await self.find(prefix.decode()) for prefix in prefixes]
+        found = [await self.find(prefix.decode(errors="replace")) for prefix in prefixes]
         return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)
 
     async def revoke(self, prefix: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import broker_errors
+from contract.errors import wire_errors
 from contract.keys import Keys
 
 # Waits under this count as this: a job that starts within a tick of "at once" is no error.
@@ -29,16 +30,16 @@ class Calibration:
 async def calibrations(
     client: redis.asyncio.Redis, keys: Keys, model: str, lanes: Sequence[str]
 ) -> list[Calibration]:
-    """Of a model's lanes, in their order. Raises BrokerUnavailable."""
+    """Of a model's lanes, in their order. Raises BrokerUnavailable, WireError."""
     return [_of(lane, await _waits(client, keys.calibration(model, lane))) for lane in lanes]
 
 
 async def _waits(client: redis.asyncio.Redis, key: str) -> list[tuple[int, int]]:
     """(predicted, actual) in ms, the latest first."""
-    with broker_errors():
+    with wire_errors("calibration"), broker_errors():
         raw: Any = await client.lrange(key, 0, -1)
-    pairs = [entry.decode().split(" ") for entry in raw]
-    return [(int(predicted), int(actual)) for predicted, actual in pairs]
+        pairs = [entry.split(b" ") for entry in raw]
+        return [(int(predicted), int(actual)) for predicted, actual in pairs]
 
 
 def _of(lane: str, waits: Sequence[tuple[int, int]]) -> Calibration:

@@ -7,6 +7,7 @@ import redis.asyncio
 
 from contract.callbacks import OutboxState
 from contract.connection import broker_errors
+from contract.errors import wire_errors
 from contract.keys import Keys
 
 _SHOWN = {OutboxState.DELIVERED: "delivered", OutboxState.DEAD: "given_up"}
@@ -24,8 +25,8 @@ class CallbackState(msgspec.Struct, frozen=True):
 async def callback_state(
     client: redis.asyncio.Redis, keys: Keys, job_id: str, tenant: str
 ) -> CallbackState | None:
-    """None where the tenant's job has no callback. Raises BrokerUnavailable."""
-    with broker_errors():
+    """None where the tenant's job has no callback. Raises BrokerUnavailable, WireError."""
+    with wire_errors("record of the outbox"), broker_errors():
         job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
         record: Any = await client.hmget(
             keys.outbox_record(job_id), ["tenant", "state", "attempt", "to"]
@@ -38,7 +39,7 @@ async def callback_state(
         due: Any = None
         if record[1] == b"due" and record[3]:
             due = await client.zscore(keys.due(record[3].decode()), job_id)
-    state = OutboxState(record[1].decode())
-    return CallbackState(
-        _SHOWN.get(state, "pending"), int(record[2] or 0), None if due is None else int(due)
-    )
+        state = OutboxState(record[1].decode())
+        return CallbackState(
+            _SHOWN.get(state, "pending"), int(record[2] or 0), None if due is None else int(due)
+        )

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from contract.errors import WireError
+from contract.errors import wire_errors
 from contract.jobs import TERMINAL_STATUSES
 
 
@@ -89,10 +89,8 @@ def encode_callback(callback: Callback) -> bytes:
 
 def decode_callback(raw: bytes) -> Callback:
     """Raises WireError."""
-    try:
+    with wire_errors("callback"):
         return _decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable callback: {type(exc).__name__}") from exc
 
 
 def is_open_target(callback: Callback, patterns: Sequence[str]) -> bool:

@@ -54,6 +54,8 @@ class Submission(msgspec.Struct, frozen=True):
     lane_bound_tokens: int = 0  # waiting in the lane; 0: no bound
     lane_bound_s: float = 0.0  # predicted wait; 0: no bound
     limits: TenantLimits = TenantLimits()
+    max_stored_bytes: int = 0  # of all jobs that are kept; 0: no bound
+    max_tenant_stored_bytes: int = 0  # of its tenant's
     needs_worker: bool = False  # refused where no worker of the model lives
     cold_start_s: float = 0.0  # until a first worker is up, where none lives
     idempotency_key: str = ""
@@ -128,7 +130,8 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
 class LaneRoom(msgspec.Struct, frozen=True):
     """What a worker could start of a lane: its next job comes only while all that was claimed
-    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share."""
+    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share.
+    A job counts as many as it has choices."""
 
     max_jobs: int
     max_tokens: int

@@ -3,58 +3,119 @@
 A gateway needs nothing but Redis: card and tokenizer come from here, the tokenizer by its hash.
 """
 
+import logging
 from typing import Any
 
-import msgspec
 import redis.asyncio
+from redis.exceptions import ResponseError
 
 from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
 from contract.connection import broker_errors
-from contract.jobs import ModelCard, TokenizerFiles
+from contract.errors import WireError
+from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
 from contract.redis_clock import now_ms
 
+log = logging.getLogger(__name__)
+
 WORKER_TTL_S = 15.0  # a worker unheard of for so long does not count as live
+MAX_CARD_BYTES = 64 * 1024
 
 
-class Catalogue(msgspec.Struct, frozen=True):
+class Catalogue:
     """The models of one partition. Every method raises BrokerUnavailable."""
 
-    client: redis.asyncio.Redis
-    keys: Keys
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+        self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
+        self._has_list = True
 
     async def publish(self, card: ModelCard, files: TokenizerFiles) -> None:
         """Makes a model known, or replaces what was known of it."""
         sha256, packed = encode_tokenizer(files)
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
         with broker_errors():
-            await self.client.set(self.keys.tokenizer(sha256), packed)
-            await self.client.set(self.keys.model(card.name), encode_card(card))
-            await self.client.sadd(self.keys.models, card.name)
+            await self._client.set(self._keys.tokenizer(sha256), packed)
+            await self._client.set(self._keys.model(card.name), encode_card(card))
+            await self._client.sadd(self._keys.models, card.name)
 
     async def models(self) -> list[ModelCard]:
-        """All models ever published, by name. Raises WireError."""
-        with broker_errors():
-            names: Any = await self.client.smembers(self.keys.models)
-        cards = [await self.model(name.decode()) for name in sorted(names)]
-        return [card for card in cards if card is not None]
+        """All models ever published, by name. One whose card cannot be read is left out, and
+        logged when that is first seen.
+        """
+        cards, unreadable = [], set()
+        for raw_name in sorted(await self._names()):
+            name = raw_name.decode(errors="backslashreplace")
+            try:
+                card = await self.model(name)
+            except WireError as exc:
+                unreadable.add(name)
+                if name not in self.unreadable:
+                    log.error("model left out: %s model=%.256r", exc, name)
+            else:
+                cards += [] if card is None else [card]
+        self.unreadable = frozenset(unreadable)
+        return cards
+
+    async def _names(self) -> set[bytes]:
+        """Empty where the list has been overwritten by something else."""
+        try:
+            with broker_errors():
+                names: Any = await self._client.smembers(self._keys.models)
+        except ResponseError as exc:
+            reason = _wrong_type(exc)
+            if self._has_list:
+                log.error("the list of models cannot be read: %s", reason)
+            self._has_list, names = False, ()
+        else:
+            self._has_list = True
+        return set(names)
 
     async def model(self, name: str) -> ModelCard | None:
-        """Raises WireError."""
-        with broker_errors():
-            raw: Any = await self.client.get(self.keys.model(name))
-        return None if raw is None else decode_card(raw)
+        """None where no such model was published. Raises WireError."""
+        raw = await self._read(self._keys.model(name), MAX_CARD_BYTES)
+        if not raw:
+            return None
+        card = decode_card(raw)
+        if card.name != name:
+            raise WireError("its card is another model's")
+        return card
 
     async def tokenizer(self, sha256: str) -> TokenizerFiles:
-        """Raises WireError, KeyError where it was never published."""
-        with broker_errors():
-            packed: Any = await self.client.get(self.keys.tokenizer(sha256))
-        if packed is None:
-            raise KeyError(sha256)
+        """Raises WireError, also where it was never published."""
+        packed = await self._read(self._keys.tokenizer(sha256), MAX_TOKENIZER_BYTES)
+        if not packed:
+            raise WireError(f"there is no tokenizer {sha256[:12]}")
         return decode_tokenizer(sha256, packed)
 
     async def num_live_workers(self, model: str) -> int:
-        """Workers of a model that were heard of lately."""
-        since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
-        with broker_errors():
-            return await self.client.zcount(self.keys.workers(model), since_ms, "+inf")
+        """Workers of a model that were heard of lately. Raises WireError."""
+        since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
+        try:
+            with broker_errors():
+                return await self._client.zcount(self._keys.workers(model), since_ms, "+inf")
+        except ResponseError as exc:
+            raise _wrong_type(exc) from exc
+
+    async def _read(self, key: str, max_bytes: int) -> bytes:
+        """A string of Redis, empty where there is none: no more of it than is allowed comes over
+        the wire. Raises WireError.
+        """
+        try:
+            with broker_errors():
+                raw: Any = await self._client.getrange(key, 0, max_bytes)
+        except ResponseError as exc:
+            raise _wrong_type(exc) from exc
+        if len(raw) > max_bytes:
+            raise WireError(f"it is longer than {max_bytes} bytes")
+        return bytes(raw)
+
+
+def _wrong_type(exc: ResponseError) -> WireError:
+    """What a reply about a key of another type is to readers. Raises the error where it is about
+    anything else.
+    """
+    if "WRONGTYPE" not in str(exc):
+        raise exc
+    return WireError("its key holds another type")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from contract.errors import WireError
+from contract.errors import WireError, wire_errors
 from contract.events import LogEntry, LogEvent
-from contract.jobs import Job, ModelCard, ObjectRef, TokenizerFiles
+from contract.jobs import MAX_TOKENIZER_BYTES, Job, ModelCard, ObjectRef, TokenizerFiles
 
 WIRE_VERSION = 1
 
@@ -27,10 +27,8 @@ def encode_job(job: Job) -> bytes:
 
 def decode_job(raw: bytes) -> Job:
     """Raises WireError."""
-    try:
+    with wire_errors("job record"):
         return _job_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable job record: {type(exc).__name__}") from exc
 
 
 def encode_ref(ref: ObjectRef) -> bytes:
@@ -39,10 +37,8 @@ def encode_ref(ref: ObjectRef) -> bytes:
 
 def decode_ref(raw: bytes) -> ObjectRef:
     """Raises WireError."""
-    try:
+    with wire_errors("object reference"):
         return _ref_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable object reference: {type(exc).__name__}") from exc
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
@@ -52,10 +48,8 @@ def encode_metadata(metadata: Mapping[str, str]) -> bytes:
 
 def decode_metadata(raw: bytes) -> dict[str, str]:
     """Raises WireError."""
-    try:
+    with wire_errors("metadata"):
         return _metadata_decoder.decode(raw) if raw else {}
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable metadata: {type(exc).__name__}") from exc
 
 
 def encode_terms(terms: Mapping[str, str | int | float]) -> bytes:
@@ -69,16 +63,15 @@ def encode_event(event: LogEvent) -> bytes:
 
 def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
     """Raises WireError."""
-    try:
+    with wire_errors("log event"):
         return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
-    except msgspec.MsgspecError as exc:
-        raise WireError(f"unreadable log event {number}: {type(exc).__name__}") from exc
 
 
 def decode_hint(raw: bytes) -> LogEntry:
     """A message of an events channel, `<number> <hash> <event>`. Raises WireError."""
-    number, hash_, event = raw.split(b" ", 2)
-    return decode_entry(int(number), hash_, event)
+    with wire_errors("hint"):
+        number, hash_, event = raw.split(b" ", 2)
+        return decode_entry(int(number), hash_, event)
 
 
 def encode_card(card: ModelCard) -> bytes:
@@ -89,22 +82,41 @@ def decode_card(raw: bytes) -> ModelCard:
     """Raises WireError."""
     try:
         return _card_decoder.decode(raw)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise WireError(f"unreadable model card: {type(exc).__name__}") from exc
 
 
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
-    """The compressed files and their key: the sha256 of what was compressed."""
+    """The key of a tokenizer, and what is stored under it: the files, compressed. The key is the
+    sha256 of the stored bytes, so that a reader checks it before it decompresses anything.
+
+    Raises ValueError where they are longer than a reader takes.
+    """
     raw = _encoder.encode(files)
-    return hashlib.sha256(raw).hexdigest(), zlib.compress(raw)
+    if len(raw) > MAX_TOKENIZER_BYTES:
+        raise ValueError(
+            f"tokenizer and chat template are {len(raw)} bytes; at most {MAX_TOKENIZER_BYTES} "
+            "are published"
+        )
+    packed = zlib.compress(raw)
+    return hashlib.sha256(packed).hexdigest(), packed
 
 
 def decode_tokenizer(sha256: str, packed: bytes) -> TokenizerFiles:
-    """Raises WireError, also where the content is not what its key says."""
+    """The files that are stored under a key. The hash protects against bytes that were damaged or
+    exchanged; against a worker that stores a matching hash of something malicious, the bound does:
+    no more than MAX_TOKENIZER_BYTES are decompressed.
+
+    Raises WireError.
+    """
+    if hashlib.sha256(packed).hexdigest() != sha256:
+        raise WireError(f"tokenizer {sha256[:12]} does not match its hash")
     try:
-        raw = zlib.decompress(packed)
-        if hashlib.sha256(raw).hexdigest() != sha256:
-            raise WireError(f"tokenizer {sha256[:12]} does not match its hash")
+        raw = zlib.decompressobj().decompress(packed, MAX_TOKENIZER_BYTES + 1)
+        if len(raw) > MAX_TOKENIZER_BYTES:
+            raise WireError(
+                f"tokenizer {sha256[:12]} is over {MAX_TOKENIZER_BYTES} bytes when decompressed"
+            )
         return _tokenizer_decoder.decode(raw)
-    except (zlib.error, msgspec.MsgspecError) as exc:
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise WireError(f"unreadable tokenizer {sha256[:12]}: {type(exc).__name__}") from exc

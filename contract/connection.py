@@ -16,6 +16,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ConnectionError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -23,7 +24,7 @@ from redis.exceptions import (
 )
 from redis.typing import EncodableT
 
-from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
+from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode
 from contract.function_calls import FunctionCalls
 from contract.redis_link import packed
 from contract.tasks import end
@@ -51,9 +52,21 @@ class _Client(redis.asyncio.Redis):
         self._opening: asyncio.Task[FunctionCalls] | None = None
 
     async def execute_command(self, *args: EncodableT, **options: Any) -> Any:
-        """As redis-py's, retries and errors too; `num_retries` of a function call may be given."""
-        if args[0] not in _FUNCTION_CALLS:
+        """As redis-py's, retries and errors too; `num_retries` of a function call may be given.
+        Raises CommandDenied where redis-py raises NoPermissionError.
+        """
+        is_function = args[0] in _FUNCTION_CALLS
+        try:
+            if is_function:
+                return await self._call_function(*args, **options)
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except ResponseError as exc:
+            if not is_denied(exc):
+                raise
+            name = " ".join(str(word) for word in args[: 2 if is_function else 1])
+            raise denied(self, name, exc) from exc
+
+    async def _call_function(self, *args: EncodableT, **options: Any) -> Any:
         num_retries = options.get("num_retries", self.num_retries)
         command, num_failures = packed(*args), 0
         while True:
@@ -112,6 +125,7 @@ def connect(
         socket_timeout=command_timeout_s,
         health_check_interval=HEALTH_CHECK_S,
         max_connections=MAX_CONNECTIONS,
+        driver_info=None,  # CLIENT SETINFO is not in Redis 7.0: no user needs the right to it
         retry=Retry(_BACKOFF, retries),
         retry_on_error=[BusyLoadingError],
     )
@@ -120,9 +134,38 @@ def connect(
     return client
 
 
+def is_denied(exc: BaseException) -> bool:
+    """Whether a reply of Redis says that its user may not do this, itself or in a function."""
+    text = str(exc)  # in a function: Valkey and Redis 7.2 or later, then Redis 7.0
+    return (
+        isinstance(exc, NoPermissionError)
+        or "ACL failure" in text
+        or "The user executing the script can't" in text
+    )
+
+
+def denied(
+    client: redis.asyncio.Redis | redis.Redis, command: str, exc: BaseException
+) -> CommandDenied:
+    """The error for a command, by its name. It quotes no argument: that may be a caller's."""
+    user = client.connection_pool.connection_kwargs.get("username") or "default"
+    text = str(exc)
+    what = "a channel of " if "channel" in text else "a key of " if " key" in text else ""
+    inside = "" if isinstance(exc, NoPermissionError) else " (a command inside it)"
+    return CommandDenied(
+        f"Redis denies its user {user!r} {what}{command}{inside}; `batchway redis-roles` prints "
+        "the rules that each part needs"
+    )
+
+
 class broker_errors:
     """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable, or
-    BrokerFull."""
+    BrokerFull. `client` and `command` are for commands that do not go by `execute_command`, which
+    has names for them: NoPermissionError becomes CommandDenied."""
+
+    def __init__(self, client: redis.asyncio.Redis | None = None, command: str = "") -> None:
+        self._client = client
+        self._command = command
 
     def __enter__(self) -> None:
         pass
@@ -133,7 +176,11 @@ class broker_errors:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if exc is not None and (error := _broker_error(exc)) is not None:
+        if exc is None:
+            return
+        if isinstance(exc, NoPermissionError) and self._client is not None:
+            raise denied(self._client, self._command, exc) from exc
+        if (error := _broker_error(exc)) is not None:
             raise error from exc
 
 
@@ -159,6 +206,4 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
         return BrokerFull(ErrorCode.DISK_FULL, message)
     if "Function not found" in text:
         return BrokerUnavailable("Redis does not hold batchway's function library")
-    if "ACL failure" in text:
-        return BrokerUnavailable("this user of Redis may not do what a function does")
     return None

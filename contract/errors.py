@@ -4,12 +4,16 @@ BatchwayError
 ├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
 │   ├── BrokerUnfit     it answers; it may not hold jobs, as it is configured
 │   └── BrokerFull      it answers; its memory or its disk is full; carries an ErrorCode
+├── CommandDenied       its rules deny this part a command: repeats do not help
 ├── WireError           bytes in Redis that this version cannot read
 └── JobRefused          a job that is not accepted; carries an ErrorCode
 """
 
 from enum import StrEnum
+from types import TracebackType
 from typing import TYPE_CHECKING
+
+from redis.exceptions import ResponseError
 
 if TYPE_CHECKING:
     from contract.calls import RateLimits
@@ -25,6 +29,7 @@ class ErrorCode(StrEnum):
     DEADLINE_INFEASIBLE = "deadline_infeasible"
     UNKNOWN_LANE = "unknown_lane"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    STORAGE_FULL = "storage_full"
     MEMORY_FULL = "memory_full"
     DISK_FULL = "disk_full"
     # failed after it was accepted
@@ -58,8 +63,49 @@ class BrokerFull(BrokerUnavailable):
         self.code = code
 
 
+class CommandDenied(BatchwayError):
+    """The access rules of Redis deny its user a command that this part needs. No kind of
+    BrokerUnavailable: whoever rides out an absence of Redis must not ride this out. The message
+    names the user and the command.
+    """
+
+
 class WireError(BatchwayError):
-    """A record in Redis that this version cannot read."""
+    """A record in Redis that this version cannot read. The message quotes nothing of it."""
+
+
+class wire_errors:
+    """Turns what a decoder raises for bytes that it cannot read into WireError, and what Redis says
+    of a key that holds another type; `what` names the kind of record. The error's cause is dropped,
+    since it may quote the bytes.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        is_wrong_type = isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc)
+        if is_wrong_type or isinstance(exc, _UNREADABLE):
+            raise WireError(f"unreadable {self._what}: {type(exc).__name__}") from None
+
+
+# What msgspec, json, int() and bytes.decode() raise are ValueErrors; records that lack a field, or
+# have one of another type, give the others.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def unreadable(function: str, exc: Exception) -> WireError:
+    """The error for a function that fails on what a key holds."""
+    kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
+    return WireError(f"function {function}: a key holds {kind} than the functions write")
 
 
 class JobRefused(BatchwayError):

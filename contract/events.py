@@ -31,12 +31,14 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
-    """Log probabilities of the prompt's tokens from position `start` on: the first event at 1, each
-    where the one before ended. All come before the first Tokens, in jobs whose parameters ask.
+    """Log probabilities of a prompt's tokens from position `start` on: its first event at 1, each
+    where the one before ended. All come before the first output of the prompt's choices, in jobs
+    whose parameters ask.
     """
 
     start: int
     logprobs: tuple[TokenLogprob, ...]
+    prompt: int = 0  # which of the job's prompts
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):

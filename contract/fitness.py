@@ -4,10 +4,10 @@ import logging
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import ResponseError
 
 from contract.connection import broker_errors
-from contract.errors import BrokerUnfit
+from contract.errors import BrokerUnfit, CommandDenied
 
 FIT_POLICY = "noeviction"
 
@@ -19,10 +19,9 @@ log = logging.getLogger("batchway.redis")
 
 
 async def check_fitness(client: redis.asyncio.Redis) -> None:
-    """Raises BrokerUnfit, BrokerUnavailable. Where INFO is not allowed, whoever deploys answers for
-    it.
-    """
-    known = await _info(client, "memory", "persistence", "server")
+    """Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
+    with broker_errors():  # INFO, since managed services have no CONFIG
+        known = await client.info("memory", "persistence", "server")
     policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy != FIT_POLICY:
         raise BrokerUnfit(
@@ -42,30 +41,22 @@ def _reverts_blocks(known: dict[str, Any]) -> bool:
 
 
 async def _refuses(client: redis.asyncio.Redis) -> bool:
-    """Whether it starts with no file that ends in the middle of a write. False where it may not be
-    asked."""
+    """Whether it starts with no file that ends in the middle of a write. False where it cannot be
+    asked: users for one part each may not run CONFIG, and managed services have none."""
     try:
         with broker_errors():
             said: Any = await client.config_get("aof-load-truncated")
-    except ResponseError:
+    except (CommandDenied, ResponseError) as exc:
+        log.info("aof-load-truncated is not known: CONFIG GET said %s", type(exc).__name__)
         return False
     return bool(said["aof-load-truncated"] == "no")
 
 
 async def max_memory(client: redis.asyncio.Redis) -> tuple[int, bool]:
     """The bytes that Redis may use, and whether its `maxmemory` says so; else they are those of its
-    machine, and 0 where INFO is not allowed. Raises BrokerUnavailable.
+    machine. Raises BrokerUnavailable, CommandDenied.
     """
-    memory = await _info(client, "memory")
+    with broker_errors():
+        memory = await client.info("memory")
     limit = int(memory.get("maxmemory", 0))
-    return limit or int(memory.get("total_system_memory", 0)), limit > 0 or not memory
-
-
-async def _info(client: redis.asyncio.Redis, *sections: str) -> dict[str, Any]:
-    """Of INFO, for managed services have no CONFIG; nothing where it is not allowed."""
-    try:
-        with broker_errors():
-            found: dict[str, Any] = await client.info(*sections)
-    except NoPermissionError:
-        return {}
-    return found
+    return limit or int(memory.get("total_system_memory", 0)), limit > 0

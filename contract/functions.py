@@ -3,11 +3,13 @@
 The functions are contract/lua/*.lua; the header of each names its arguments and replies.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import redis.asyncio
+from redis.exceptions import ResponseError
 
 from contract import replies
 from contract.calls import (
@@ -29,7 +31,7 @@ from contract.calls import (
 )
 from contract.codec import decode_entry
 from contract.connection import broker_errors
-from contract.errors import BrokerFull, ErrorCode
+from contract.errors import BrokerFull, ErrorCode, WireError, unreadable, wire_errors
 from contract.events import LogEntry
 from contract.glance import Glance
 from contract.jobs import Job, JobStatus
@@ -38,6 +40,8 @@ from contract.library import LIBRARY
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 from contract.steps import decode_verdicts, encode_items
 from contract.terms import asked
+
+log = logging.getLogger("batchway.redis")
 
 FIRST_HASH = "00000000"
 
@@ -48,7 +52,9 @@ BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may
 
 
 class Functions:
-    """The functions of one partition. Every call may be repeated, and raises BrokerUnavailable."""
+    """The functions of one partition. Every call may be repeated, and raises BrokerUnavailable,
+    CommandDenied, and WireError where a record is not as this version writes it.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         self._client = client
@@ -57,8 +63,11 @@ class Functions:
     async def _call(self, name: str, *args: _Word, reads: bool = False, **options: int) -> Any:
         verb = "FCALL_RO" if reads else "FCALL"
         words = (verb, f"{LIBRARY}_{name}", 1, self._tag, *args)
-        with broker_errors():
-            return await self._client.execute_command(*words, **options)  # type: ignore[no-untyped-call]
+        try:
+            with broker_errors():
+                return await self._client.execute_command(*words, **options)  # type: ignore[no-untyped-call]
+        except ResponseError as exc:
+            raise unreadable(name, exc) from exc
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
@@ -110,21 +119,31 @@ class Functions:
         are handed out while it has work. An idle worker may be handed one job under suspicion,
         which must run alone. The version of the worker's configuration is kept with the job.
 
-        Not made again where its answer is lost: `mine` says what that has handed out.
+        Not made again where its answer is lost: `mine` says what that has handed out. A job whose
+        record cannot be read is handed to nobody: it is failed as poison.
         """
         says: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
         says += [int(is_idle), config_version]
         for lane in lanes:
             says += [lane, _claim_terms(lane, min_shares or {}, rooms)]
-        return replies.claimed(await self._call("claim", *says, num_retries=0))
+        return await self._readable(incarnation, await self._call("claim", *says, num_retries=0))
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
     ) -> list[Claimed]:
-        """The jobs that a worker holds without knowing: the reply to its claim was lost."""
-        return replies.claimed(
-            await self._call("mine", incarnation, int(lease_s * 1000), *known_ids)
-        )
+        """The jobs that a worker holds without knowing: the reply to its claim was lost. As `claim`
+        where a record cannot be read.
+        """
+        reply = await self._call("mine", incarnation, int(lease_s * 1000), *known_ids)
+        return await self._readable(incarnation, reply)
+
+    async def _readable(self, incarnation: str, reply: list[Any]) -> list[Claimed]:
+        claims, spoiled = replies.claimed(reply)
+        for part in spoiled:
+            log.error("the record of a job is unreadable: failed as poison job_id=%s", part.job_id)
+        if spoiled:
+            await self.append(incarnation, spoiled, lease_s=0)
+        return claims
 
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
@@ -168,7 +187,7 @@ class Functions:
             msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
-        return [job_id.decode() for job_id in reply]
+        return [job_id.decode(errors="replace") for job_id in reply]
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
         """Tells workers to go; of each, whether there is one to hear it."""
@@ -236,9 +255,10 @@ class Functions:
         reply = await self._call("read", job_id, tenant, after, max_events, reads=True)
         if reply[0] == b"NOT_FOUND":
             return None
-        _, flat, entries, place = reply
-        view = replies.view(flat, place)
-        return view, [decode_entry(number, h, raw) for number, h, raw in entries]
+        with wire_errors("log"):
+            _, flat, entries, place = reply
+            view = replies.view(flat, place)
+            return view, [decode_entry(number, h, raw) for number, h, raw in entries]
 
     async def list_jobs(
         self,
@@ -250,7 +270,7 @@ class Functions:
         max_looks: int = MAX_LOOKS,
     ) -> Page | None:
         """A tenant's jobs after the one with the id `after`, the youngest first; None where that
-        job is not in the list. Looks at `max_looks` jobs at most. Raises WireError.
+        job is not in the list. Looks at `max_looks` jobs at most; leaves out what cannot be read.
         """
         states = "".join(f"{status} " for status in sorted(wanted.statuses))
         metadata = [part for pair in wanted.metadata.items() for part in pair]
@@ -263,7 +283,7 @@ class Functions:
         if reply == [b"NOT_FOUND"]:
             return None
         _, position, records = reply
-        return Page(tuple(replies.view(flat) for flat in records), position.decode())
+        return Page(replies.views(records), position.decode(errors="replace"))
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         """Forgets a job that has ended: True. False where the tenant has no such job; the status
@@ -280,9 +300,14 @@ class Functions:
                 raise AssertionError(f"delete: unknown reply {reply!r}")
 
     async def glance(self, model: str, lanes: Sequence[str]) -> Glance:
-        """A model's lanes, workers and totals at one moment."""
-        reply = await self._call("glance", model, *lanes, reads=True)
-        return replies.glance(lanes, reply)
+        """A model's lanes, workers and totals at one moment. Raises WireError where a part of
+        that is not as this version writes it.
+        """
+        try:
+            reply = await self._call("glance", model, *lanes, reads=True)
+            return replies.glance(lanes, reply)
+        except (ResponseError, ValueError, TypeError, AttributeError) as exc:
+            raise WireError(f"its state cannot be read: {type(exc).__name__}") from exc
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a

@@ -6,6 +6,7 @@ Knows nothing of HTTP, of Redis or of tensors. Everything here travels, so it is
 import hashlib
 import secrets
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -48,10 +49,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
     `default_seed(job_id)`. `logprobs` is None (none), 0 (of the chosen token) or the number of
-    most likely tokens reported beside it.
+    most likely tokens reported beside it. Of a job with several prompts they hold for each prompt.
+    Bounds are checked where a record is read: those of what a worker makes memory for before its
+    engine checks the rest.
     """
 
-    max_tokens: int
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     seed: int
     min_tokens: int = 0
     temperature: float = 1.0
@@ -62,12 +65,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    n: int = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
+    varies_seed: bool = False  # the caller gave no seed: each of several prompts has its own
+
+    def of_prompt(self, number: int) -> "SamplingParams":
+        """Those of one prompt of several. With the caller's seed they are what the prompt has
+        alone; without one, equal prompts must not all get the same answer.
+        """
+        if number == 0 or not self.varies_seed:
+            return self
+        return msgspec.structs.replace(self, seed=default_seed(f"{self.seed}/{number}"))
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
@@ -83,10 +95,11 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that lies in the object store."""
+    """A prompt, or all prompts of a job, in the object store."""
 
     ref: ObjectRef
     num_tokens: int
+    num_prompts: int = 1
 
 
 class TraceContext(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +111,10 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is immutable of a job; what changes lies beside it in the job's record."""
+    """What is immutable of a job; what changes lies beside it in the job's record.
+
+    Choice j of prompt i has the index i * n + j among all choices of the job.
+    """
 
     id: str
     tenant: str
@@ -113,23 +129,53 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
     prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
     trace: TraceContext | None = None
-    stored_prompt: StoredPrompt | None = None  # then `prompt_ids` is empty until it is fetched
+    stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
+    prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each; they are empty where they must be fetched first."""
+        return self.prompt_list or (self.prompt_ids,) * self.num_prompts
+
+    @property
+    def num_prompts(self) -> int:
+        stored = self.stored_prompt
+        return len(self.prompt_list) or (stored.num_prompts if stored else 1)
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return self.params.n * self.num_prompts
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids) or (self.stored_prompt.num_tokens if self.stored_prompt else 0)
+        """Of all prompts."""
+        return sum(map(len, self.prompts)) or (
+            self.stored_prompt.num_tokens if self.stored_prompt else 0
+        )
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a model to validate, render and tokenise for it."""
+    """What a gateway must know of a model to validate, render and tokenise for it. The bounds are
+    checked where a card is read: a worker may have written anything.
+    """
 
-    name: str
-    context_length: int  # prompt + output, in tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer_sha256: str  # key of the TokenizerFiles
-    created_s: int
-    lanes: tuple[str, ...] = DEFAULT_LANES  # that its workers serve, most urgent first
+    name: _Name
+    context_length: _Count  # prompt + output, in tokens
+    vocab_size: _Count
+    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)]
+    tokenizer_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # see encode_tokenizer
+    created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    # That its workers serve, most urgent first.
+    lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+
+
+MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles as msgpack, and of that compressed
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):

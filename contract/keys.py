@@ -78,6 +78,10 @@ class Keys(msgspec.Struct, frozen=True):
         """`place`, `sums`, `lists`: how far sweeps are that hold counters against records."""
         return f"{self.tag}:recount:{part}"
 
+    def stored(self, what: str) -> str:
+        """`jobs`, `tenants`: the bytes that are stored of each until it is forgotten."""
+        return f"{self.tag}:stored:{what}"
+
     def pool(self, model: str) -> str:
         return f"{self.tag}:pool:{model}"
 

@@ -3,23 +3,20 @@
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError
 
 from contract.connection import broker_errors
+from contract.errors import wire_errors
 from contract.keys import Keys
 
 
 async def known_store(client: redis.asyncio.Redis, keys: Keys, own: str) -> str:
     """The store of the namespace, which is `own` where none was known; '': no store at all.
 
-    Raises BrokerUnavailable. Where the key may not be touched, whoever deploys answers for it.
+    Raises BrokerUnavailable, CommandDenied, WireError.
     """
-    try:
-        with broker_errors():
-            raw: Any = await client.hget(keys.object_store, "name")
-            if raw is None and own:
-                await client.hsetnx(keys.object_store, "name", own)
-                raw = await client.hget(keys.object_store, "name")
-    except NoPermissionError:
-        return own
-    return own if raw is None else str(raw.decode())
+    with wire_errors("object store's name"), broker_errors():
+        raw: Any = await client.hget(keys.object_store, "name")
+        if raw is None and own:
+            await client.hsetnx(keys.object_store, "name", own)
+            raw = await client.hget(keys.object_store, "name")
+    return own if raw is None else str(raw.decode(errors="replace"))

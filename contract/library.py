@@ -1,11 +1,15 @@
 """The functions' library: its text, made of contract/lua/*.lua, and its loading."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
 from contract.connection import broker_errors
+from contract.errors import CommandDenied
+
+log = logging.getLogger("batchway.redis")
 
 LIBRARY = "batchway_v1"
 _SHARED = (  # in this order
@@ -32,15 +36,20 @@ def library_source() -> str:
 
 
 async def ensure_library(client: redis.asyncio.Redis) -> None:
-    """Loads the library where the server holds none or another text of it.
+    """Loads the library where the server holds none or another text of it. A user that may not is
+    told so in the log: the library is then the deploy step's to load, and calls of a function that
+    is missing raise BrokerUnavailable.
 
     Raises BrokerUnavailable.
     """
     source = library_source()
-    with broker_errors():
-        loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
-        if source.encode() not in _flatten(loaded):
-            await client.function_load(source, replace=True)
+    try:
+        with broker_errors():
+            loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
+            if source.encode() not in _flatten(loaded):
+                await client.function_load(source, replace=True)
+    except CommandDenied:
+        log.info("FUNCTION is not allowed here: the library is left to the deploy step")
 
 
 def _flatten(reply: Any) -> list[Any]:

@@ -11,20 +11,21 @@ import msgspec
 import redis.asyncio
 
 from contract.connection import broker_errors
+from contract.errors import wire_errors
 from contract.keys import Keys
 
 
 class Litter(msgspec.Struct, frozen=True):
-    """The list of one partition. Every method raises BrokerUnavailable."""
+    """The list of one partition. Every method raises BrokerUnavailable, WireError."""
 
     client: redis.asyncio.Redis
     keys: Keys
 
     async def some(self, max_jobs: int) -> list[str]:
         """Ids of jobs, any so many."""
-        with broker_errors():
+        with wire_errors("list of litter"), broker_errors():
             found: Any = await self.client.srandmember(self.keys.litter, max_jobs)
-        return [job_id.decode() for job_id in found or ()]
+        return [job_id.decode(errors="replace") for job_id in found or ()]
 
     async def cleared(self, job_ids: Sequence[str]) -> None:
         """These jobs have no objects any more."""

@@ -4,14 +4,17 @@ Records come into it with a job's transitions, see `post` in lua/_shared.lua. Wh
 deliver them is workers/callbacks.
 """
 
+import contextlib
 from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
 import redis.asyncio
+from redis.exceptions import ResponseError
 
 from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
 from contract.connection import broker_errors
+from contract.errors import WireError, unreadable, wire_errors
 from contract.keys import Keys
 from contract.library import LIBRARY
 
@@ -70,7 +73,9 @@ Outcome = Literal["delivered", "retry", "dead"]
 
 
 class Outbox:
-    """The outbox of one partition. Every call may be repeated, and raises BrokerUnavailable."""
+    """The outbox of one partition. Every call may be repeated, and raises BrokerUnavailable,
+    CommandDenied, and WireError where a record is not as this version writes it.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         self._client = client
@@ -78,13 +83,16 @@ class Outbox:
 
     async def _call(self, name: str, *args: str | int, reads: bool = False) -> Any:
         call = self._client.fcall_ro if reads else self._client.fcall
-        with broker_errors():
-            return await call(f"{LIBRARY}_outbox_{name}", 1, self._keys.tag, *args)
+        try:
+            with broker_errors():
+                return await call(f"{LIBRARY}_outbox_{name}", 1, self._keys.tag, *args)
+        except ResponseError as exc:
+            raise unreadable(f"outbox_{name}", exc) from exc
 
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
         """Takes what is due, for as long as the lease."""
         reply = await self._call("take", int(lease_s * 1000), max_messages, max_per_target)
-        return [Taken(job_id.decode(), attempt) for job_id, attempt in reply]
+        return [Taken(job_id.decode(errors="replace"), attempt) for job_id, attempt in reply]
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
         """Begins the attempt and renews its lease; None where it is another's by now.
@@ -109,10 +117,17 @@ class Outbox:
     async def dead(
         self, tenant: str, *, job_id: str = "", limit: int = 100, before_ms: int | None = None
     ) -> list[DeadLetter]:
-        """A tenant's dead letters, the youngest first, or that of one job. Raises WireError."""
+        """A tenant's dead letters, the youngest first, or that of one job; without those whose
+        record cannot be read.
+        """
         before = "" if before_ms is None else before_ms
         reply = await self._call("dead", tenant, job_id, limit, before, reads=True)
-        return [DeadLetter(_record(id_.decode(), flat), died) for id_, died, flat in reply]
+        letters = []
+        for raw_id, died_ms, flat in reply:
+            with contextlib.suppress(WireError):
+                record = _record(raw_id.decode(errors="replace"), flat)
+                letters.append(DeadLetter(record, died_ms))
+        return letters
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
         """Tries a dead letter again; the record's state, None where the tenant has none."""
@@ -130,6 +145,12 @@ def _of(taken: Taken) -> tuple[str, int]:
 
 
 def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:
+    """Raises WireError."""
+    with wire_errors("record of the outbox"):
+        return _record_of(job_id, flat)
+
+
+def _record_of(job_id: str, flat: list[bytes]) -> OutboxRecord:
     fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
 
     def text(name: str) -> str:

@@ -15,7 +15,7 @@ import redis.asyncio
 from contract.calls import Submission, Submitted
 from contract.codec import decode_job, decode_metadata
 from contract.connection import broker_errors
-from contract.errors import BatchwayError
+from contract.errors import BatchwayError, WireError, wire_errors
 from contract.functions import Functions
 from contract.keys import Keys
 
@@ -46,16 +46,17 @@ class PoisonRecord:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The poison jobs of one partition. Every method raises BrokerUnavailable."""
+    """The poison jobs of one partition. Every method raises BrokerUnavailable, WireError."""
 
     client: redis.asyncio.Redis
     keys: Keys
 
     async def list(self) -> list[PoisonRecord]:
         """All on record, the latest first."""
-        with broker_errors():
+        with wire_errors("quarantine"), broker_errors():
             rows: Any = await self.client.zrevrange(self.keys.quarantine, 0, -1, withscores=True)
-        return [await self._record(job_id.decode(), int(since_ms)) for job_id, since_ms in rows]
+        found = [(raw_id.decode(errors="replace"), int(since_ms)) for raw_id, since_ms in rows]
+        return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> PoisonRecord:
         """Raises NotInQuarantine."""
@@ -72,7 +73,7 @@ class Quarantine:
         CannotRequeue, JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
-        with broker_errors():
+        with wire_errors("job record"), broker_errors():
             values: Any = await self.client.hmget(self.keys.job(job_id), _FIELDS)
         raw = dict(zip(_FIELDS, values, strict=True))
         if raw["job"] is None:
@@ -84,31 +85,40 @@ class Quarantine:
             raise CannotRequeue(
                 f"the prompt of {job_id} lies in an object store, and goes with it: submit it anew"
             )
-        given_s = (int(raw["deadline"]) - int(raw["created"])) / 1000
-        return await Functions(self.client, self.keys).submit(
-            msgspec.structs.replace(job, id=requeued_id(job_id), lane=raw["lane"].decode()),
-            Submission(
+        with wire_errors("job record"):
+            given_s = (int(raw["deadline"]) - int(raw["created"])) / 1000
+            again = msgspec.structs.replace(job, id=requeued_id(job_id), lane=raw["lane"].decode())
+            terms = Submission(
                 max_output_tokens=int(raw["max_tokens"]),
                 deadline_s=given_s if deadline_s is None else deadline_s,
                 retention_s=max(LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
                 max_attempts=int(raw["max_attempts"]),
                 metadata=decode_metadata(raw["metadata"] or b""),
-            ),
-        )
+            )
+        return await Functions(self.client, self.keys).submit(again, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
-        with broker_errors():
+        with wire_errors("record of a poison job"), broker_errors():
             about: Any = await self.client.hget(self.keys.poison, job_id)
             is_readable = bool(await self.client.exists(self.keys.job(job_id)))
             was_requeued = bool(await self.client.exists(self.keys.job(again)))
         return PoisonRecord(
             job_id,
             since_ms,
-            json.loads(about or b"{}"),
+            _about(about or b"{}"),
             is_readable,
             again if was_requeued else None,
         )
+
+
+def _about(raw: bytes) -> dict[str, Any]:
+    """Empty where it cannot be read."""
+    try:
+        with wire_errors("record of a poison job"):
+            return dict(json.loads(raw))
+    except WireError:
+        return {}
 
 
 def requeued_id(job_id: str) -> str:

@@ -59,6 +59,7 @@ from contract.refusals import (
     idempotency_mismatch,
     refusal,
 )
+from contract.terms import stored_bytes
 
 MAX_RELEASES = 32
 SUSPECT = "suspect"
@@ -180,6 +181,7 @@ class Reference:
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
         candidate.tenant.charge(s, record.cost, self.now_ms)
+        candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
         return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
@@ -324,18 +326,18 @@ class Reference:
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
         if rooms is None:
             rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
-        num_tokens = 0
+        num_tokens = num_filled = 0
         num_taken: Counter[str] = Counter()
         while True:
             skipped: list[Record] = []
             left = {
                 lane: LaneRoom(
-                    room.max_jobs - len(claimed),
+                    room.max_jobs - num_filled,
                     room.max_tokens - num_tokens,
                     room.max_owed - num_taken[lane],
                 )
                 for lane, room in rooms.items()
-                if len(claimed) < room.max_jobs
+                if num_filled < room.max_jobs
             }
             found = self._choose(model, shares, left, skipped)
             if found is None:
@@ -345,7 +347,8 @@ class Reference:
                 continue
             claimed.append(taken)
             num_tokens += found.cost
-            num_taken[found.lane] += 1
+            num_filled += found.job.num_choices
+            num_taken[found.lane] += found.job.num_choices
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -594,6 +597,8 @@ class Reference:
 
     def _forget(self, record: Record) -> None:
         del self.records[record.job.id]
+        tenant = self._tenants[record.job.tenant]
+        tenant.stored_bytes -= stored_bytes(record.job, record.submission)
         if record.job.stored_prompt is not None or record.result is not None:
             self.litter.add(record.job.id)
 
@@ -667,12 +672,13 @@ class Reference:
     def _next_in_lane(
         self, model: str, lane: str, room: int, skipped: list[Record]
     ) -> tuple[Record | None, bool]:
-        """Given back first, then by tenant; True where nothing may go before one that waits."""
+        """Given back first, then by tenant; True where nothing may go before one that waits. There
+        must be room for one of its choices."""
         for queue in (BACK, *self._turns_in(model, lane).order()):
             waiting = self._queues.get((model, lane, queue), [])
             for num_skipped, job_id in enumerate(waiting, start=1):
                 record = self.records[job_id]
-                if record.cost <= room:
+                if record.cost / record.job.num_choices <= room:
                     return record, False
                 if record.passed >= self._max_passed:
                     return None, True
@@ -709,7 +715,9 @@ class Reference:
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
-        num_output = predicted_output(known, s.max_output_tokens, self._min_lengths)
+        num_output = predicted_output(
+            known, s.max_output_tokens, job.num_choices, self._min_lengths
+        )
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
         pool = self._pool(model)
@@ -719,12 +727,14 @@ class Reference:
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
-            num_choices=job.params.n,
+            num_choices=job.num_choices,
             tenant=self._tenants.setdefault(tenant, Tenant()),
             line_tokens=own[1],
             ahead=Ahead.of(self._loads(model), pool, lane, own, tenants),
             pool=pool,
             now_ms=self.now_ms,
+            stored_bytes=stored_bytes(job, s),
+            all_stored_bytes=sum(t.stored_bytes for t in self._tenants.values()),
         )
 
     def _refused(self, job: Job, candidate: Candidate, refused: Refusal) -> JobRefused:
@@ -744,7 +754,9 @@ class Reference:
         if status is JobStatus.SUCCEEDED:
             for name in (record.job.tenant, ""):
                 key = (record.job.model, record.lane, name)
-                self.lengths.setdefault(key, Lengths()).learn(record.num_tokens)
+                self.lengths.setdefault(key, Lengths()).learn(
+                    record.num_tokens, record.job.num_choices
+                )
 
     def _live(self, model: str) -> list[WorkerCapacity]:
         since_ms = self.now_ms - WORKER_TTL_MS

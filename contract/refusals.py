@@ -9,6 +9,8 @@ from contract.jobs import Job
 UNKNOWN_MS = -1
 
 _SENTENCES = {
+    "stored_bytes": "what is kept of your jobs takes all the bytes it may: delete jobs that have "
+    "ended, or ask for less retention_s",
     "requests_per_min": "the limit of requests per minute is reached",
     "tokens_per_min": "the limit of tokens per minute is reached",
     "concurrent_tokens": "the limit of tokens in unfinished jobs is reached",
@@ -50,6 +52,8 @@ def refusal(job: Job, reason: str, limit: str, retry_ms: int, rates: RateLimits)
         message = f"no worker of model {job.model!r} is alive"
     elif code is ErrorCode.UNKNOWN_LANE:
         message = f"lane {job.lane!r} is none of {', '.join(limit.split())}"
+    elif code is ErrorCode.STORAGE_FULL:
+        message = "what is kept of all jobs takes all the bytes it may"
     elif code is ErrorCode.DEADLINE_INFEASIBLE:
         message = "the job could not end before its deadline"
     else:

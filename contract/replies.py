@@ -5,8 +5,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import Claimed, Correction, JobView, Swept, Verdict
+from contract.calls import Append, Claimed, Correction, JobView, Swept, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
+from contract.errors import ErrorCode, WireError, wire_errors
 from contract.glance import Glance, LaneSight, WorkerSight
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 from contract.refusals import decode_position
@@ -14,11 +15,35 @@ from contract.refusals import decode_position
 log = logging.getLogger("batchway.recount")
 
 
-def claimed(reply: list[Any]) -> list[Claimed]:
-    """Jobs handed out by `claim` and `mine`. Raises WireError."""
-    return [
-        Claimed(
-            decode_job(raw),
+def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
+    """Jobs handed out by `claim` and `mine`; and what ends those whose records cannot be read."""
+    claims, spoiled = [], []
+    for part in reply:
+        raw_id, epoch, _, number, *_ = part
+        job_id = raw_id.decode(errors="replace")
+        try:
+            claims.append(_claimed(job_id, part))
+        except WireError:
+            spoiled.append(poisoned(job_id, epoch, number))
+    return claims, spoiled
+
+
+def poisoned(job_id: str, epoch: int, number: int) -> Append:
+    """What ends a job that no worker can begin, for what its record says."""
+    message = "the record of the job could not be read"
+    return Append(
+        job_id, epoch, number, fin=JobStatus.FAILED, code=ErrorCode.POISON, message=message
+    )
+
+
+def _claimed(job_id: str, part: list[Any]) -> Claimed:
+    with wire_errors("job record"):
+        _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, cost, raw = part
+        job = decode_job(raw)
+        if job.id != job_id:
+            raise ValueError("the record of another job")
+        return Claimed(
+            job,
             epoch,
             attempt,
             number,
@@ -28,8 +53,6 @@ def claimed(reply: list[Any]) -> list[Claimed]:
             alone == 1,
             cost,
         )
-        for _, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, cost, raw in reply
-    ]
 
 
 def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
@@ -43,6 +66,22 @@ def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
 
 def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
     """A record as `read` and `list` say it: field, value, … Raises WireError."""
+    with wire_errors("job record"):
+        return _view(flat, place)
+
+
+def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
+    """Those records of a list that can be read; the others are said in the log."""
+    found = []
+    for flat in records:
+        try:
+            found.append(view(flat))
+        except WireError as exc:
+            log.error("a job is left out of a list: %s", exc)
+    return tuple(found)
+
+
+def _view(flat: list[bytes], place: Sequence[int]) -> JobView:
     record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
 
     def ms(name: str) -> int | None:
@@ -76,11 +115,18 @@ def swept(reply: list[Any]) -> Swept:
     says nothing of that."""
     lapsed, expired, unattended, forgotten, *more = reply
     rows = more[0] if more else ()
-    corrections = tuple(Correction(*(part.decode() for part in row)) for row in rows)
+    corrections = tuple(
+        Correction(*(part.decode(errors="replace") for part in row)) for row in rows
+    )
     for it in corrections:
-        words = (it.kind, it.key, it.field, it.held, it.holds)
+        words = (it.kind, *(_shown(word) for word in (it.key, it.field, it.held, it.holds)))
         log.error("corrected %s key=%s field=%s held=%s holds=%s", *words)
     return Swept(lapsed, expired, unattended, forgotten, corrections)
+
+
+def _shown(word: str) -> str:
+    """A word of a correction, as a log may have it: whoever broke a list may have written it."""
+    return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
 def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:

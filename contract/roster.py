@@ -1,6 +1,7 @@
 """The workers as Redis knows them, and the order to leave. Leaves what they run to the jobs."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,11 @@ import redis.asyncio
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
+from contract.errors import WireError, wire_errors
 from contract.functions import Functions
 from contract.keys import Keys
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +29,41 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The workers of one partition. Every method raises BrokerUnavailable."""
+    """The workers of one partition. Every method raises BrokerUnavailable, WireError."""
 
     client: redis.asyncio.Redis
     keys: Keys
 
     async def workers(self) -> list[WorkerView]:
-        """All that take jobs, by model; those that drain already are left out."""
+        """All that take jobs, by model; those that drain already are left out, and so are those
+        whose record cannot be read."""
         views = []
         for card in await Catalogue(self.client, self.keys).models():
-            with broker_errors():
+            with wire_errors("list of workers"), broker_errors():
                 rows: Any = await self.client.zrange(self.keys.workers(card.name), 0, -1)
-            found = [await self.worker(incarnation.decode()) for incarnation in rows]
-            views += [view for view in found if view is not None]
+            for raw_name in rows:
+                name = raw_name.decode(errors="replace")
+                try:
+                    view = await self.worker(name)
+                except WireError as exc:
+                    log.error("a worker is left out: %s worker=%r", exc, name)
+                else:
+                    views += [] if view is None else [view]
         return views
 
     async def worker(self, incarnation: str) -> WorkerView | None:
         """One worker, draining or not; None once it has left, or was unheard of for long."""
-        with broker_errors():
+        with wire_errors("record of a worker"), broker_errors():
             raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
-        if not raw:
-            return None
-        info = json.loads(raw[b"info"] or "{}")
-        return WorkerView(
-            incarnation,
-            raw[b"model"].decode(),
-            raw.get(b"state") == b"draining",
-            int(info.get("jobs_held", 0)),
-        )
+            if not raw:
+                return None
+            info = json.loads(raw[b"info"] or "{}")
+            return WorkerView(
+                incarnation,
+                raw[b"model"].decode(),
+                raw.get(b"state") == b"draining",
+                int(info.get("jobs_held", 0)),
+            )
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
         """Tells workers to go; of each, whether there is one to hear it."""
@@ -60,6 +71,6 @@ class Roster:
 
     async def is_to_drain(self, incarnation: str) -> bool:
         """Whether a worker was told to go, by a message that it may have missed."""
-        with broker_errors():
+        with wire_errors("record of a worker"), broker_errors():
             order: Any = await self.client.hget(self.keys.worker(incarnation), "order")
         return bool(order == b"drain")

@@ -6,6 +6,24 @@ from contract.codec import WIRE_VERSION, encode_job, encode_metadata, encode_ter
 from contract.jobs import Job
 
 IDEMPOTENCY_TTL_S = 24 * 3600
+# What a job takes in Redis beside what it brings, as measured of jobs that have run.
+_RECORD_BYTES = 6_500
+_BYTES_PER_OUTPUT_TOKEN = 13
+
+
+def stored_bytes(job: Job, submission: Submission) -> int:
+    """What is counted as stored of a job until it is forgotten: its parts as they are sent, its
+    prompt in the object store, and what its record and an output of full length take."""
+    brought = sum(map(len, _packed(job, submission)))
+    if job.stored_prompt is not None:
+        brought += job.stored_prompt.ref.num_bytes
+    return brought + _RECORD_BYTES + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
+
+
+def _packed(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
+    """Job, metadata and callback."""
+    callback = b"" if submission.callback is None else encode_callback(submission.callback)
+    return encode_job(job), encode_metadata(submission.metadata), callback
 
 
 def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
@@ -14,7 +32,7 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     terms: dict[str, str | int | float] = {
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
-        "choices": job.params.n,
+        "choices": job.num_choices,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
         "max_attempts": s.max_attempts,
@@ -29,6 +47,9 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "tokens_per_min": limits.tokens_per_min,
         "concurrent_tokens": limits.concurrent_tokens,
         "lane_share": limits.lane_share,
+        "stored_bytes": stored_bytes(job, s),
+        "max_tenant_bytes": s.max_tenant_stored_bytes,
+        "max_bytes": s.max_stored_bytes,
         "needs_worker": s.needs_worker,
         "cold_ms": int(s.cold_start_s * 1000),
         "is_stored": job.stored_prompt is not None,
@@ -36,6 +57,6 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "callback_started": s.callback is not None and s.callback.tells_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
     }
-    callback = b"" if s.callback is None else encode_callback(s.callback)
-    packed = encode_job(job), encode_terms(terms), encode_metadata(s.metadata), callback
-    return job.id, job.tenant, job.model, job.lane, *packed
+    packed, metadata, callback = _packed(job, s)
+    names = job.id, job.tenant, job.model, job.lane
+    return *names, packed, encode_terms(terms), metadata, callback

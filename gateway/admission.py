@@ -5,7 +5,7 @@ What can never run is refused here, with 400 and the parameter named.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -15,13 +15,14 @@ from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed
 from gateway.auth import Caller
 from gateway.broker import Broker
 from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, not_found
-from gateway.schemas import CallBody, ChatBody, CompletionBody
+from gateway.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
 from gateway.tokens import ModelTokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _DEFAULT_LANE = "standard"
+Prompts = tuple[tuple[int, ...], ...]
 _SMALL_CHARS = 4_096  # a text up to here is tokenised faster than a thread takes over
 
 
@@ -50,17 +51,19 @@ async def prepare(
     if card is None:
         raise not_found(f"the model {body.model!r}", "model_not_found", "model")
     check_lane(card, lane)
-    prompt_ids = await _prompt_ids(await broker.known.tokenizer(card), card, body)
-    max_tokens = _max_tokens(settings, card, body, len(prompt_ids))
+    prompts = await _prompts(await broker.known.tokenizer(card), card, body)
+    caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
-    params = _sampling(card, body, max_tokens, job_id)
+    params = _sampling(card, body, caps, job_id)
+    is_list = len(prompts) > 1
     job = Job(
         id=job_id,
         tenant=terms.caller.tenant,
         model=card.name,
         lane=lane,
         endpoint=endpoint,
-        prompt_ids=prompt_ids,
+        prompt_ids=() if is_list else prompts[0],
+        prompt_list=prompts if is_list else (),
         params=params,
         created_s=int(time.time()),
         return_token_ids=bool(body.return_token_ids),
@@ -68,15 +71,18 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
     )
-    bound_tokens, bound_s = settings.bound_of(lane, await broker.known.max_memory_bytes())
-    num_output = params.n * params.max_tokens
+    memory_bytes = await broker.known.max_memory_bytes()
+    bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
+    max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
     return job, Submission(
-        max_output_tokens=num_output,
+        max_output_tokens=params.n * sum(caps),
         deadline_s=terms.deadline_s,
         retention_s=terms.retention_s,
         lane_bound_tokens=bound_tokens,
         lane_bound_s=bound_s,
         limits=terms.caller.limits,
+        max_stored_bytes=max_stored_bytes,
+        max_tenant_stored_bytes=max_tenant_stored_bytes,
         needs_worker=terms.needs_worker,
         cold_start_s=settings.cold_start_s,
         idempotency_key=terms.idempotency_key,
@@ -94,57 +100,79 @@ def check_lane(card: ModelCard, lane: str) -> None:
         raise bad_request("unknown_lane", message, "lane")
 
 
-async def _prompt_ids(
-    tokenizer: ModelTokenizer, card: ModelCard, body: CallBody
-) -> tuple[int, ...]:
-    if isinstance(body, CompletionBody) and isinstance(body.prompt, tuple):
-        _check_ids("prompt", body.prompt, card)
-        return body.prompt
-    param = "messages" if isinstance(body, ChatBody) else "prompt"
-    if isinstance(body, ChatBody) and not tokenizer.has_chat_template:
+async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:
+    """The token ids of each prompt: of a chat there is one."""
+    given: Sequence[str | tuple[int, ...]]
+    if isinstance(body, ChatBody):
+        given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
+    else:
+        given, encode = body.prompt, tokenizer.encode_text
+
+    def encoded() -> Prompts:
+        return tuple(tuple(encode(each)) if isinstance(each, str) else each for each in given)
+
+    num_chars = sum(len(each) for each in given if isinstance(each, str))
+    prompts = encoded() if num_chars <= _SMALL_CHARS else await asyncio.to_thread(encoded)
+    for number, prompt_ids in enumerate(prompts):
+        param = _name_of(body, number)
+        if not prompt_ids:
+            raise invalid_value(param, f"{param} has no tokens")
+        _check_ids(param, prompt_ids, card)
+    return prompts
+
+
+async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
+    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    if tokenizer.template is None:
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
-        raise invalid_value(param, message)
+        raise invalid_value("messages", message)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
     try:
-        if _num_chars(body) <= _SMALL_CHARS:
-            prompt_ids = _encode(tokenizer, body)
-        else:
-            prompt_ids = await asyncio.to_thread(_encode, tokenizer, body)
+        return await tokenizer.template.render(messages)
     except TemplateRefused as exc:
-        raise invalid_value(param, str(exc)) from None
-    if not prompt_ids:
-        raise invalid_value(param, f"{param} has no tokens")
-    _check_ids(param, prompt_ids, card)
-    return tuple(prompt_ids)
+        raise invalid_value("messages", str(exc)) from None
 
 
-def _encode(tokenizer: ModelTokenizer, body: CallBody) -> list[int]:
+def _name_of(body: CallBody, number: int) -> str:
+    """What an error calls a prompt."""
     if isinstance(body, ChatBody):
-        return tokenizer.encode_chat([m.model_dump(exclude_none=True) for m in body.messages])
-    assert isinstance(body.prompt, str)
-    return tokenizer.encode_text(body.prompt)
+        return "messages"
+    return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
 
 
-def _num_chars(body: CallBody) -> int:
-    if isinstance(body, ChatBody):
-        return sum(len(message.content) for message in body.messages)
-    return len(body.prompt)
-
-
-def _check_ids(param: str, token_ids: "tuple[int, ...] | list[int]", card: ModelCard) -> None:
+def _check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
         message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
         raise invalid_value(param, message)
 
 
-def _max_tokens(settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int) -> int:
-    """The output cap of each choice. Raises ApiError where prompt and output cannot fit."""
+def _output_caps(
+    settings: GatewaySettings, card: ModelCard, body: CallBody, prompts: Prompts
+) -> list[int]:
+    """Of each prompt, the output cap of one choice. Raises ApiError, also where all choices
+    together may have more than those of one prompt ever have."""
+    caps = [
+        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
+        for number, prompt_ids in enumerate(prompts)
+    ]
+    num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
+    if num_output > most:
+        name, _ = _given_max_tokens(body)
+        message = f"{name}: all choices together may have {num_output} tokens, over {most}"
+        raise invalid_value(name, message)
+    return caps
+
+
+def _max_tokens(
+    settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int, param: str
+) -> int:
+    """The output cap of a prompt's choices. Raises ApiError where the two cannot fit."""
     room = card.context_length - num_prompt
     if room < 1:
         message = (
             f"the prompt has {num_prompt} tokens; the model's context holds "
             f"{card.context_length}, prompt and output together"
         )
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise bad_request("context_length_exceeded", message, param)
     name, given = _given_max_tokens(body)
     if given == 0:
@@ -155,7 +183,7 @@ def _max_tokens(settings: GatewaySettings, card: ModelCard, body: CallBody, num_
     if given > room:
         raise invalid_value(
             name,
-            f"{name} is {given} and the prompt has {num_prompt} tokens: together "
+            f"{name} is {given} and {param} has {num_prompt} tokens: together "
             f"{num_prompt + given}, over the model's context of {card.context_length}",
         )
     if given > settings.max_output_tokens:
@@ -169,17 +197,20 @@ def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
     return "max_tokens", body.max_tokens
 
 
-def _sampling(card: ModelCard, body: CallBody, max_tokens: int, job_id: str) -> SamplingParams:
+def _sampling(card: ModelCard, body: CallBody, caps: list[int], job_id: str) -> SamplingParams:
+    """For all prompts. The engine ends each choice where the context does, which is what makes the
+    caps of prompts differ."""
     min_tokens = body.min_tokens or 0
-    most = 0 if body.max_tokens == 0 else max_tokens
+    most = 0 if body.max_tokens == 0 else min(caps)
     if min_tokens > most:
         raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
     stop_token_ids = tuple(body.stop_token_ids or ())
     _check_ids("stop_token_ids", stop_token_ids, card)
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(caps),
         # The engine's seeds have 63 bits.
         seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
+        varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
         temperature=_or(body.temperature, 1.0),
         top_k=max(0, body.top_k or 0),

@@ -60,19 +60,20 @@ class Chunks:
         self._tokenizer = tokenizer
         self._head = _head(job, is_chunk=True)
         self._tail = {"usage": None} if includes_usage else {}
-        self._prompt = PromptPart(job, tokenizer)
+        self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
 
     def reset(self) -> None:
-        self._prompt.reset()
+        for prompt in self._prompts:
+            prompt.reset()
         self._streams.clear()
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
         """The chunks of one event: one, after a head where choices begin in it. What is said of
-        the prompt waits for these heads.
+        a prompt waits for these heads.
         """
         if isinstance(entry.event, Prompt):
-            self._prompt.add(entry.event)
+            self._prompts[entry.event.prompt].add(entry.event)
             return []
         assert isinstance(entry.event, Tokens)
         deltas = [_shown(self._job, delta) for delta in entry.event.deltas]
@@ -80,9 +81,13 @@ class Chunks:
         chunks = []
         if begun and (heads := self._heads(begun)):
             chunks.append(self._chunk(heads))
-        chunks.append(self._chunk([self._choice(delta) for delta in deltas]))
+        choices = [self._choice(delta) for delta in deltas]
+        chunks.append(self._chunk(choices))
+        for choice in chunks[0]["choices"]:
+            if choice["index"] in begun:
+                choice |= _of_listed_prompt(self._job, choice["index"])
         if 0 in begun:
-            chunks[0] |= _of_prompt(self._job, self._prompt)
+            chunks[0] |= _of_prompt(self._job, self._prompts)
         return chunks
 
     def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
@@ -95,15 +100,18 @@ class Chunks:
             return [_role(choice) for choice in begun]
         if not self._job.echo and self._job.prompt_logprobs is None:
             return []
+        return [self._echo(choice) for choice in begun]
+
+    def _echo(self, choice: int) -> dict[str, Any]:
+        prompt = self._prompts[choice // self._job.params.n]
         head = {
-            "text": self._prompt.text,
-            "logprobs": self._prompt.echoed_logprobs(),
+            "index": choice,
+            "text": prompt.text,
+            "logprobs": prompt.echoed_logprobs(),
             "finish_reason": None,
-            **self._prompt.listed_logprobs(),
+            **prompt.listed_logprobs(),
         }
-        if self._job.return_token_ids:
-            head["token_ids"] = []
-        return [{"index": choice, **head} for choice in begun]
+        return head | ({"token_ids": []} if self._job.return_token_ids else {})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": choices, **self._tail}
@@ -126,7 +134,8 @@ class Chunks:
         if self._job.endpoint is Endpoint.CHAT:
             return chat_logprobs(self._tokenizer, delta.logprobs)
         if delta.choice not in self._streams:
-            self._streams[delta.choice] = self._prompt.output_stream(self._tokenizer)
+            prompt = self._prompts[delta.choice // self._job.params.n]
+            self._streams[delta.choice] = prompt.output_stream(self._tokenizer)
         stream = self._streams[delta.choice]
         return completion_logprobs(self._tokenizer, delta.logprobs, stream)
 
@@ -136,12 +145,19 @@ def needs_tokenizer(job: Job) -> bool:
     return job.echo or job.params.logprobs is not None or job.prompt_logprobs is not None
 
 
-def _of_prompt(job: Job, prompt: PromptPart) -> dict[str, Any]:
+def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
     """What stands beside the choices, in the answer or its first chunk."""
-    fields = prompt.listed_logprobs() if job.endpoint is Endpoint.CHAT else {}
-    if job.return_token_ids:
+    fields = prompts[0].listed_logprobs() if job.endpoint is Endpoint.CHAT else {}
+    if job.return_token_ids and len(prompts) == 1:
         fields["prompt_token_ids"] = list(job.prompt_ids)
     return fields
+
+
+def _of_listed_prompt(job: Job, choice: int) -> dict[str, Any]:
+    """What stands in a choice, or its first chunk, where the call has several prompts."""
+    if not job.return_token_ids or job.num_prompts == 1:
+        return {}
+    return {"prompt_token_ids": list(job.prompts[choice // job.params.n])}
 
 
 def _role(choice: int) -> dict[str, Any]:
@@ -168,12 +184,13 @@ class Answer:
     def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._prompt = PromptPart(job, tokenizer)
-        self._choices = [_Choice() for _ in range(job.params.n)]
+        self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
+        self._choices = [_Choice() for _ in range(job.num_choices)]
 
     def reset(self) -> None:
-        self._prompt.reset()
-        self._choices = [_Choice() for _ in range(self._job.params.n)]
+        for prompt in self._prompts:
+            prompt.reset()
+        self._choices = [_Choice() for _ in range(self._job.num_choices)]
 
     def add_all(self, entries: Iterable[LogEntry]) -> None:
         for entry in entries:
@@ -181,7 +198,7 @@ class Answer:
 
     def add(self, entry: LogEntry) -> None:
         if isinstance(entry.event, Prompt):
-            self._prompt.add(entry.event)
+            self._prompts[entry.event.prompt].add(entry.event)
         if not isinstance(entry.event, Tokens):
             return
         for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
@@ -196,28 +213,28 @@ class Answer:
         answer = _head(self._job, is_chunk=False)
         answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
         answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens)
-        return answer | _of_prompt(self._job, self._prompt)
+        return answer | _of_prompt(self._job, self._prompts)
 
     def _built(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
+        text, prompt = "".join(choice.texts), self._prompts[index // self._job.params.n]
         built: dict[str, Any] = {"index": index}
         if self._job.endpoint is Endpoint.CHAT:
             built["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            built["text"] = self._prompt.text + text
-            built |= self._prompt.listed_logprobs()
-        built["logprobs"] = self._logprobs(choice)
+            built["text"] = prompt.text + text
+            built |= prompt.listed_logprobs()
+        built["logprobs"] = self._logprobs(choice, prompt)
         built["finish_reason"] = choice.finish_reason
         if self._job.return_token_ids:
             built["token_ids"] = choice.token_ids
-        return built
+        return built | _of_listed_prompt(self._job, index)
 
-    def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _Choice, prompt: PromptPart) -> dict[str, Any] | None:
         if self._job.params.logprobs is None or self._tokenizer is None:
             return None
         if self._job.endpoint is Endpoint.CHAT:
             return chat_logprobs(self._tokenizer, choice.logprobs)
-        stream = self._prompt.output_stream(self._tokenizer)
+        stream = prompt.output_stream(self._tokenizer)
         own = completion_logprobs(self._tokenizer, choice.logprobs, stream)
-        echoed = self._prompt.echoed_logprobs() or {}
+        echoed = prompt.echoed_logprobs() or {}
         return {name: echoed.get(name, []) + values for name, values in own.items()}

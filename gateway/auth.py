@@ -54,6 +54,12 @@ class Caller(msgspec.Struct, frozen=True):
     def has(self, scope: Scope) -> bool:
         return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
 
+    def check_scope(self, scope: Scope) -> None:
+        """Raises ApiError (403) where the key lacks the scope."""
+        if not self.has(scope):
+            message = f"this key lacks the scope {scope.value!r}"
+            raise ApiError(403, "missing_scope", message)
+
     def check_lane(self, lane: str) -> None:
         """Raises ApiError (403) where the key is not for this lane."""
         lanes = self.terms.lanes
@@ -97,9 +103,8 @@ class Admission:
         raises.
         """
         caller = await identify(request)
-        if self._scope is not None and not caller.has(self._scope):
-            message = f"this key lacks the scope {self._scope.value!r}"
-            raise ApiError(403, "missing_scope", message)
+        if self._scope is not None:
+            caller.check_scope(self._scope)
         return caller
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied
 
 log = logging.getLogger("batchway.gateway")
 
@@ -38,7 +38,7 @@ class Breaker:
         is_probe = self._is_probing = self._open_until_s is not None
         try:
             yield
-        except (BrokerFull, BrokerUnfit):
+        except (BrokerFull, BrokerUnfit, CommandDenied):
             self._note_answer()
             raise
         except BrokerUnavailable as exc:

@@ -6,6 +6,7 @@ connection before its first call, so that a gateway starts while Redis is down.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +17,7 @@ from contract.callback_state import CallbackState, callback_state
 from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
-from contract.errors import BrokerUnavailable, JobRefused
+from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
@@ -33,6 +34,8 @@ from gateway.known_models import KnownModels
 from gateway.log_items import Idle, LogPage, Reset, is_end
 from gateway.payloads import Payloads
 from gateway.settings import GatewaySettings
+
+log = logging.getLogger("batchway.gateway")
 
 PAGE_EVENTS = 500  # of a log, in one read
 MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
@@ -71,6 +74,7 @@ class Broker:
         self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
+        await self.known.aclose()
         await self._hints.aclose()
         await self._client.aclose()
 
@@ -273,15 +277,19 @@ class Broker:
         if now_s - self._swept_s < SWEEP_EVERY_S:
             return
         self._swept_s = now_s
-        with contextlib.suppress(BrokerUnavailable):
+        try:
             await self._call(self._functions.sweep)
+        except BrokerUnavailable:
+            return  # the breaker says so
+        except (CommandDenied, WireError) as exc:
+            log.info("no sweep: %s", exc)
 
     async def attend(self) -> None:
         """Says for ever that the jobs followed here have callers; ends by being cancelled."""
         while True:
             await asyncio.sleep(self._settings.attendance_s / 3)
             if self._followed:
-                with contextlib.suppress(BrokerUnavailable):
+                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                     await self._call(lambda: self._functions.attend(list(self._followed)))
 
     @contextlib.asynccontextmanager

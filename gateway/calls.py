@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from contract.api_keys import Scope
 from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
 from contract.jobs import Endpoint, Job, JobStatus
@@ -17,6 +18,7 @@ from gateway import sse
 from gateway.admission import Terms, prepare
 from gateway.auth import Caller
 from gateway.bodies import read_object
+from gateway.broker import Broker
 from gateway.errors import ApiError, UnknownJob, draining, invalid_value, to_call_error
 from gateway.event_ids import START, Position, asked_position
 from gateway.job_objects import submitted_object
@@ -47,6 +49,8 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     if gateway.drain.has_begun:
         raise draining()
     preference = Preference.of(request)
+    if preference.is_given:
+        caller.check_scope(Scope.JOBS_WRITE)  # the call may become a job
     patience = _patience(request, gateway, preference)
     raw = await read_object(request)
     body = parse_call(endpoint, raw)
@@ -61,7 +65,7 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
-    job = await accepted_job(gateway, job, submitted)
+    job = await accepted_job(gateway, job, submitted, caller)
     told = preference.applied() | rate_headers(submitted.rates)
     headers = {"x-job-id": job.id, **told}
     call = SyncCall(
@@ -168,11 +172,15 @@ async def submit_job(
     return accepted_response(shown, told)
 
 
-async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted) -> Job:
-    """The job that answers: this one, or the earlier one of the same idempotency key."""
+async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller: Caller) -> Job:
+    """The job that answers: this one, or the earlier one of the same idempotency key. That one may
+    have been moved since, and the call can cancel it. Raises ApiError where its lane is not the
+    caller's.
+    """
     if submitted.is_new:
         return job
     view = await _known_job(gateway, submitted.job_id, job.tenant)
+    caller.check_lane(view.lane)
     return await gateway.whole(view.job)
 
 
@@ -186,6 +194,15 @@ async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
             409, "result_expired", message, headers={"x-should-retry": "false"}
         ) from None
     return view
+
+
+async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
+    """Raises ApiError (403) where the job is in a lane that the caller's key is not for,
+    UnknownJob.
+    """
+    if caller.terms.lanes:
+        view, _ = await broker.read(job_id, caller.tenant)
+        caller.check_lane(view.lane)
 
 
 def idempotency_key(request: Request) -> str:

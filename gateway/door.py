@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, CommandDenied
 from contract.fitness import check_fitness, max_memory
 from contract.library import ensure_library
 from gateway.breaker import Breaker
@@ -32,10 +31,14 @@ class Door:
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """The function's result. Raises BrokerUnavailable, at once where Redis failed a moment
-        ago; BrokerUnfit; and what the function raises."""
+        ago; BrokerUnfit; CommandDenied, which it logs; and what the function raises."""
         self._breaker.check()
         async with self._slots:
-            return await self._call_now(function)
+            try:
+                return await self._call_now(function)
+            except CommandDenied as exc:
+                log.error("%s", exc)
+                raise
 
     async def max_memory(self) -> tuple[int, bool]:
         """The bytes that Redis may use, and whether its `maxmemory` says so; as `call`."""
@@ -55,8 +58,5 @@ class Door:
 
     async def _load_library(self) -> None:
         await check_fitness(self._client)
-        try:
-            await ensure_library(self._client)
-        except NoPermissionError:
-            log.info("may not load functions: leaving that to whoever deploys")
+        await ensure_library(self._client)
         self._has_library = True

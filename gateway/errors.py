@@ -16,6 +16,7 @@ from contract.errors import (
     BrokerFull,
     BrokerUnavailable,
     BrokerUnfit,
+    CommandDenied,
     ErrorCode,
     JobRefused,
 )
@@ -34,6 +35,7 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.UNKNOWN_LANE: 400,
     ErrorCode.NO_WORKERS: 503,
     ErrorCode.IDEMPOTENCY_MISMATCH: 422,
+    ErrorCode.STORAGE_FULL: 503,
     ErrorCode.MEMORY_FULL: 503,
     ErrorCode.DISK_FULL: 503,
     ErrorCode.PROMPT_TOO_LONG: 400,
@@ -104,8 +106,23 @@ class UnknownJob(BatchwayError):
     """The tenant has no such job, or no longer: the two look the same."""
 
 
+class ModelUnreadable(BatchwayError):
+    """What a worker published of a model cannot be used; of other models it says nothing."""
+
+    def __init__(self, model: str, what: str = "tokenizer") -> None:
+        super().__init__(f"the {what} of the model {model!r} cannot be used")
+
+
 class TemplateRefused(Exception):
     """The chat template did not take these messages; the message is for the caller only."""
+
+
+class TemplateFailed(BatchwayError):
+    """The process of the chat template did not survive this request, or could not start."""
+
+
+class TemplateBusy(BatchwayError):
+    """The chat template is kept busy by earlier requests."""
 
 
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
@@ -181,6 +198,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return error
         case BrokerUnfit():
             return broker_unfit(exc)
+        case CommandDenied():  # what is denied is said in the log
+            return broker_unfit(BrokerUnfit("Redis denies this gateway a command that it needs"))
         case BrokerFull():
             return broker_full(exc)
         case BrokerUnavailable():
@@ -194,6 +213,14 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(503, code, message, _SOON_S)
         case UnknownJob():
             return not_found("this job", "job_not_found")
+        case TemplateFailed():
+            return ApiError(500, "template_failed", str(exc), headers=_NO_RETRY)
+        case TemplateBusy():
+            message = "the model's chat template is kept busy by other requests"
+            return _dropped(503, "template_busy", message, _SOON_S)
+        case ModelUnreadable():
+            message = f"{exc}, as its worker has published it: its operator must act"
+            return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)
     return internal_error()
 
 

@@ -4,6 +4,7 @@ from pydantic import WithJsonSchema
 
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
+MAX_PROMPTS = 64
 
 STOPS_SCHEMA = WithJsonSchema(
     {
@@ -34,12 +35,18 @@ CONTENT_SCHEMA = WithJsonSchema(
         ]
     }
 )
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 PROMPT_SCHEMA = WithJsonSchema(
     {
         "anyOf": [
             {"type": "string"},
-            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            {"type": "array", "minItems": 1, "maxItems": 1, "items": {"type": "string"}},
+            _TOKEN_IDS,
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+                "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]},
+            },
         ]
     }
 )

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from contract.codec import decode_hint
-from contract.connection import new_connection
+from contract.connection import denied, new_connection
 from contract.errors import WireError
 from contract.events import LogEntry
 from contract.subscription import Subscription
@@ -140,6 +140,8 @@ class Hints:
                         subscription.subscribe(*self._mailboxes)
                     self._subscription = subscription
                     await subscription.end()
+            except NoPermissionError as exc:
+                log.error("no hints: %s", denied(self._client, "SUBSCRIBE", exc))
             except (RedisError, OSError) as exc:
                 log.warning("the subscription broke (%s); polling", type(exc).__name__)
             finally:
@@ -166,7 +168,7 @@ class Hints:
             return
         try:
             entry = decode_hint(raw)
-        except (WireError, ValueError):
+        except WireError:
             for mailbox in mailboxes:
                 mailbox.mark_gap()
             return

@@ -10,10 +10,12 @@ from collections import OrderedDict
 from functools import partial
 
 from contract.catalogue import Catalogue
+from contract.errors import WireError
 from contract.functions import Functions
 from contract.glance import Glance
 from contract.jobs import ModelCard
 from gateway.door import Door
+from gateway.errors import ModelUnreadable
 from gateway.tokens import ModelTokenizer
 
 log = logging.getLogger("batchway.gateway")
@@ -21,6 +23,7 @@ log = logging.getLogger("batchway.gateway")
 CATALOGUE_TTL_S = 1.0
 MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
 MAX_TOKENIZERS = 8
+REFUSED_S = 10.0  # its worker may publish it anew
 
 
 class KnownModels:
@@ -34,11 +37,25 @@ class KnownModels:
         self._num_workers: dict[str, tuple[float, int]] = {}
         self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
         self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._loading = asyncio.Lock()  # one at a time: each takes some times its size of memory
+        self._refused: dict[str, float] = {}  # hash of a tokenizer -> when it is looked at again
+        self._spoiled: frozenset[str] = frozenset()  # models whose state is unreadable
+
+    @property
+    def num_unreadable(self) -> int:
+        """Models with something in Redis that this gateway cannot read, as far as it has tried."""
+        _, models = self._models
+        refused = {name for name, card in models.items() if card.tokenizer_sha256 in self._refused}
+        return len(self._catalogue.unreadable | refused | self._spoiled)
+
+    async def aclose(self) -> None:
+        """Ends the processes of chat templates."""
+        for tokenizer in self._tokenizers.values():
+            await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
         """The published models by name, at most a second old; that there is none is asked again.
-
-        Raises WireError.
+        Those whose cards cannot be read are left out.
         """
         now_s = time.monotonic()
         asked_s, models = self._models
@@ -48,22 +65,48 @@ class KnownModels:
         return models
 
     async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
-        """A model's tokenizer; kept by its hash. Raises WireError, KeyError."""
+        """A model's tokenizer; kept by its hash. Raises ModelUnreadable."""
         sha256 = card.tokenizer_sha256
-        if sha256 not in self._tokenizers:
-            files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
-            self._tokenizers[sha256] = await asyncio.to_thread(ModelTokenizer, files)
+        tokenizer = self._tokenizers.get(sha256)
+        if tokenizer is None:
+            async with self._loading:
+                tokenizer = self._tokenizers.get(sha256) or await self._load(card)
+        self._tokenizers[sha256] = tokenizer
         self._tokenizers.move_to_end(sha256)
         while len(self._tokenizers) > MAX_TOKENIZERS:
-            self._tokenizers.popitem(last=False)
-        return self._tokenizers[sha256]
+            _, evicted = self._tokenizers.popitem(last=False)
+            await evicted.aclose()
+        return tokenizer
+
+    async def _load(self, card: ModelCard) -> ModelTokenizer:
+        """One that failed is not tried again for a while: callers could make a gateway do nothing
+        else.
+        """
+        sha256, now_s = card.tokenizer_sha256, time.monotonic()
+        if now_s < self._refused.get(sha256, 0.0):
+            raise ModelUnreadable(card.name)
+        try:
+            files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
+            tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
+        except (WireError, ValueError) as exc:
+            if sha256 not in self._refused:
+                log.error("tokenizer refused: %s model=%s", exc, card.name)
+            known = {card.tokenizer_sha256 for card in self._models[1].values()}
+            self._refused = {key: at_s for key, at_s in self._refused.items() if key in known}
+            self._refused[sha256] = now_s + REFUSED_S
+            raise ModelUnreadable(card.name) from exc
+        self._refused.pop(sha256, None)
+        return tokenizer
 
     async def num_live_workers(self, model: str) -> int:
         """Live workers of a model; a figure above 0 may be a second old."""
         now_s = time.monotonic()
         asked_s, num_workers = self._num_workers.get(model, (0.0, 0))
         if not num_workers or now_s - asked_s > CATALOGUE_TTL_S:
-            num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
+            try:
+                num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
+            except WireError:  # `glances` says so
+                num_workers = 0
             self._num_workers[model] = (now_s, num_workers)
         return num_workers
 
@@ -78,8 +121,18 @@ class KnownModels:
         return self._max_memory[1]
 
     async def glances(self) -> dict[str, Glance]:
-        """Every model as it stands now, by name."""
-        return {
-            name: await self._door.call(partial(self._functions.glance, name, card.lanes))
-            for name, card in (await self.models()).items()
-        }
+        """Every model as it stands now, by name; without those of which something in Redis cannot
+        be read.
+        """
+        found, spoiled = {}, set()
+        for name, card in (await self.models()).items():
+            try:
+                found[name] = await self._door.call(
+                    partial(self._functions.glance, name, card.lanes)
+                )
+            except WireError as exc:
+                spoiled.add(name)
+                if name not in self._spoiled:
+                    log.error("model left out of the metrics: %s model=%s", exc, name)
+        self._spoiled = frozenset(spoiled)
+        return found

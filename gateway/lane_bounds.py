@@ -1,4 +1,4 @@
-"""How much may wait in each lane: the defaults, and what an operator writes.
+"""How much may wait in each lane, and be stored: the defaults, and what an operator writes.
 
 An operator writes `batch=500000,interactive=2s`: a number is tokens (prompts and output to expect),
 one with an `s` the predicted wait in seconds; 0 is no bound.
@@ -19,6 +19,8 @@ _PREDICTED_SHARE = 0.5  # of the time that there is: rates may halve while a job
 # it is less for jobs of 350 tokens and more.
 BYTES_PER_TOKEN = 32
 WAITING_SHARE = 0.4  # of the memory of Redis, for what waits in a lane
+STORED_FACTOR = 8  # most of what is kept of jobs lies in the object store, not in Redis
+TENANT_SHARE = 0.5  # of that, for one tenant
 
 
 class LaneBound(msgspec.Struct, frozen=True):
@@ -57,3 +59,8 @@ def default_wait_s(lane: str, sync_deadline_s: float) -> float:
 def tokens_in(memory_bytes: int) -> int:
     """How many tokens may wait in a lane so that Redis has memory for their logs."""
     return int(memory_bytes * WAITING_SHARE / BYTES_PER_TOKEN)
+
+
+def stored_bytes_beside(memory_bytes: int) -> int:
+    """How many bytes of all jobs may be kept, in a Redis of this memory and its object store."""
+    return memory_bytes * STORED_FACTOR

@@ -15,7 +15,7 @@ from contract.calls import JobView
 from contract.events import LogEntry
 from contract.jobs import Job, StoredPrompt
 from payloads.opening import open_store
-from payloads.prompts import decode_prompt, encode_prompt
+from payloads.prompts import encode_prompts, with_prompts
 from payloads.results import decode_log
 from payloads.store import ObjectStore, PayloadError, PayloadUnavailable, prompt_key
 
@@ -36,20 +36,20 @@ class Payloads:
 
     async def outsourced(self, job: Job) -> Job:
         """The job as Redis shall hold it: a long prompt is put into the store."""
-        if self.store is None or len(job.prompt_ids) * _MAX_ID_BYTES < self._min_bytes:
+        if self.store is None or job.num_prompt_tokens * _MAX_ID_BYTES < self._min_bytes:
             return job
-        data = encode_prompt(job.prompt_ids)
+        data = encode_prompts(job)
         if len(data) < self._min_bytes:
             return job
         ref = await asyncio.to_thread(self.store.put, prompt_key(job.id), data)
-        return replace(job, prompt_ids=(), stored_prompt=StoredPrompt(ref, len(job.prompt_ids)))
+        stored = StoredPrompt(ref, job.num_prompt_tokens, job.num_prompts)
+        return replace(job, prompt_ids=(), prompt_list=(), stored_prompt=stored)
 
     async def whole(self, job: Job) -> Job:
         """The job with its prompt."""
-        if job.stored_prompt is None or job.prompt_ids:
+        if job.stored_prompt is None or any(job.prompts):
             return job
-        data = await asyncio.to_thread(self._known().get, job.stored_prompt.ref)
-        return replace(job, prompt_ids=decode_prompt(data))
+        return with_prompts(job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref))
 
     async def joined(
         self, view: JobView, after: int, max_events: int, entries: Sequence[LogEntry]

@@ -11,10 +11,13 @@ from gateway.tokens import ModelTokenizer
 
 
 class PromptPart:
-    """A job's prompt as its answers show it. Without a tokenizer there is nothing to show."""
+    """A prompt of a job as its answers show it. Without a tokenizer there is nothing to show."""
 
-    def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
+    def __init__(
+        self, job: Job, prompt_ids: tuple[int, ...], tokenizer: ModelTokenizer | None
+    ) -> None:
         self._job = job
+        self.prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self._items: list[TokenLogprob] = []  # from the second token on: the first has none
 
@@ -30,12 +33,12 @@ class PromptPart:
         if not self._job.echo or self._tokenizer is None:
             return ""
         stream = self._tokenizer.text_stream()
-        pieces = [stream.push(token_id)[1] for token_id in self._job.prompt_ids]
+        pieces = [stream.push(token_id)[1] for token_id in self.prompt_ids]
         return "".join(pieces) + stream.end()
 
     def output_stream(self, tokenizer: ModelTokenizer) -> TextStream:
         """The text of a choice, which starts behind the echo."""
-        return tokenizer.text_stream(self._job.prompt_ids, len(self.text))
+        return tokenizer.text_stream(self.prompt_ids, len(self.text))
 
     def echoed_logprobs(self) -> dict[str, list[Any]] | None:
         """Of an echo, in the shape of completions: the first token's are null."""
@@ -45,7 +48,7 @@ class PromptPart:
         items = [
             TokenLogprob(item.token_id, item.logprob, item.top[:num_top]) for item in self._items
         ]
-        first = TokenLogprob(self._job.prompt_ids[0], 0.0)
+        first = TokenLogprob(self.prompt_ids[0], 0.0)
         shape = completion_logprobs(self._tokenizer, [first, *items], self._tokenizer.text_stream())
         shape["token_logprobs"][0] = shape["top_logprobs"][0] = None
         return shape

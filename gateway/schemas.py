@@ -22,6 +22,7 @@ from contract.jobs import Endpoint
 from gateway.errors import ApiError, bad_request, invalid_value
 from gateway.field_schemas import (
     CONTENT_SCHEMA,
+    MAX_PROMPTS,
     MAX_STOP_BYTES,
     MAX_STOPS,
     PROMPT_SCHEMA,
@@ -30,7 +31,8 @@ from gateway.field_schemas import (
 from gateway.unsupported import refuse_unsupported
 
 MAX_LOGIT_BIASES = 300
-MAX_CHOICES = 4
+MAX_CHOICES = 8  # of one prompt
+MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
 MAX_TOP_LOGPROBS = 20
 MAX_DEADLINE_S = 7 * 86_400
 _INT64 = 2**63
@@ -70,15 +72,21 @@ def _content(value: Any) -> Any:
     return "\n".join(part["text"] for part in value)
 
 
+def _prompts(value: Any) -> Any:
+    """All prompts as a tuple. A list of one prompt counts as that prompt."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return (_prompt(value),)
+    if len(value) > MAX_PROMPTS:
+        raise _refusal(f"at most {MAX_PROMPTS} prompts")
+    return tuple(value) if len(value) > 1 else (_prompt(value[0]),)
+
+
 def _prompt(value: Any) -> Any:
-    """A string, or token ids as a tuple. A list of one prompt counts as that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise _refusal("several prompts in one call are not supported: send one call for each")
-        value = value[0]
+    """A string, or token ids as a tuple."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and set(map(type, value)) == {int}:  # a bool is an int to isinstance
+    # A bool is an int to isinstance.
+    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         return tuple(value)
     raise _refusal("must be a string or a non-empty list of token ids")
 
@@ -157,7 +165,12 @@ class ChatBody(_SamplingBody):
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt), PROMPT_SCHEMA]
+    prompt: Annotated[
+        tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
+        FailFast(),
+        BeforeValidator(_prompts),
+        PROMPT_SCHEMA,
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -253,6 +266,13 @@ def _check_chat(body: ChatBody) -> None:
 
 
 def _check_completion(body: CompletionBody) -> None:
+    num_prompts, n = len(body.prompt), body.n or 1
+    if num_prompts * n > MAX_CHOICES_IN_ALL:
+        message = (
+            f"n is {n} for each of {num_prompts} prompts: together {num_prompts * n} choices, "
+            f"over the most of one call, {MAX_CHOICES_IN_ALL}"
+        )
+        raise invalid_value("n", message)
     if body.best_of not in (None, body.n or 1):
         raise bad_request("unsupported_parameter", "best_of must equal n", "best_of")
     if body.max_tokens == 0 and not body.echo:

@@ -7,7 +7,14 @@ from typing import Self
 
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
-from gateway.lane_bounds import LaneBound, default_wait_s, parse_lane_bounds, tokens_in
+from gateway.lane_bounds import (
+    TENANT_SHARE,
+    LaneBound,
+    default_wait_s,
+    parse_lane_bounds,
+    stored_bytes_beside,
+    tokens_in,
+)
 from payloads.opening import open_store
 
 
@@ -47,6 +54,8 @@ class GatewaySettings:
     lane_bound_tokens: int | None = None  # None: what Redis has memory for; 0: no bound
     lane_bound_s: float | None = None  # predicted wait; None: by the lane; 0: no bound
     lane_bounds: tuple[str, ...] = ()  # of single lanes: `batch=500000`, `interactive=2s`
+    max_stored_bytes: int | None = None  # of all jobs that are kept; None: by Redis; 0: no bound
+    max_tenant_stored_bytes: int | None = None  # of one tenant's; None: half of that
     cold_start_s: float = 30.0  # until a first worker is up, where none lives
     heartbeat_s: float = 10.0
     poll_s: float = 1.0
@@ -82,6 +91,8 @@ class GatewaySettings:
             "sync_limit_s",
             "lane_bound_tokens",
             "lane_bound_s",
+            "max_stored_bytes",
+            "max_tenant_stored_bytes",
             "max_connections_per_address",
             "max_calls_per_key",
             "cold_start_s",
@@ -106,6 +117,15 @@ class GatewaySettings:
             next(bound for bound in tokens if bound is not None),
             next(bound for bound in seconds if bound is not None),
         )
+
+    def stored_bounds(self, memory_bytes: int) -> tuple[int, int]:
+        """Bytes that may be kept of all jobs, and of one tenant's, on a Redis with so much memory;
+        0: any."""
+        whole = self.max_stored_bytes
+        if whole is None:
+            whole = stored_bytes_beside(memory_bytes)
+        own = self.max_tenant_stored_bytes
+        return whole, int(TENANT_SHARE * whole) if own is None else own
 
     @property
     def wants_key(self) -> bool:

@@ -1,23 +1,22 @@
 """Text to token ids: a model's tokenizer, as it came from Redis, behind its chat template."""
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import msgspec
 
 from contract.jobs import TokenizerFiles
+from gateway.template_process import TemplateProcess
 from gateway.text_stream import TextStream
-
-if TYPE_CHECKING:
-    from gateway.chat_template import ChatTemplate
 
 
 class ModelTokenizer:
-    """One model's tokenizer. Safe to use from several threads; CPU work throughout.
+    """One model's tokenizer. Safe to use from several threads, all but `template`; CPU work
+    throughout.
 
-    Raises ValueError where the files are none that `tokenizers` or jinja2 can read.
+    Raises ValueError where the files are none that `tokenizers` can read.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
+    def __init__(self, model: str, files: TokenizerFiles) -> None:
         from tokenizers import Tokenizer  # functions start without it: most only read of jobs
 
         try:
@@ -26,23 +25,22 @@ class ModelTokenizer:
             raise ValueError("unreadable tokenizer") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = _template_of(files)
+        # None where the model has none.
+        self.template: TemplateProcess | None = None
+        if files.chat_template is not None:
+            self.template = TemplateProcess(model, files.chat_template, files.special_tokens)
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    async def aclose(self) -> None:
+        """Ends the process of the chat template, if there is one."""
+        if self.template is not None:
+            await self.template.aclose()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of messages, up to where the assistant's answer starts.
-
-        Raises TemplateRefused.
-        """
-        assert self._template is not None, "ask has_chat_template first"
-        # The template writes the special tokens itself.
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+    def encode_chat(self, text: str) -> list[int]:
+        """Of what the chat template has made: it writes the special tokens itself."""
+        return self._encode(text, add_special_tokens=False)
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
@@ -69,19 +67,22 @@ class ModelTokenizer:
         return ids
 
 
-def _template_of(files: TokenizerFiles) -> "ChatTemplate | None":
-    if files.chat_template is None:
-        return None
-    from gateway.chat_template import ChatTemplate  # brings jinja2: functions start without it
+class _Decoder(msgspec.Struct):
+    type: str
+    decoders: "list[_Decoder]" = []
 
-    return ChatTemplate(files.chat_template, files.special_tokens)
+
+class _Parts(msgspec.Struct):
+    """What is read of a tokenizer.json here: the rest, megabytes of it, is skipped."""
+
+    decoder: _Decoder | None = None
 
 
 def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
     """Bytes by their printable stand-ins (GPT-2's) where the tokenizer is byte-level, else {}."""
-    decoder = json.loads(tokenizer_json).get("decoder") or {}
-    kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", ()))}
-    if "ByteLevel" not in kinds:
+    decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
+    parts = [] if decoder is None else [decoder, *decoder.decoders]
+    if all(part.type != "ByteLevel" for part in parts):
         return {}
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from gateway.settings import GatewaySettings
 from infra import options as opts
 from infra.bench_command import run_bench
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     try:
         return commands[options.command](options)
-    except (UsageError, argparse.ArgumentTypeError) as exc:
+    except (UsageError, CommandDenied, WireError, argparse.ArgumentTypeError) as exc:
         print(f"batchway {options.command}: {exc}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from contract.keys import Keys
 from contract.library import LIBRARY
 
-# Of every connection: redis-py's health check, its name, the database, transactions.
-_CONNECTION = "ping select client|setinfo client|setname multi exec discard watch unwatch"
+# Of every connection: redis-py's health check, the database, its name (RQ), transactions. All of
+# this is in Redis 7.0; a line with a command that the server lacks is refused as a whole.
+_CONNECTION = "ping select client|setname multi exec discard watch unwatch"
 _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
@@ -33,7 +34,8 @@ _READ_COMMANDS = (
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
-    "lengths line litter log out outbox own poison q quarantine recount run runid tenant totals"
+    "lengths line litter log out outbox own poison q quarantine recount run runid stored tenant "
+    "totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
@@ -64,7 +66,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=_GATEWAY_FUNCTIONS,
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} srandmember",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
             keeps=f"{_JOB_KEYS} dead idem memory object_store promised",
             reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS} deliveries",
             channels="ev wake ctl",
@@ -82,11 +84,11 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway callbacks: the relay, and RQ with keys of its own",
             functions="outbox_take outbox_start outbox_done read",
             commands=f"{_CONNECTION} blmove blpop brpop del exists expire get hdel hexists hget "
-            "hgetall hincrby hincrbyfloat hmget hset info llen lmove lpop lpos lrange lrem persist "
-            "pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim zadd "
-            "zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
-            keeps="due deliveries flying out outbox dead",
-            reads=f"{_SIGHT_KEYS} active counters job line log object_store pool run workers",
+            "hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos lrange lrem "
+            "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
+            "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
+            keeps="due deliveries flying out outbox dead object_store",
+            reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(
@@ -111,7 +113,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} drain",
-            commands=f"{_CONNECTION} {_JOB_COMMANDS} lrange",
+            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
             keeps=f"{_JOB_KEYS} dead idem memory promised worker {_API_KEYS}",
             reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
             channels="ev wake ctl",
@@ -158,7 +160,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox "
-    "memory models api_keys key_pepper clock_offset"
+    "memory models api_keys key_pepper clock_offset object_store"
 )
 
 

@@ -1,19 +1,30 @@
-"""A prompt's token ids as the bytes of an object: msgpack, as in a job's record."""
+"""A job's prompts as the bytes of an object: msgpack, as in the job's record."""
 
 import msgspec
 
+from contract.jobs import Job
 from payloads.store import PayloadLost
 
-_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
+_of_one = msgspec.msgpack.Decoder(tuple[int, ...])
+_of_several = msgspec.msgpack.Decoder(tuple[tuple[int, ...], ...])
 
 
-def encode_prompt(prompt_ids: tuple[int, ...]) -> bytes:
-    return msgspec.msgpack.encode(prompt_ids)
+def encode_prompts(job: Job) -> bytes:
+    return msgspec.msgpack.encode(job.prompt_list or job.prompt_ids)
 
 
-def decode_prompt(data: bytes) -> tuple[int, ...]:
-    """Raises PayloadLost."""
+def with_prompts(job: Job, data: bytes) -> Job:
+    """The job with the prompts that its object holds. Raises PayloadLost where these are not the
+    job's."""
+    stored = job.stored_prompt
+    assert stored is not None
     try:
-        return _decoder.decode(data)
+        if stored.num_prompts == 1:
+            whole = msgspec.structs.replace(job, prompt_ids=_of_one.decode(data))
+        else:
+            whole = msgspec.structs.replace(job, prompt_list=_of_several.decode(data))
     except msgspec.MsgspecError as exc:
         raise PayloadLost(f"an unreadable prompt ({type(exc).__name__})") from exc
+    if (whole.num_prompts, whole.num_prompt_tokens) != (stored.num_prompts, stored.num_tokens):
+        raise PayloadLost("the object holds another prompt")
+    return whole

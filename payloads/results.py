@@ -42,7 +42,7 @@ def encode_result(job: Job, entries: Sequence[LogEntry]) -> bytes:
             id=job.id,
             endpoint=job.endpoint,
             model=job.model,
-            choices=_choices(job.params.n, entries),
+            choices=_choices(job.num_choices, entries),
             log=list(entries),
         )
     )

@@ -135,6 +135,11 @@ _ALL = (
     _gateway("http_requests_total", "Requests answered.", "route", "method", "status"),
     _gateway("resumed_streams_total", "Streams that went on after a break."),
     _gateway("open_streams", "Streams that are open.", is_gauge=True),
+    _gateway(
+        "unreadable_models",
+        "Models with something in Redis that the gateway cannot read; its log names them.",
+        is_gauge=True,
+    ),
     _gateway("broker_up", "1 where Redis answered for this page, else 0.", is_gauge=True),
     _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
     _gateway("corrections_total", "Counters and lists that were set right, of all.", "kind"),

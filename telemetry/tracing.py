@@ -98,7 +98,7 @@ def job_attributes(job: Job) -> dict[str, str | int | float]:
         "gen_ai.request.max_tokens": job.params.max_tokens,
         "gen_ai.request.temperature": job.params.temperature,
         "gen_ai.request.top_p": job.params.top_p,
-        "gen_ai.request.choice.count": job.params.n,
+        "gen_ai.request.choice.count": job.num_choices,
         "batchway.job_id": job.id,
         "batchway.lane": job.lane,
     }

@@ -155,7 +155,7 @@ class HashModel:
         token_id = next_token(
             token_ids,
             params,
-            sequence.choice,
+            sequence.choice_of_prompt,
             may_end=sequence.num_output >= params.min_tokens,
             eos_rate=self.options.eos_rate,
         )

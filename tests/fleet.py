@@ -100,7 +100,8 @@ class Answer:
     text: dict[int, str] = field(default_factory=dict)
     finish_reason: dict[int, str | None] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
-    prompt: list[TokenLogprob] = field(default_factory=list)  # from its second token on
+    # Of each prompt, from its second token on.
+    prompts: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
 
     def add(self, entry: LogEntry) -> None:
@@ -109,9 +110,9 @@ class Answer:
             self.ends.append(entry.event)
             return
         if isinstance(entry.event, Prompt):
-            assert not self.token_ids, "the prompt is said before all output"
-            assert entry.event.start == 1 + len(self.prompt), "no position is lost or repeated"
-            self.prompt += entry.event.logprobs
+            prompt = self.prompts.setdefault(entry.event.prompt, [])
+            assert entry.event.start == 1 + len(prompt), "no position is lost or repeated"
+            prompt += entry.event.logprobs
             return
         assert isinstance(entry.event, Tokens)
         for delta in entry.event.deltas:
@@ -134,21 +135,23 @@ class Caller:
     retention_s: float = 600.0
 
     async def submit(
-        self, prompt: str, *, deadline_s: float = 120.0, lane: str = "standard", **params: Any
+        self, *prompts: str, deadline_s: float = 120.0, lane: str = "standard", **params: Any
     ) -> Job:
         fields: dict[str, Any] = {"max_tokens": 40, "seed": 7, "temperature": 0.0, **params}
         sampling = SamplingParams(**fields)
+        prompt_list = tuple(map(encode_text, prompts))
         job = Job(
             id=new_job_id(),
             tenant=TENANT,
             model="m",
             lane=lane,
             endpoint=Endpoint.COMPLETIONS,
-            prompt_ids=encode_text(prompt),
+            prompt_ids=prompt_list[0] if len(prompts) == 1 else (),
+            prompt_list=prompt_list if len(prompts) > 1 else (),
             params=sampling,
             created_s=0,
         )
-        cap = sampling.n * sampling.max_tokens
+        cap = job.num_choices * sampling.max_tokens
         await self.functions.submit(
             job,
             Submission(

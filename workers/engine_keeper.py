@@ -8,6 +8,7 @@ given back.
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 
 from contract import tasks
 from contract.calls import Blame, Release
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from workers.engine_client import EngineClient
 from workers.held_job import HeldJob
 from workers.holding import EngineLink, Holding
@@ -92,7 +93,9 @@ class EngineKeeper:
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
                 raise EngineRefused("the engine process ends before it is ready: see above")
-            with contextlib.suppress(BrokerUnavailable):  # their leases will lapse
+            with contextlib.suppress(
+                BrokerUnavailable, CommandDenied, WireError
+            ):  # their leases will lapse
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 
@@ -205,7 +208,7 @@ class EngineKeeper:
 
 def _about(job: HeldJob) -> str:
     """What may be kept of a job that killed an engine: sizes and a hash, never its text."""
-    prompt_ids = job.job.prompt_ids
+    prompt_ids = list(itertools.chain.from_iterable(job.job.prompts))
     return json.dumps(
         {
             "prompt_sha256": hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest(),
@@ -213,6 +216,7 @@ def _about(job: HeldJob) -> str:
             "output_tokens": job.num_output_tokens,
             "max_tokens": job.job.params.max_tokens,
             "n": job.job.params.n,
+            "num_prompts": job.job.num_prompts,
             "model": job.job.model,
             "lane": job.job.lane,
             "tenant": job.job.tenant,

@@ -46,7 +46,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Scores:
-    """Log probabilities of the prompt: how far they are logged, and those behind that."""
+    """Log probabilities of one prompt: how far they are logged, and those behind that."""
 
     num_missing: int  # of those that were asked for
     num_logged: int = 0
@@ -65,8 +65,8 @@ class _Scores:
         self.num_logged += len(event.logprobs)
         self.num_missing -= len(event.logprobs)
 
-    def take_event(self) -> Prompt:
-        event = Prompt(1 + self.num_logged, tuple(self.new))
+    def take_event(self, prompt: int) -> Prompt:
+        event = Prompt(1 + self.num_logged, tuple(self.new), prompt)
         self.num_logged += len(self.new)
         self.new.clear()
         return event
@@ -88,10 +88,11 @@ class HeldJob:
         self.token_times_s: dict[int, float] = {}  # by choice: its last token, engine's clock
         self._deadline_s = claimed.deadline_s
         self._cost_tokens = claimed.cost_tokens
-        asks = params.prompt_logprobs is not None
-        self._scores = _Scores(len(self.job.prompt_ids) - 1 if asks else 0)
+        prompts, asks = self.job.prompts, params.prompt_logprobs is not None
+        self._scores = [_Scores(len(prompt_ids) - 1) for prompt_ids in prompts] if asks else []
         self._choices = [
-            _Choice(ChoiceText(tokenizer, self.job.prompt_ids, params.stop, params.min_tokens), [])
+            _Choice(ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens), [])
+            for prompt_ids in prompts
             for _ in range(params.n)
         ]
 
@@ -99,6 +100,11 @@ class HeldJob:
     def cost_tokens(self) -> int:
         """Prompt and the output to expect; more, once there is more."""
         return max(self._cost_tokens, self.job.num_prompt_tokens + self.num_output_tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Of its cost, what the choices that have not ended account for: each for as much."""
+        return self.cost_tokens * self.num_open // len(self._choices)
 
     @property
     def num_drained(self) -> int:
@@ -150,23 +156,30 @@ class HeldJob:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is an event to take. Output waits until all of the prompt is said, so that
-        no log has a choice that was faster than the one that says the prompt.
-        """
-        if self._scores.new:
-            return True
-        if self._scores.num_missing > 0 and not self.is_complete:
-            return False
-        for choice in self._choices:  # noqa: SIM110 - as in is_complete
-            if choice.has_news:
+        """Whether there is an event to take."""
+        for scores in self._scores:
+            if scores.new:
                 return True
+        for choice in self._choices:
+            if choice.has_news:
+                return not self._scores or bool(self._speaking())
         return False
+
+    def _speaking(self) -> list[int]:
+        """The choices with output to log. It waits until all of their prompt is said, so that no
+        log has a choice that was faster than the one that says the prompt.
+        """
+        with_news = [index for index, choice in enumerate(self._choices) if choice.has_news]
+        if not self._scores or self.is_complete:
+            return with_news
+        num_each = self.job.params.n
+        return [i for i in with_news if self._scores[i // num_each].num_missing <= 0]
 
     def replay(self, entries: list[LogEntry]) -> None:
         """Rebuilds the state that the log holds, so that the next token goes on from there."""
         for entry in entries:
             if isinstance(entry.event, Prompt):
-                self._scores.replay(entry.event)
+                self._scores[entry.event.prompt].replay(entry.event)
                 continue
             assert isinstance(entry.event, Tokens), "a job with an end is not claimed"
             for delta in entry.event.deltas:
@@ -186,7 +199,7 @@ class HeldJob:
             self.epoch,
             self.job.tenant,
             self.job.lane,
-            self.job.prompt_ids,
+            self.job.prompts,
             self.job.params,
             tuple([tuple(choice.token_ids) for choice in self._choices]),
             tuple([choice.finish_reason is not None for choice in self._choices]),
@@ -210,23 +223,22 @@ class HeldJob:
         return choice.text.is_stopped
 
     def take_prompt(self, said: PromptLogprobs) -> None:
-        """Takes log probabilities of the prompt."""
-        self._scores.take(said.start, said.logprobs)
+        """Takes log probabilities of a prompt."""
+        self._scores[said.prompt].take(said.start, said.logprobs)
 
     def take_event(self) -> tuple[Prompt | Tokens | None, int]:
         """The news since the last event as one event, and how many output tokens it holds. News of
-        the prompt come first and alone; then `has_news` says whether another event follows.
+        a prompt come first and alone; then `has_news` says whether another event follows.
         """
-        if not self.has_news:
-            return None, 0
-        if self._scores.new:
-            return self._scores.take_event(), 0
+        for prompt, scores in enumerate(self._scores):
+            if scores.new:
+                return scores.take_event(prompt), 0
         deltas, num_tokens = [], 0
-        for index, choice in enumerate(self._choices):
-            if choice.has_news:
-                num_tokens += len(choice.token_ids) - choice.num_logged
-                deltas.append(self._take_delta(index, choice))
-        return Tokens(tuple(deltas)), num_tokens
+        for index in self._speaking():
+            choice = self._choices[index]
+            num_tokens += len(choice.token_ids) - choice.num_logged
+            deltas.append(self._take_delta(index, choice))
+        return (Tokens(tuple(deltas)), num_tokens) if deltas else (None, 0)
 
     def _take_delta(self, index: int, choice: _Choice) -> ChoiceDelta:
         start = choice.num_logged

@@ -162,7 +162,7 @@ class Holding:
         if any(job.is_alone for job in self.jobs.values()):
             return None
         max_jobs -= sum(self._places(now_s).values())
-        held_tokens = sum(job.cost_tokens for job in self.jobs.values())
+        held_tokens = sum(job.held_tokens for job in self.jobs.values())
         max_tokens = self.max_tokens - held_tokens
         if max_jobs <= 0 or max_tokens <= 0:
             return None
@@ -176,7 +176,7 @@ class Holding:
         if any(job.is_alone for job in self.jobs.values()):
             return {}
         places = self._places(now_s)
-        held = [Held(j.lane, places[j.job.id], j.cost_tokens) for j in self.jobs.values()]
+        held = [Held(j.lane, places[j.job.id], j.held_tokens) for j in self.jobs.values()]
         whole = LaneRoom(self.engine.options.max_num_seqs, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {

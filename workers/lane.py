@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError
 
 from contract.calls import (
     Append,
@@ -69,10 +68,7 @@ class Lane:
 
     async def ensure_library(self) -> None:
         await check_fitness(self._client)
-        try:
-            await ensure_library(self._client)
-        except NoPermissionError:
-            log.info("may not load functions: leaving that to whoever deploys")
+        await ensure_library(self._client)
 
     async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
         """Tells gateways all they need to take jobs for this model."""
@@ -220,11 +216,11 @@ class Lane:
             if channel == wake_channel:
                 wake.set()
             else:
-                control.put_nowait(data.decode())
+                control.put_nowait(data.decode(errors="replace"))
 
         # When a subscription begins, jobs may have come since the last.
         subscription = Subscription(new_connection(client), hear, lambda _: wake.set())
-        with broker_errors():
+        with broker_errors(client, "SUBSCRIBE"):
             async with subscription:
                 subscription.subscribe(wake_channel, control_channel)
                 await subscription.end()

@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 
 from contract.calls import WorkerCapacity, WorkerState
-from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from workers.drain import Drain
 from workers.holding import EngineLink, Holding
 from workers.lane import Lane, make_card
+from workers.logs import Complaint
 from workers.messages import Ready, Reprioritise
 from workers.meter import Meter
 from workers.publisher import Publisher
@@ -20,6 +22,7 @@ from workers.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
+_MS = re.compile(r"-?[0-9]{1,16}", re.ASCII)
 
 
 class LeaseKeeper:
@@ -60,7 +63,7 @@ class LeaseKeeper:
     async def say_draining(self) -> None:
         """Beats out of turn, so that no gateway counts on this worker any more."""
         if self._engine.ready is not None and self._is_published:
-            with contextlib.suppress(BrokerUnavailable):
+            with contextlib.suppress(BrokerUnavailable, WireError):
                 await self._beat_once(self._engine.ready)
 
     async def _beat(self) -> None:
@@ -75,7 +78,7 @@ class LeaseKeeper:
                     await self._beat_once(self._engine.ready)
                 except BrokerUnfit:
                     raise  # it may not hold jobs: this worker must not go on
-                except BrokerUnavailable as exc:
+                except (BrokerUnavailable, WireError) as exc:
                     log.warning("heartbeat failed: %s", exc)
                     self._is_published = False  # Redis may come back empty
 
@@ -125,18 +128,27 @@ class LeaseKeeper:
             await asyncio.sleep(self._settings.lease_s / 20)
 
     async def _sweep(self) -> None:
+        complaint = Complaint(log, "no sweep")
         while True:
-            with contextlib.suppress(BrokerUnavailable):
+            try:
                 await self._lane.sweep()
+                complaint.clear()
+            except BrokerUnavailable:
+                pass
+            except (WireError, CommandDenied) as exc:
+                complaint.note(exc)
             await asyncio.sleep(_SWEEP_S)
 
     async def _hear(self) -> None:
-        """Acts on what was done to our jobs from outside, before their next append says so."""
+        """Acts on what was done to our jobs from outside, before their next append says so. A word
+        that is none of ours is a hint of nothing."""
         while True:
             match (await self._control.get()).split():
                 case ["ended", job_id, status] if job_id in self._holding.jobs:
                     self._holding.end(self._holding.jobs[job_id], status)
-                case ["moved", job_id, lane, deadline_ms] if job_id in self._holding.jobs:
+                case ["moved", job_id, lane, deadline_ms] if (
+                    job_id in self._holding.jobs and _MS.fullmatch(deadline_ms)
+                ):
                     job = self._holding.jobs[job_id]
                     job.lane, epoch = lane, job.epoch
                     deadline_s = int(deadline_ms) / 1000

@@ -1,4 +1,4 @@
-"""Says in every log line of a process which batching configuration is in force."""
+"""What a worker's log lines carry, the batching configuration in force, and what is said once."""
 
 import logging
 
@@ -13,6 +13,24 @@ class _Stamp(logging.Filter):
         if self.version and not str(record.msg).endswith(mark):
             record.msg = f"{record.msg}{mark}"
         return True
+
+
+class Complaint:
+    """Says in the log what goes wrong with each try of something, once until that changes."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log = log
+        self._what = what
+        self._said = ""
+
+    def note(self, exc: Exception) -> None:
+        if str(exc) != self._said:
+            self._log.error("%s: %s", self._what, exc)
+        self._said = str(exc)
+
+    def clear(self) -> None:
+        """It has gone well."""
+        self._said = ""
 
 
 _stamp = _Stamp()

@@ -53,9 +53,9 @@ class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     epoch: int
     tenant: str
     lane: str
-    prompt_ids: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice
+    outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
 
@@ -146,15 +146,16 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
-    """Log probabilities of the prompt's tokens from position `start` on, in order, for jobs whose
-    parameters ask. All are said before the first output token; after a preemption or a resume
-    they are said again from an earlier `start`.
+    """Log probabilities of a prompt's tokens from position `start` on, in order, for jobs whose
+    parameters ask. All are said before the prompt's first output token; after a preemption or a
+    resume they are said again from an earlier `start`.
     """
 
     job_id: str
     epoch: int
     start: int
     logprobs: tuple[TokenLogprob, ...]
+    prompt: int = 0  # which of the job's prompts
 
 
 class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):

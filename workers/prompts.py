@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from contract import tasks
 from contract.calls import Claimed, Release
-from contract.errors import BrokerUnavailable, ErrorCode
-from contract.jobs import StoredPrompt
-from payloads.prompts import decode_prompt
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.jobs import Job
+from payloads.prompts import with_prompts
 from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from workers.held_job import HeldJob
 from workers.holding import Holding
@@ -58,12 +58,10 @@ class PromptFetcher:
 
     async def _fetch(self, claimed: Claimed, place: HeldJob) -> None:
         job = claimed.job
-        assert job.stored_prompt is not None
         try:
             async with self._slots:
-                prompt_ids = await self._prompt_ids(job.stored_prompt)
+                whole = await self._whole(job)
             if self._holding.get(job.id, claimed.epoch) is place:
-                whole = replace(job, prompt_ids=prompt_ids)
                 await self._run(replace(claimed, job=whole))
         except PayloadLost as exc:
             log.error("prompt lost job_id=%s: %s", job.id, exc)
@@ -73,18 +71,22 @@ class PromptFetcher:
             await self._give_back(place)
         except BrokerUnavailable:
             self._holding.drop(place)  # its lease will lapse
+        except (CommandDenied, WireError) as exc:
+            log.error("job dropped: %s job_id=%s", exc, job.id)
+            self._holding.drop(place)
+        except Exception as exc:  # its record or its prompt says what cannot be run
+            log.error("not started: failed job_id=%s error=%s", job.id, type(exc).__name__)
+            self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
 
-    async def _prompt_ids(self, prompt: StoredPrompt) -> tuple[int, ...]:
-        """Raises PayloadError."""
+    async def _whole(self, job: Job) -> Job:
+        """The job with its prompt. Raises PayloadError."""
+        assert job.stored_prompt is not None
         if self._store is None:
             raise PayloadUnavailable("this worker is given no object store")
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                data = await asyncio.to_thread(self._store.get, prompt.ref)
-                prompt_ids = decode_prompt(data)
-                if len(prompt_ids) != prompt.num_tokens:
-                    raise PayloadLost("the object holds another prompt")
-                return prompt_ids
+                data = await asyncio.to_thread(self._store.get, job.stored_prompt.ref)
+                return with_prompts(job, data)
             except PayloadUnavailable:
                 if attempt == _ATTEMPTS:
                     raise

@@ -10,7 +10,7 @@ import logging
 from typing import Literal
 
 from contract.calls import Append, Release, Verdict
-from contract.errors import BrokerUnavailable, ErrorCode
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.jobs import JobStatus
 from workers.held_job import HeldJob
 from workers.holding import Holding
@@ -94,12 +94,27 @@ class Publisher:
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
+            except (WireError, CommandDenied) as exc:
+                await self._publish_alone(jobs, items, generation, exc)
+                return
             for job, item, (verdict, number) in zip(jobs, items, verdicts, strict=True):
                 if verdict is Verdict.OK and not item.fin:
                     job.next_number = number
                 else:
                     await self._judge(job, item, verdict, number)
             return
+
+    async def _publish_alone(
+        self, jobs: list[HeldJob], items: list[Append], generation: int, exc: Exception
+    ) -> None:
+        """Finds the job whose keys hold what append cannot work with; drops it, so that its lease
+        lapses."""
+        if len(jobs) == 1:
+            log.error("job dropped: %s job_id=%s", exc, jobs[0].job.id)
+            self._holding.drop(jobs[0])
+            return
+        for job, item in zip(jobs, items, strict=True):
+            await self._publish([job], [item], generation)
 
     async def _judge(
         self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
@@ -115,7 +130,9 @@ class Publisher:
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            with contextlib.suppress(BrokerUnavailable):  # its lease will lapse
+            with contextlib.suppress(
+                BrokerUnavailable, WireError, CommandDenied
+            ):  # its lease will lapse
                 await self._lane.release([_give_back(job, verdict)])
         self._holding.drop(job)
 

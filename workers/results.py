@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from contract import tasks
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from payloads.results import encode_result
 from payloads.store import ObjectStore, PayloadError, result_key
 from workers.held_job import HeldJob
@@ -59,7 +59,7 @@ class ResultKeeper:
                 if len(data) >= self._min_bytes:
                     key = result_key(job.job.id, job.epoch)
                     job.result = await asyncio.to_thread(self._store.put, key, data)
-        except (PayloadError, BrokerUnavailable, TimeoutError) as exc:
+        except (PayloadError, BrokerUnavailable, CommandDenied, WireError, TimeoutError) as exc:
             log.warning("result stays in Redis job_id=%s: %s", job.job.id, exc or "timeout")
         finally:
             job.is_being_kept = False

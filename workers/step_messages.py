@@ -49,7 +49,8 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
 
 def _prompt_logprobs(sequence: Sequence, found: engine_model.PromptLogprobs) -> PromptLogprobs:
     logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
-    return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs)
+    number = sequence.prompt_number
+    return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs, number)
 
 
 def _token_out(output: Output) -> TokenOut:

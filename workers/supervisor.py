@@ -13,7 +13,8 @@ from collections.abc import Coroutine
 
 from contract import tasks
 from contract.calls import Claimed, Release
-from contract.errors import BrokerUnavailable, BrokerUnfit, ErrorCode
+from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
+from contract.replies import poisoned
 from payloads.opening import open_store
 from telemetry.tracing import Tracing
 from workers import logs
@@ -129,7 +130,7 @@ class Supervisor:
             for task in running:
                 if not task.cancelled():
                     task.result()
-        except (EngineRefused, BrokerUnfit, MetricsUnservable) as refusal:
+        except (EngineRefused, BrokerUnfit, CommandDenied, MetricsUnservable) as refusal:
             log.error("%s", refusal)
             return EXIT_LOAD_FAILED
         return EXIT_OK
@@ -137,7 +138,7 @@ class Supervisor:
     # --- claiming -----------------------------------------------------------------------------
 
     async def _claim_jobs(self) -> None:
-        has_lost_reply = False
+        has_lost_reply, complaint = False, logs.Complaint(log, "no claim")
         while not self._drain.begun.is_set():
             await self._woken()
             try:
@@ -145,9 +146,13 @@ class Supervisor:
                     await self._start_all(await self._lane.mine(list(self._holding.jobs)))
                     has_lost_reply = False
                 await self._claim_while_room()
+                complaint.clear()
             except BrokerUnavailable:
                 has_lost_reply = True  # it may have handed us jobs all the same
                 await asyncio.sleep(_RETRY_S)
+            except (WireError, CommandDenied) as exc:
+                complaint.note(exc)
+                await asyncio.sleep(_POLL_S)
         self._claims_over.set()
         await asyncio.Event().wait()  # the other duties go on
 
@@ -165,7 +170,8 @@ class Supervisor:
             )
             await self._start_all(claimed)
             self._engine.steps.note_claim(time.monotonic() - started_s)
-            if len(claimed) < max(room.max_jobs for room in rooms.values()):
+            num_places = sum(job.job.num_choices for job in claimed)
+            if num_places < max(room.max_jobs for room in rooms.values()):
                 if self._holding.room(time.monotonic()) is not None:
                     self._engine.speed.note_room()
                 return  # nothing that waits fits
@@ -179,7 +185,19 @@ class Supervisor:
 
     async def _start_all(self, claimed: list[Claimed]) -> None:
         for job in claimed:
-            await self._start(job)
+            try:
+                await self._start(job)
+            except (BrokerUnavailable, CommandDenied, WireError):
+                raise
+            except Exception as exc:  # its record can be read, but says what cannot be run
+                await self._poison(job, exc)
+
+    async def _poison(self, claimed: Claimed, exc: Exception) -> None:
+        job_id, epoch = claimed.job.id, claimed.epoch
+        log.error("not started: failed as poison job_id=%s error=%s", job_id, type(exc).__name__)
+        if (held := self._holding.get(job_id, epoch)) is not None:
+            self._holding.drop(held)
+        await self._lane.append([poisoned(job_id, epoch, claimed.next_number)])
 
     async def _start(self, claimed: Claimed) -> None:
         assert self._keeper.tokenizer is not None
@@ -220,7 +238,7 @@ class Supervisor:
         """Brings a job to where its log ends. What is wrong with a log is its job's fault alone."""
         try:
             job.replay(await self._lane.read_log(job.job.id, job.job.tenant))
-        except BrokerUnavailable:
+        except (BrokerUnavailable, CommandDenied):
             raise
         except Exception as exc:
             log.error("log not understood job_id=%s error=%s", job.job.id, type(exc).__name__)
@@ -277,7 +295,7 @@ class Supervisor:
         """Gives back what could not be finished, also what a lost reply handed us. Where Redis is
         away for longer than we have, the leases will lapse."""
         while True:
-            with contextlib.suppress(BrokerUnavailable):
+            with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 unknown = await self._lane.mine([job.job.id for job in held])
                 claims = [(job.job.id, job.epoch) for job in held]
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]

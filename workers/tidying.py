@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from payloads.store import MAX_AGE_S, ObjectStore, PayloadUnavailable
 from workers.lane import Lane
 
@@ -23,7 +23,7 @@ async def tidy(store: ObjectStore | None, lane: Lane) -> None:
             if time.monotonic() - looked_s > _LOOK_S:
                 looked_s = time.monotonic()
                 await asyncio.to_thread(store.delete_older, MAX_AGE_S)
-        except (BrokerUnavailable, PayloadUnavailable) as exc:
+        except (BrokerUnavailable, CommandDenied, WireError, PayloadUnavailable) as exc:
             log.warning("objects not tidied: %s", exc)
         await asyncio.sleep(_TIDY_S)
     await asyncio.Event().wait()  # the other duties go on

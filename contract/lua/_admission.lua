@@ -80,11 +80,13 @@ local function meter_ms(level_now, amount, limit)
   return math.ceil((level_now + amount - limit) * 60000 / limit)
 end
 
--- The tenant's meters as they are now, and what it holds.
+-- The tenant's meters as they are now, what it holds, and the bytes that are stored of it and of all.
 function admission.tenant(tag, tenant, terms, now)
   local found = numbers(tag .. ':tenant:' .. tenant,
     {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved'})
+  local stored = redis.call('HMGET', tag .. ':stored:tenants', tenant, '')
   return {
+    stored = tonumber(stored[1] or 0), all_stored = tonumber(stored[2] or 0),
     requests = level(found.requests, found.requests_ms, terms.requests_per_min, now),
     tokens = level(found.tokens, found.tokens_ms, terms.tokens_per_min, now),
     reserved = found.reserved,
@@ -104,6 +106,9 @@ function admission.rates(tenant, terms)
 end
 
 local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
+  if terms.max_tenant_bytes > 0 and tenant.stored + terms.stored_bytes > terms.max_tenant_bytes then
+    return 'stored_bytes', UNKNOWN
+  end
   if terms.requests_per_min > 0 and tenant.requests + 1 > terms.requests_per_min then
     return 'requests_per_min', meter_ms(tenant.requests, 1, terms.requests_per_min)
   end
@@ -156,7 +161,7 @@ end
 -- `promised` is then the time from which the next of its line may come.
 function admission.weigh(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
-  local output = ledger.predicted_output(tag, job, terms.max_tokens)
+  local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})
@@ -178,6 +183,9 @@ function admission.weigh(tag, job, terms, now)
   end
   if not knows_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
+  if terms.max_bytes > 0 and tenant.all_stored + terms.stored_bytes > terms.max_bytes then
+    return refused('storage_full', '', UNKNOWN)
+  end
   local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job.cost, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
   limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)

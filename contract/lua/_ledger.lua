@@ -147,7 +147,7 @@ function ledger.line_up(tag, job, record)
   end
 end
 
--- What is known of output lengths, and of how many outputs.
+-- What is known of the lengths of choices, and of how many jobs.
 local function lengths(tag, model, lane, tenant)
   local known = redis.call('GET', tag .. ':lengths:' .. model .. ':' .. lane .. ':' .. tenant)
   local estimate, seen = string.match(known or '', '^(%S+) (%d+)$')
@@ -155,11 +155,11 @@ local function lengths(tag, model, lane, tenant)
 end
 
 -- The output tokens to expect of a job: what nine outputs in ten of its tenant stay below, or of
--- its lane; the cap where too few were seen.
-function ledger.predicted_output(tag, job, max_tokens)
+-- its lane, for each of its choices; the cap where too few were seen.
+function ledger.predicted_output(tag, job, max_tokens, choices)
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate))) end
+    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))) end
   end
   return max_tokens
 end
@@ -167,8 +167,9 @@ end
 -- The estimate goes a fifth of the way up to a longer output and a fiftieth down to a shorter one.
 local function learn_length(tag, job, tenant)
   local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-  local gap = job.tokens - estimate
-  estimate = seen == 0 and job.tokens or estimate + gap * (gap > 0 and 0.2 or 0.02)
+  local length = job.tokens / math.max(1, job.choices)
+  local gap = length - estimate
+  estimate = seen == 0 and length or estimate + gap * (gap > 0 and 0.2 or 0.02)
   redis.call('SET', tag .. ':lengths:' .. job.model .. ':' .. job.lane .. ':' .. tenant,
     string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
 end
@@ -211,5 +212,26 @@ function ledger.settle(tag, job, status)
   if status == 'succeeded' then
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')
+  end
+end
+
+-- Counts a new job's bytes with what is stored of its tenant, and of all (field ''). What is stored
+-- of each job is noted too: its record may expire before it is forgotten.
+function ledger.store(tag, job, bytes)
+  redis.call('HSET', tag .. ':stored:jobs', job.id, bytes)
+  for _, name in ipairs({job.tenant, ''}) do
+    redis.call('HINCRBY', tag .. ':stored:tenants', name, bytes)
+  end
+end
+
+-- A job is forgotten.
+function ledger.unstore(tag, id, tenant)
+  local bytes = redis.call('HGET', tag .. ':stored:jobs', id)
+  if not bytes then return end
+  redis.call('HDEL', tag .. ':stored:jobs', id)
+  for _, name in ipairs({tenant, ''}) do
+    if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then
+      redis.call('HDEL', tag .. ':stored:tenants', name)
+    end
   end
 end

@@ -37,7 +37,7 @@ function outbox.post(tag, job, kind, now, code, message)
     'tenant', job.tenant, 'model', job.model, 'lane', job.lane, 'prompt_tokens', job.prompt_tokens,
     'tokens', job.tokens, 'code', code, 'message', message,
     'created', job.created,
-    'callback', redis.call('HGET', job.key, 'callback'))
+    'callback', redis.call('HGET', job.key, 'callback') or '')
   if TERMINAL[kind] then redis.call('PEXPIRE', key, OUTBOX_KEEP_MS) end
   if is_taken then return end
   redis.call('HSET', key, 'state', 'due')

@@ -7,13 +7,22 @@ local WINDOW = 16      -- entries looked at: as many, those that they let pass, 
 local MAX_TENANTS = 8  -- of a lane, whose lines are searched
 
 local function last_delivered(key)
-  local group = redis.call('XINFO', 'GROUPS', key)[1]
+  local group = redis.call('XINFO', 'GROUPS', key)[1] or {}
   for i = 1, #group, 2 do
     if group[i] == 'last-delivered-id' then return group[i + 1] end
   end
+  return '0-0'
 end
 
--- The first waiting job of a stream with room for it: {key, entry, id, cost, is_first}, or nil.
+-- Takes an entry out of a stream that stands for no job that can be run.
+local function discard(key, entry)
+  redis.call('XACK', key, GROUP, entry)
+  redis.call('XDEL', key, entry)
+  if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
+end
+
+-- The first waiting job of a stream with room for one of its choices, for the others can wait in the
+-- engine: {key, entry, id, cost, choices, is_first}, or nil.
 -- Those that do not fit go into `skipped`; the second result is true where one of them has been
 -- passed over too often, so that nothing may go before it.
 local function find_fit(tag, key, room, skipped)
@@ -21,14 +30,15 @@ local function find_fit(tag, key, room, skipped)
   local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT', WINDOW)
   local num_skipped = 0
   for _, entry in ipairs(entries) do
-    local id, cost = entry[2][2], tonumber(entry[2][4])
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed')
-    local is_here = job[1] and job[2] == entry[1]
+    local id, cost = entry[2][2], whole_number(entry[2][4])
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices')
+    local choices = math.max(1, whole_number(job[4] or 1) or 1)
+    local is_here = cost and job[1] and job[2] == entry[1]
     if not is_here then
-      redis.call('XACK', key, GROUP, entry[1])
-      redis.call('XDEL', key, entry[1])
-    elseif job[1] == 'queued' and cost <= room then
-      return {key = key, entry = entry[1], id = id, cost = cost, is_first = num_skipped == 0}
+      discard(key, entry[1])
+    elseif job[1] == 'queued' and cost / choices <= room then
+      return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+        is_first = num_skipped == 0}
     elseif job[1] == 'queued' then
       if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
       table.insert(skipped, id)
@@ -63,8 +73,16 @@ end
 
 -- Takes a job that was found; nil where it has expired meanwhile.
 local function take(tag, found, incarnation, lease_ms, now, config)
+  if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
+    redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')
+  end
   deliver(found)
   local job = load_job(tag, found.id)
+  if not job or job.stream ~= string.sub(found.key, #tag + 2) then
+    discard(found.key, found.entry)
+    if not job then forget_half(tag, found.id) end
+    return nil
+  end
   if now >= job.deadline then
     terminal(tag, job, 'expired', '', '', now)
     return nil

@@ -24,6 +24,7 @@
 -- come where several jobs have the very same deadline, and where Redis keeps a small set or hash, of up
 -- to 128 members, as one piece.
 
+local COUNTED = {counters = true, line = true, tenant = true}
 local RECOUNT_JOBS = 50  -- that a sweep takes
 local RECOUNT_GAP_MS = 1000  -- between two sweeps that recount, whoever calls them
 local ALL = '9007199254740992'  -- 2^53, a place behind every deadline
@@ -42,7 +43,8 @@ end
 -- Adds shares to the sums so many times: {sum, value, …}. A sum is named after its key and field.
 function recount.add(tag, shares, times)
   for i = 1, #shares, 2 do
-    redis.call('HINCRBY', tag .. ':recount:sums', shares[i], times * shares[i + 1])
+    -- + 0 makes a negative zero a plain one, which Redis 7.0 would refuse as no integer.
+    redis.call('HINCRBY', tag .. ':recount:sums', shares[i], times * shares[i + 1] + 0)
   end
 end
 
@@ -105,10 +107,9 @@ local function count_some(tag, now, limit, sums, found)
   end
   for i = 1, #rows, 2 do
     local id, job = rows[i], load_job(tag, rows[i])
-    local is_whole = job and job.tenant and job.model and job.lane and job.stream and job.entry
-    if not is_whole or TERMINAL[job.state] then
+    if not job or TERMINAL[job.state] then
       redis.call('ZREM', deadlines, id)
-      if job and not is_whole then forget(tag, id, job.tenant or '', job.has_objects, '') end
+      if not job then forget_half(tag, id) end
       corrected(found, 'list', 'deadlines', id, rows[i + 1], nil)
       place = nil
     elseif job.deadline ~= tonumber(rows[i + 1]) then
@@ -125,7 +126,12 @@ end
 
 -- Holds a counter against its sum.
 local function compare(tag, name, sum, found)
-  local key, field = string.match(name, '^(.*) (%S+)$')
+  local key, field = string.match(name, '^(%a+:[^:]*.*) (%S+)$')
+  if not key or not COUNTED[string.match(key, '^%a+')]
+    or string.find(key, '^line:') and not string.find(key, '^line:[^:]*:[^:]*:') then
+    redis.call('HDEL', tag .. ':recount:sums', name)  -- no function has written this
+    return
+  end
   local kind, held = string.match(key, '^%a+'), redis.call('HGET', tag .. ':' .. key, field)
   if kind == 'tenant' then redis.call('ZADD', tag .. ':recount:lists', 'NX', 0, string.sub(key, 8)) end
   if tonumber(held or 0) ~= sum then

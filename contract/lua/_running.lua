@@ -24,7 +24,14 @@ end
 
 -- What was packed, in that order. Nothing where a library before this one packed it.
 function running.unpack(packed)
-  if string.byte(packed) == 0 then return struct.unpack(PACKED, packed) end
+  if string.byte(packed) ~= 0 then return end
+  local is_readable, epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place =
+    pcall(struct.unpack, PACKED, packed)
+  if not is_readable then return end
+  local sum = tokens + deadline + max_tokens + to_do  -- none is NaN, none infinite
+  if sum >= -2 ^ 53 and sum <= 2 ^ 53 and string.find(place, '^%S+ ') then
+    return epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place
+  end
 end
 
 -- The job goes on from here. One that tells of its progress has more to do at each event than this.
@@ -41,7 +48,8 @@ function running.progress(tag, owner, id, packed)
   if packed == nil then packed = redis.call('HGET', running.key(tag, owner), id) end
   if not packed then return nil end
   local form = string.byte(packed) == 0 and PROGRESS or FORMER_PROGRESS
-  local _, next_number, tokens, hash = struct.unpack(form, packed)
+  local is_readable, _, next_number, tokens, hash = pcall(struct.unpack, form, packed)
+  if not is_readable or not whole_number(next_number) or not whole_number(tokens) then return nil end
   return {next = next_number, tokens = tokens, hash = hash}
 end
 

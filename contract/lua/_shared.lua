@@ -4,6 +4,29 @@
 -- Rules: Redis TIME is the only clock; terminal() is the only way into a terminal state; nothing
 -- may raise after its first write; every function may be repeated.
 
+-- redis.call, for keys that hold what no function writes. A key of another type is deleted, a field
+-- that should be a number too, and the command is run again: sweeps set right what it should hold,
+-- and everything else goes on. Counted as corrections of the kind `type`.
+local function server() return redis end  -- not the same while the library is loaded
+local redis = {register_function = redis.register_function}
+
+function redis.call(name, ...)
+  local reply = server().pcall(name, ...)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  local key, field = ...
+  if name == 'XINFO' or name == 'XGROUP' then error(reply) end  -- their key comes second
+  local is_log = string.find(reply.err, 'equal or smaller', 1, true)  -- with a number to come
+  if is_log or string.find(reply.err, 'WRONGTYPE', 1, true) then
+    server().call('DEL', key)
+  elseif string.find(reply.err, 'hash value is not an integer', 1, true) then
+    server().call('HDEL', key, field)
+  else
+    error(reply)
+  end
+  server().pcall('HINCRBY', string.match(key, '^{[^}]*}') .. ':corrections', 'type', 1)
+  return server().call(name, ...)
+end
+
 local GROUP = 'workers'  -- one consumer group per queue stream; the owner stands in the job
 local CONSUMER = 'worker'
 local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
@@ -18,14 +41,16 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created',
+  'callback_every', 'created', 'choices',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
-  'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted',
+  'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
 }
+
+local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 
 local ledger = {}  -- what jobs cost and hold; _ledger.lua
 local outbox = {}  -- what callers are to be told; _outbox.lua
@@ -41,7 +66,14 @@ local function now_ms(tag)
   return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
 end
 
--- The mutable part of a job's record, or nil. `packed` is how far it is by its worker, where that
+-- The whole number that a text is, or nil: neither infinite nor NaN, which Lua reads too.
+local function whole_number(text)
+  local number = tonumber(text)
+  if number and number >= -2 ^ 53 and number <= 2 ^ 53 then return math.floor(number) end
+end
+
+-- The mutable part of a job's record, or nil; also where it lacks a word that each record has,
+-- or names a stream that is no queue. `packed` is how far it is by its worker, where that
 -- was read before; false: the worker has noted nothing.
 local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
@@ -49,7 +81,11 @@ local function load_job(tag, id, packed)
   if not values[1] then return nil end
   local job = {id = id, key = key}
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
-  for _, name in ipairs(NUMBERS) do job[name] = tonumber(job[name]) or 0 end
+  for _, name in ipairs(WORDS) do
+    if not job[name] then return nil end
+  end
+  if not string.find(job.stream, '^q:') and not string.find(job.stream, '^back:') then return nil end
+  for _, name in ipairs(NUMBERS) do job[name] = whole_number(job[name]) or 0 end
   job.has_objects = job.has_objects == '1'
   local progress = running.progress(tag, job.owner, id, packed)
   for name, value in pairs(progress or {}) do job[name] = value end
@@ -72,8 +108,7 @@ end
 -- up to it. The caller keeps that, and the next event's number. Of a number given as text none has
 -- to be made.
 local function write_event(tag, id, number, hash, event)
-  local redis = redis  -- to find a global takes Lua longer here than what is then done with it
-  hash = string.sub(redis.sha1hex(hash .. event), 1, 8)
+  hash = string.sub(server().sha1hex(hash .. event), 1, 8)
   local call, said = redis.call, number .. ' ' .. hash .. ' ' .. event
   call('XADD', tag .. ':log:' .. id, number, 's', said)
   call('PUBLISH', tag .. ':ev:' .. id, said)
@@ -153,11 +188,15 @@ local PACK = 64
 local function compact(tag, job)
   local key = tag .. ':log:' .. job.id
   if job.next <= 4 then return end
-  local entries = redis.call('XRANGE', key, '-', '+')
+  local entries, events = redis.call('XRANGE', key, '-', '+'), {}
+  for i, entry in ipairs(entries) do
+    local is_readable, found = pcall(events_of, entry)
+    if not is_readable then return end  -- it stays as it is
+    events[i] = found[1]
+  end
   redis.call('DEL', key)
   local pack = {}
-  for i, entry in ipairs(entries) do
-    local event = events_of(entry)[1]
+  for i, event in ipairs(events) do
     table.insert(pack, event)
     if #pack == PACK or i == #entries then
       redis.call('XADD', key, event[1], 'c', cmsgpack.pack(pack))
@@ -176,7 +215,14 @@ local function forget(tag, id, tenant, has_objects, entry)
   redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
   redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
   redis.call('ZREM', tag .. ':kept', entry)
+  ledger.unstore(tag, id, tenant)
   if has_objects then redis.call('SADD', tag .. ':litter', id) end
+end
+
+-- Forgets a job whose record load_job cannot read: no function could do anything with it.
+local function forget_half(tag, id)
+  local record = redis.call('HMGET', tag .. ':job:' .. id, 'tenant', 'has_objects')
+  forget(tag, id, record[1] or '', record[2] == '1', '')
 end
 
 -- The only way into a terminal state: terminal event, bill, record, queue, counters, callback,

@@ -5,13 +5,14 @@
 -- A job under suspicion runs alone: one worker in four at most gets the turn to run one, is handed
 -- nothing else while it empties itself, and then that job alone.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 jobs at most  5 tokens at most
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 places at most  5 tokens at most
 --       6 '1' where the worker holds nothing  7 version of its configuration
 --       8… lanes, most urgent first: name, `<minimum share of the tokens handed out>`, or
---          `<share> <jobs> <tokens> <owed>`: one of its jobs is handed out only while the call has
---          handed out less than so many jobs, and fits into so many tokens, of all lanes together;
---          the lane goes first, where it is owed its share, only while the call has handed out less
---          than `owed` jobs of it
+--          `<share> <places> <tokens> <owed>`: one of its jobs is handed out only while the call has
+--          filled less than so many places, and one choice of it fits into so many tokens, of all
+--          lanes together;
+--          the lane goes first, where it is owed its share, only while the call has filled less
+--          than `owed` places by it. Each choice of a job fills a place.
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
@@ -48,13 +49,13 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   return {}
 end
 
--- The lanes of the call: {name, share, jobs, room, owed, taken}, …
+-- The lanes of the call: {name, share, places, room, owed, taken}, …
 local function lanes_of(argv)
   local lanes = {}
   for i = 8, #argv, 2 do
-    local share, jobs, tokens, owed = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*) ?(%d*)$')
+    local share, places, tokens, owed = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*) ?(%d*)$')
     table.insert(lanes, {
-      name = argv[i], share = tonumber(share), jobs = tonumber(jobs) or tonumber(argv[4]),
+      name = argv[i], share = tonumber(share), places = tonumber(places) or tonumber(argv[4]),
       room = tonumber(tokens) or tonumber(argv[5]), owed = tonumber(owed) or ANY, taken = 0,
     })
   end
@@ -73,10 +74,10 @@ local function has_waiting(tag, model, lanes)
 end
 
 -- The job to hand out next, and its lane; those that it passes over, in `skipped`.
-local function choose(tag, model, lanes, num_claimed, skipped)
+local function choose(tag, model, lanes, num_filled, skipped)
   for _, lane in ipairs(lanes) do
     local owed = 0
-    if num_claimed < lane.jobs and lane.taken < lane.owed and lane.share > 0 then
+    if num_filled < lane.places and lane.taken < lane.owed and lane.share > 0 then
       owed = tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
     end
     if owed > 0 then
@@ -90,7 +91,7 @@ local function choose(tag, model, lanes, num_claimed, skipped)
     end
   end
   for _, lane in ipairs(lanes) do
-    if lane.jobs > num_claimed then
+    if lane.places > num_filled then
       local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped)
       if found or is_blocked then return found, lane.name end
     end
@@ -121,17 +122,18 @@ local function claim(keys, argv)
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
       or {}
   end
-  local claimed = {}
+  local claimed, num_filled = {}, 0
   while has_waiting(tag, model, lanes) do
     local skipped = {}
-    local found, lane = choose(tag, model, lanes, #claimed, skipped)
+    local found, lane = choose(tag, model, lanes, num_filled, skipped)
     if not found then break end
     local job = take(tag, found, incarnation, lease_ms, now, argv[7])
     if job then
       for _, served in ipairs(lanes) do
         served.room = served.room - found.cost
-        if served.name == lane then served.taken = served.taken + 1 end
+        if served.name == lane then served.taken = served.taken + found.choices end
       end
+      num_filled = num_filled + found.choices
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       book(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)

@@ -20,8 +20,14 @@ end
 local function take_one(tag, to, id, until_ms)
   local key = tag .. ':out:' .. id
   redis.call('ZREM', tag .. ':due:' .. to, id)
-  local number = redis.call('HGET', key, 'number')
+  local record = redis.call('HMGET', key, 'number', 'tenant', 'kind', 'to')
+  local number, tenant, kind = unpack(record)
   if not number then return nil end  -- its time to be kept is over
+  if not tenant or not kind or record[4] ~= to then  -- nobody could say what became of it
+    redis.call('DEL', key)
+    redis.call('HINCRBY', tag .. ':deliveries', 'dead', 1)
+    return nil
+  end
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('HSET', key, 'state', 'taken', 'taken', number)
   redis.call('ZADD', tag .. ':flying:' .. to, until_ms, id)

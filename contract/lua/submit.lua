@@ -8,6 +8,8 @@
 --       lane_tokens, lane_wait_ms (bounds of the lane; 0: none),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
 --       lane_share (of lane_tokens that one tenant may hold waiting; 0: all),
+--       stored_bytes (that the job takes until it is forgotten), max_tenant_bytes, max_bytes
+--       (bounds of what is stored of its tenant, of all; 0: none),
 --       needs_worker (refuse where no worker lives), cold_ms (until a first worker is up),
 --       is_stored (its prompt lies in the object store)
 --       callback_to ('': no callback), callback_started (tell of the start),
@@ -18,9 +20,11 @@
 --       {'MISMATCH', id}         the key was used with another body
 --       {'MEMORY_FULL'}          the rest of the memory is for the jobs that run
 --       {'REFUSED', reason, limit, ms until another try may do (-1: unknown), rates}
---         reason  unknown_lane, no_workers, tenant_quota, lane_full, deadline_infeasible
---         limit   the one that was met: requests_per_min, tokens_per_min, concurrent_tokens,
---                 lane_share, lane_tokens, lane_wait; of unknown_lane the lanes that there are
+--         reason  unknown_lane, no_workers, storage_full, tenant_quota, lane_full,
+--                 deadline_infeasible
+--         limit   the one that was met: stored_bytes, requests_per_min, tokens_per_min,
+--                 concurrent_tokens, lane_share, lane_tokens, lane_wait; of unknown_lane the lanes
+--                 that there are
 --       rates     {requests left, ms until all are there again, tokens left, ms as before}
 local function known(tag, job, terms)
   local idem = terms.idem_key ~= '' and tag .. ':idem:' .. job.tenant .. ':' .. terms.idem_key
@@ -40,6 +44,7 @@ local function accept(tag, job, terms, argv, found, now)
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
     'prompt_tokens', terms.prompt_tokens, 'max_tokens', terms.max_tokens,
+    'choices', terms.choices,
     'max_attempts', terms.max_attempts, 'deadline', deadline, 'ttl_ms', terms.ttl_ms,
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,
@@ -56,6 +61,7 @@ local function accept(tag, job, terms, argv, found, now)
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)
   end
   ledger.reserve(tag, job)
+  ledger.store(tag, job, terms.stored_bytes)
   for _, what in ipairs({'requests', 'tokens'}) do
     if terms[what .. '_per_min'] > 0 then
       tenant[what] = tenant[what] + (what == 'tokens' and job.cost or 1)

@@ -37,6 +37,7 @@ local function end_due(tag, set, status, now, limit)
     if job and not TERMINAL[job.state] then
       terminate(tag, job, status, now)
     else
+      if not job then forget_half(tag, id) end
       redis.call('ZREM', tag .. set, id)
     end
   end

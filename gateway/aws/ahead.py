@@ -16,7 +16,6 @@ def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
     """Nothing, where a request has started the environment and waits."""
     if environ.get(_STARTED_BY, _BY_A_REQUEST) == _BY_A_REQUEST:
         return
-    for module in ("gateway.chat_template", "tokenizers.decoders"):
-        importlib.import_module(module)
+    importlib.import_module("tokenizers.decoders")
     for body in (ChatBody, CompletionBody, JobBody, JobChange):
         body.model_rebuild()

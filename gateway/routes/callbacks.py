@@ -61,6 +61,10 @@ async def replay_dead_letter(request: Request, caller: JobsWriter, job_id: str) 
     """Delivers it again, from the first attempt on, with the same id; 202."""
     broker = gateway_of(request).broker
     job_id = checked_id(job_id)
+    if caller.terms.lanes:
+        letters = await broker.ask_outbox(lambda outbox: outbox.dead(caller.tenant, job_id=job_id))
+        for letter in letters:  # one, or none: then there is nothing to replay
+            caller.check_lane(letter.record.lane)
     state = await broker.ask_outbox(lambda outbox: outbox.replay(job_id, caller.tenant))
     if state is None:
         raise _unknown()

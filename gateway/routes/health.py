@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from contract.errors import BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
 from gateway.calls import gateway_of, json_response
 from gateway.routing import Route
 
@@ -25,11 +25,18 @@ async def readyz(request: Request) -> Response:
     try:
         models = await gateway.broker.known.models()
         num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in models}
-    except BrokerUnavailable as exc:
-        return _not_ready("redis", str(exc) if isinstance(exc, BrokerUnfit) else None)
+    except (BrokerUnavailable, CommandDenied) as exc:
+        return _not_ready("redis", _reason(exc))
     if not any(num_workers.values()):
         return _not_ready("workers" if models else "models")
     return json_response({"status": "ready", "workers": num_workers})
+
+
+def _reason(exc: BrokerUnavailable | CommandDenied) -> str | None:
+    """What an operator must mend, if anything. What Redis denies is said in the log alone."""
+    if isinstance(exc, CommandDenied):
+        return "Redis denies this gateway a command that it needs: its log says which"
+    return str(exc) if isinstance(exc, BrokerUnfit) else None
 
 
 def _not_ready(missing: str, reason: str | None = None) -> Response:

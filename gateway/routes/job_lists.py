@@ -10,7 +10,7 @@ from starlette.responses import Response
 from contract.calls import Wanted
 from contract.jobs import DEFAULT_LANES, JobStatus, ModelCard
 from gateway.auth import JobsReader, JobsWriter
-from gateway.calls import gateway_of, json_response
+from gateway.calls import check_may_change, gateway_of, json_response
 from gateway.errors import ApiError, UnknownJob, bad_request, invalid_value
 from gateway.job_objects import PUBLIC_STATUSES, checked_id, job_object
 from gateway.routing import Route
@@ -56,7 +56,9 @@ async def list_jobs(request: Request, caller: JobsReader) -> Response:
 @router.delete("/v1/jobs/{job_id}")
 async def delete_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Forgets a job that has ended: prompt, output, log. 409 where it has not ended."""
-    status = await gateway_of(request).broker.delete(checked_id(job_id), caller.tenant)
+    broker = gateway_of(request).broker
+    await check_may_change(broker, caller, checked_id(job_id))
+    status = await broker.delete(job_id, caller.tenant)
     if status is not None:
         message = "the job has not ended: cancel it first"
         raise ApiError(409, "not_terminal", message, headers={"x-should-retry": "false"})

@@ -12,7 +12,14 @@ from gateway.admission import check_lane
 from gateway.answers import Answer
 from gateway.auth import JobsReader, JobsWriter
 from gateway.bodies import read_object
-from gateway.calls import body_hash, gateway_of, idempotency_key, json_response, submit_job
+from gateway.calls import (
+    body_hash,
+    check_may_change,
+    gateway_of,
+    idempotency_key,
+    json_response,
+    submit_job,
+)
 from gateway.errors import ApiError, draining
 from gateway.event_ids import asked_position
 from gateway.job_objects import callback_object, checked_id, job_object
@@ -74,7 +81,8 @@ async def stream_job(request: Request, caller: JobsReader, job_id: str) -> Respo
 async def cancel_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
     """Ends a job, waiting or running; 409 where it has ended otherwise."""
     broker = gateway_of(request).broker
-    status = await broker.cancel(checked_id(job_id), caller.tenant)
+    await check_may_change(broker, caller, checked_id(job_id))
+    status = await broker.cancel(job_id, caller.tenant)
     if status is not JobStatus.CANCELLED:
         raise _already_terminal(status)
     view, _ = await broker.read(job_id, caller.tenant)
@@ -92,13 +100,14 @@ async def change_job(request: Request, caller: JobsWriter, job_id: str) -> Respo
     """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
     broker = gateway_of(request).broker
     change = parse_job_change(await read_object(request))
+    await check_may_change(broker, caller, checked_id(job_id))
     if change.lane is not None:
-        view, _ = await broker.read(checked_id(job_id), caller.tenant)
+        view, _ = await broker.read(job_id, caller.tenant)
         caller.check_lane(change.lane)
         if (card := (await broker.known.models()).get(view.job.model)) is not None:
             check_lane(card, change.lane)
     ended = await broker.reprioritise(
-        checked_id(job_id), caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s
+        job_id, caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s
     )
     if ended is not None:
         raise _already_terminal(ended)

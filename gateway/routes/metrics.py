@@ -18,11 +18,13 @@ router = APIRouter(route_class=Route)
 async def metrics(request: Request, _caller: MetricsReader) -> Response:
     """Counts of jobs are the same on every gateway: take their maximum, not their sum."""
     gateway = gateway_of(request)
+    known = gateway.broker.known
     glances: Mapping[str, Glance] | None
     try:
-        glances = await gateway.broker.known.glances()
+        glances = await known.glances()
     except BrokerUnavailable:
         glances = None
     from gateway.metrics_page import CONTENT_TYPE, metrics_page  # functions start without it
 
-    return Response(metrics_page(gateway.metrics, glances), media_type=CONTENT_TYPE)
+    content = metrics_page(gateway.metrics, glances, known.num_unreadable)
+    return Response(content, media_type=CONTENT_TYPE)

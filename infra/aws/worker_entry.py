@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.connection import connect
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, WireError
 from contract.keys import Keys
 from contract.redis_url import redis_url_of
 from contract.tasks import end
@@ -68,7 +68,7 @@ async def _protect(redis_url: str, agent_url: str) -> None:
     client = connect(redis_url)
     try:
         while True:
-            with contextlib.suppress(BrokerUnavailable):
+            with contextlib.suppress(BrokerUnavailable, WireError):
                 num_jobs = await num_jobs_here(client, keys) or 0
                 await asyncio.to_thread(protection.note, num_jobs, time.monotonic())
             await asyncio.sleep(_LOOK_S)

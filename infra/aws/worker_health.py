@@ -13,20 +13,21 @@ import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
 from contract.connection import broker_errors, connect
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
 from contract.redis_clock import now_ms
 from contract.redis_url import redis_url_of
 
 
 async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
-    """Jobs that this host's worker holds; None where it is unheard of. Raises BrokerUnavailable.
+    """Jobs that this host's worker holds; None where it is unheard of. Raises BrokerUnavailable,
+    WireError.
 
     An incarnation begins with its host's name.
     """
     prefix = f"{socket.gethostname().split('.')[0]}-".encode()
     since_ms = await now_ms(client, keys) - int(WORKER_TTL_S * 1000)
-    with broker_errors():
+    with wire_errors("list of workers"), broker_errors():
         models: Any = await client.smembers(keys.models)
         for model in models:
             key = keys.workers(model.decode())
@@ -42,7 +43,7 @@ async def check(redis_url: str, namespace: str) -> bool:
     client = connect(redis_url)
     try:
         return await num_jobs_here(client, Keys(namespace)) is not None
-    except BrokerUnavailable:
+    except (BrokerUnavailable, WireError):
         return True
     finally:
         await client.aclose()

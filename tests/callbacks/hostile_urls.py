@@ -31,6 +31,13 @@ metadata instance-data router.local nas.home.arpa [::1] [::] [::0] [0:0:0:0:0:0:
 
 # Tricks on the way from text to host: userinfo, fragments, schemes, separators, control bytes.
 _TRICKS = [
+    # Not ASCII, but ASCII once their case is changed: long s, Kelvin, dotted I, dotless i.
+    *(f"https://a{char}.example.com/" for char in "\u017f\u212a\u0130\u0131"),
+    *(f"https://example.com/{char}" for char in "\u017f\u212a\u0130\u0131"),
+    *(f"https://example.com/?{char}" for char in "\u017f\u212a\u0130\u0131"),
+    *(f"http{char}://a.b/" for char in "\u017f\u212a\u0130\u0131"),
+    "https://example.com:\u0664\u0664\u0663/",
+    "https://example.com:0/",
     "http://example.com/",
     "ftp://example.com/",
     "file:///etc/passwd",

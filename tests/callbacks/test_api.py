@@ -6,6 +6,7 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.api_keys import ApiKeys, KeyTerms
 from contract.callback_state import callback_state
 from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
@@ -27,6 +28,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"url": "http://example.com/"}, "url", "invalid_value"),
     ({"url": "https://10.0.0.1/"}, "url", "invalid_value"),
     ({"url": "https://u:p@example.com/"}, "url", "invalid_value"),
+    ({"url": "http\u017f://a.b/", "secret": SECRET}, "url", "invalid_value"),
+    ({"url": "https://a\u212a.example/", "secret": SECRET}, "url", "invalid_value"),
     ({"url": URL}, "secret", "missing_required_parameter"),
     ({"url": URL, "secret": "hush"}, "secret", "invalid_value"),
     ({"sqs": "https://sqs.example/q"}, "sqs", "invalid_value"),
@@ -117,6 +120,35 @@ async def test_dead_letters_are_listed_shown_and_replayed(
     assert record is not None
     assert record.message_id == letter["message_id"]
     assert "hush" not in listed.text
+
+
+async def test_a_key_replays_no_callback_of_another_lane(
+    gateway_url: str,  # noqa: F811
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """403, and the letter stays dead; one of the key's own lane is replayed."""
+    outbox = Outbox(redis_client, keys)
+    callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
+    jobs = {lane: make_job("acme", lane=lane) for lane in ("standard", "batch")}
+    for job in jobs.values():
+        await functions.submit(job, make_submission(callback=callback))
+        await functions.cancel(job.id, "acme")
+    for taken in await outbox.take(lease_s=5, max_messages=9, max_per_target=9):
+        await outbox.done(taken, "dead")
+    key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="acme", lanes=("batch",)))
+    headers = {"authorization": f"Bearer {key}"}
+
+    async with httpx.AsyncClient(base_url=gateway_url, headers=headers) as client:
+        dead = "/v1/callbacks/dead"
+        refused = await client.post(f"{dead}/{jobs['standard'].id}/replay")
+        replayed = await client.post(f"{dead}/{jobs['batch'].id}/replay")
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "lane_not_allowed")
+    assert replayed.status_code == 202
+    [letter] = await outbox.dead("acme")
+    assert letter.record.job_id == jobs["standard"].id
 
 
 async def test_a_job_shows_how_far_its_callback_is(

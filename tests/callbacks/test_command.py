@@ -14,7 +14,10 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.outbox import Outbox
 from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.receiver import Answer, Receiver, always
+from tests.callbacks.test_delivery import ended_job, to_url
 from tests.contract.some_calls import make_job, make_submission
+from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
 
@@ -62,6 +65,31 @@ async def test_dead_letters_by_command(
     assert run(url, "dead", "show", job.id)[0] == 1
     assert run(url, "dead", "replay", job.id, "--tenant", "t") == (0, f"{job.id}: due\n")
     assert await outbox.dead("t") == []
+
+
+async def test_a_delivery_is_one_line_of_the_log(
+    functions: Functions, redis_server: EmbeddedRedis
+) -> None:
+    """Ours, with the job's id; RQ's own four are left out."""
+    async with Receiver({"/": always(Answer())}) as receiver:
+        process = command(
+            redis_server.url, "--callback-allow=127.0.0.1", BATCHWAY_CALLBACK_KEY="k" * 16
+        )
+        with process:
+            for number in (1, 2):
+                await ended_job(functions, to_url(receiver.url("/")))
+                await receiver.until(lambda n=number: len(receiver.messages) == n)  # type: ignore[misc]
+
+            async def are_noted() -> bool:
+                return (await functions.glance("m", [])).deliveries == {"delivered": 2}
+
+            await until(are_noted)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+    begins, *deliveries = errors.splitlines()
+    assert "callbacks are delivered" in begins
+    assert len(deliveries) == 2
+    assert all("callback delivered: HTTP 204 job_id=" in line for line in deliveries)
 
 
 def test_it_wants_a_key_and_ends_when_told(redis_server: EmbeddedRedis) -> None:

@@ -22,7 +22,9 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.office import office_settings
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.contract.some_calls import claim, make_job, make_submission
+from tests.fleet import until
 from workers.callbacks.service import CallbackService
+from workers.callbacks.webhook import WebhookSender
 
 pytestmark = pytest.mark.anyio
 
@@ -172,6 +174,80 @@ async def test_a_slow_receiver_holds_up_itself_alone(
             await ended_job(functions, to_url(quick.url("/")))
         await quick.until(lambda: len(quick.accepted()) == 8)
         assert len(slow.messages) == 2, "no more than its share at a time"
+
+
+async def test_whatever_an_attempt_raises_leads_down_the_ladder(
+    functions: Functions,
+    outbox: Outbox,
+    redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fault of a library, say: each attempt counts, and the last makes a dead letter."""
+
+    async def fail(*_: object) -> None:
+        raise RecursionError("hush")
+
+    monkeypatch.setattr(WebhookSender, "_post", fail)
+    async with service(redis_server, rungs_s=(0.05, 0.05)):
+        job = await ended_job(functions, to_url("https://receiver.example/"))
+        letter = await dead_letter(outbox, job)
+    assert letter.record.attempt == 3
+    assert letter.record.note == "it could not be sent (RecursionError)"
+
+
+@pytest.mark.parametrize("num_jobs", [20, pytest.param(800, marks=pytest.mark.campaign)])
+async def test_a_flood_of_unreadable_urls_is_given_up_and_holds_up_nobody(
+    functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis, num_jobs: int
+) -> None:
+    """As a gateway of a former version took them: one attempt each, and no more."""
+    callback = to_url("https://receiver.example/\u212a")
+    for _ in range(num_jobs):
+        job = make_job("flood")
+        await functions.submit(job, make_submission(callback=callback))
+        await functions.cancel(job.id, "flood")
+    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
+        await ended_job(functions, to_url(receiver.url("/")))
+        await receiver.until(lambda: len(receiver.accepted()) == 1)
+
+        async def all_dead() -> bool:
+            return len(await outbox.dead("flood", limit=num_jobs)) == num_jobs
+
+        await until(all_dead)
+    assert {letter.record.attempt for letter in await outbox.dead("flood", limit=num_jobs)} == {1}
+    deliveries = (await functions.glance("m", [])).deliveries
+    assert deliveries == {"dead": num_jobs, "delivered": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "x"), ("at", "x"), ("callback", "\xff"), ("tenant", None), ("to", "elsewhere")],
+)
+async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    redis_server: EmbeddedRedis,
+    keys: Keys,
+    field: str,
+    value: str | None,
+) -> None:
+    """One field of it: the message is lost, and counted; the next one is delivered."""
+    async with Receiver({"/": always(Answer())}) as receiver:
+        spoiled = await ended_job(functions, to_url(receiver.url("/")))
+        key = keys.outbox_record(spoiled.id)
+        if value is None:
+            await redis_client.hdel(key, field)
+        else:
+            await redis_client.hset(key, field, value)
+        sound = await ended_job(functions, to_url(receiver.url("/")))
+        async with service(redis_server):
+            await receiver.until(lambda: len(receiver.messages) == 1)
+
+            async def is_counted() -> bool:
+                deliveries = (await functions.glance("m", [])).deliveries
+                return deliveries == {"dead": 1, "delivered": 1}
+
+            await until(is_counted)
+    assert receiver.messages[0].body["data"]["id"] == sound.id
 
 
 async def test_progress_is_told_before_the_end_and_never_after(

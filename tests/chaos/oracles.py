@@ -36,7 +36,7 @@ class Oracle(Protocol):
 
 
 class HashOracle:
-    """The hash model: any prompt, greedy or sampled, one or two choices."""
+    """The hash model: any prompts, greedy or sampled, one or two choices of each."""
 
     model = "m"
     is_exact = True
@@ -57,13 +57,18 @@ class HashOracle:
         }
         if endpoint == CHAT:
             asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
-            prompt_ids = encode_text(f"user: {text}\nassistant: ")
+            prompts = [encode_text(f"user: {text}\nassistant: ")]
         else:
-            asked, prompt_ids = {"prompt": text}, encode_text(text)
+            texts = [text, *(f"{text}{i}" for i in range(rng.choice((0, 0, 1, 3))))]
+            asked, prompts = {"prompt": texts}, [encode_text(text) for text in texts]
         body = {"model": self.model, "return_token_ids": True, **asked, **sampling}
         params = SamplingParams(**sampling)
-        expected = tuple(tuple(self._output(prompt_ids, params, choice)) for choice in range(n))
-        return Ask(endpoint, body, prompt_ids, expected)
+        expected = tuple(
+            tuple(self._output(prompt_ids, params, choice))
+            for prompt_ids in prompts
+            for choice in range(n)
+        )
+        return Ask(endpoint, body, prompts[0], expected)
 
     def _output(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, choice: int

@@ -10,16 +10,24 @@ import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from contract.calls import Append, Submission, TenantLimits, WorkerCapacity
 from contract.errors import ErrorCode, JobRefused
 from contract.fairness import MAX_PASSED
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.reference import Reference
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.some_calls import append, make_job, make_submission, pass_time, tokens
+from tests.contract.some_calls import (
+    append,
+    claim,
+    make_job,
+    make_submission,
+    pass_time,
+    tokens,
+)
 from tests.contract.submitter import COST, hammer
 
 pytestmark = pytest.mark.anyio
@@ -198,6 +206,54 @@ async def test_short_jobs_go_before_a_long_one_eight_times(functions: Functions)
     assert await claimed(100) == []
     assert await claimed(1000) == [long.id]
     assert len(await claimed(100)) == 1
+
+
+def with_choices(num_prompts: int, n: int) -> Job:
+    """A job with prompts of three tokens each."""
+    job = make_job()
+    params = structs.replace(job.params, n=n)
+    if num_prompts == 1:
+        return structs.replace(job, params=params)
+    return structs.replace(
+        job, params=params, prompt_ids=(), prompt_list=(job.prompt_ids,) * num_prompts
+    )
+
+
+async def test_a_claim_fills_a_place_for_each_choice(functions: Functions) -> None:
+    """Of five places a job with 2 prompts and n = 2 takes four; the next job takes the last one,
+    though it has more choices: they wait in the engine, as one larger than any worker must."""
+    for job in (with_choices(2, 2), with_choices(8, 1), with_choices(1, 1)):
+        await functions.submit(job, make_submission())
+    sizes = [
+        [item.job.num_choices for item in await claim(functions, max_jobs=5)] for _ in range(2)
+    ]
+    assert sizes == [[4, 8], [1]]
+
+
+async def test_a_job_fits_where_one_of_its_choices_does(functions: Functions) -> None:
+    """A list larger than any worker waits for none to be empty, and is passed over by nobody."""
+    large, small = with_choices(8, 1), with_choices(1, 1)
+    await functions.submit(large, make_submission(max_output_tokens=80))
+    await functions.submit(small, make_submission())
+    assert await claim(functions, max_tokens=12) == []
+    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [large.id]
+    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [small.id]
+
+
+async def test_output_is_foreseen_for_each_choice(functions: Functions) -> None:
+    """After jobs whose four choices had two tokens each, two are expected of one choice, and six
+    of three prompts, up to the cap."""
+    for _ in range(5):
+        job = with_choices(2, 2)
+        await functions.submit(job, make_submission(max_output_tokens=40))
+        await claim(functions)
+        said = tokens(0, *range(8))
+        await append(functions, "w1", Append(job.id, 1, 1, said, 8, JobStatus.SUCCEEDED))
+    quotes = [
+        await functions.quote(with_choices(num_prompts, 1), make_submission(max_output_tokens=cap))
+        for num_prompts, cap in ((1, 10), (3, 30), (3, 5))
+    ]
+    assert [quote.cost_tokens for quote in quotes] == [3 + 2, 9 + 6, 9 + 5]
 
 
 def enqueue(reference: Reference, tenant: str, lane: str, cost: int) -> None:

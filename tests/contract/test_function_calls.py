@@ -151,18 +151,18 @@ async def test_a_server_that_closes_as_soon_as_it_has_greeted_fails_the_call(
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         said = b""
-        while said.count(b"SETINFO") < 2 and (data := await reader.read(1000)):
+        while b"SELECT" not in said and (data := await reader.read(1000)):
             said += data
             if b"PING" in data:
                 writer.write(b"+PONG\r\n")
-        writer.write(b"+OK\r\n+OK\r\n")
+        writer.write(b"+OK\r\n")
         writer.close()
 
     pem = certificate(tmp_path / "server.pem", "localhost")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(pem)
     server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=tls)
-    url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}?ssl_ca_certs={pem}"
+    url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}/1?ssl_ca_certs={pem}"
     client = connect(url, retries=0, connect_timeout_s=5.0, command_timeout_s=None)
     async with server, contextlib.aclosing(client):
         for _ in range(5):

@@ -77,6 +77,25 @@ def test_raw_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
     assert len(token_ids) == 12
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3, "n": 2}])
+def test_prompts_in_a_list_are_each_answered_as_if_alone(
+    client: openai.OpenAI, sampling: dict[str, Any]
+) -> None:
+    """Choice by choice, greedy and with a seed."""
+    prompts = [", ".join(map(str, range(i, i + 2 + i % 4))) + "," for i in range(2, 26)]
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 16, **sampling}
+    listed = client.completions.create(prompt=prompts, **fields)
+    assert [choice.index for choice in listed.choices] == list(range(len(listed.choices)))
+    alone = [client.completions.create(prompt=prompt, **fields) for prompt in prompts]
+    texts = [choice.text for answer in alone for choice in answer.choices]
+    assert [choice.text for choice in listed.choices] == texts
+    assert len(set(texts)) > 8
+    assert listed.usage is not None
+    usages = [answer.usage for answer in alone if answer.usage is not None]
+    assert listed.usage.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+    assert listed.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
+
+
 def test_the_least_length_outlasts_the_end(client: openai.OpenAI) -> None:
     """`ignore_eos` and `min_tokens` hold the answer open."""
     for options in ({"ignore_eos": True}, {"min_tokens": 40}):

@@ -35,11 +35,11 @@ Script = Callable[[Job], Sequence[Prompt | Tokens]]
 
 def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
     """Every choice says the texts, an event for each; the last one ends the choice. Log
-    probabilities of the prompt come before, where asked, one token and then the rest.
+    probabilities of the prompts come before, where asked, one token and then the rest.
     """
 
     def script(job: Job) -> list[Prompt | Tokens]:
-        events, start = _prompt(job), 0
+        events, start = _prompts(job), 0
         for i, text in enumerate(texts):
             token_ids = encode_text(text)
             is_last = i == len(texts) - 1
@@ -52,7 +52,7 @@ def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
                     finish if is_last else None,
                     _logprobs(job, token_ids),
                 )
-                for choice in range(job.params.n)
+                for choice in range(job.num_choices)
             ]
             start += len(token_ids)
             events.append(Tokens(tuple(deltas)))
@@ -61,13 +61,15 @@ def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
     return script
 
 
-def _prompt(job: Job) -> list[Prompt | Tokens]:
+def _prompts(job: Job) -> list[Prompt | Tokens]:
     num_top = job.params.prompt_logprobs
     if num_top is None:
         return []
     top = tuple((token_id, -0.5 * rank) for rank, token_id in enumerate(range(97, 97 + num_top), 1))
-    scores = [TokenLogprob(i, -float(p), top) for p, i in enumerate(job.prompt_ids)]
-    parts = [Prompt(1, tuple(scores[1:2])), Prompt(2, tuple(scores[2:]))]
+    parts = []
+    for number, prompt_ids in enumerate(job.prompts):
+        scores = [TokenLogprob(i, -float(p), top) for p, i in enumerate(prompt_ids)]
+        parts += [Prompt(1, tuple(scores[1:2]), number), Prompt(2, tuple(scores[2:]), number)]
     return [part for part in parts if part.logprobs]
 
 

@@ -113,6 +113,71 @@ async def test_a_key_is_for_its_lanes_alone(
     assert answer.status_code == 202
 
 
+@pytest.mark.parametrize("prefer", ["respond-async", "wait=0", "respond-async, wait=30"])
+async def test_a_call_that_may_become_a_job_needs_the_scope_of_jobs(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker, prefer: str
+) -> None:
+    """`Prefer` does not open to `inference` what `POST /v1/jobs` refuses it."""
+    headers = await bearer(api_keys, scopes=(Scope.INFERENCE,)) | {"prefer": prefer}
+    answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
+    assert code(answer) == (403, "missing_scope")
+    assert "'jobs:write'" in answer.json()["error"]["message"]
+
+
+async def test_both_scopes_allow_a_call_to_become_a_job(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    scopes = (Scope.INFERENCE, Scope.JOBS_WRITE)
+    headers = await bearer(api_keys, scopes=scopes) | {"prefer": "wait=0"}
+    assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 202
+
+
+async def test_a_key_changes_no_job_of_another_lane(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
+) -> None:
+    """Its tenant's job stays as it is: neither moved out of or into that lane, put off, cancelled
+    nor deleted; in its own lane the key may do all of that."""
+    limited, free = await bearer(api_keys, lanes=("batch",)), await bearer(api_keys)
+
+    async def ended_job(lane: str) -> str:
+        answer = await fresh.post("/v1/jobs", json=JOB | {"lane": lane}, headers=free)
+        path = f"/v1/jobs/{answer.json()['id']}"
+        await fresh.get(f"{path}/events", headers=free)
+        return path
+
+    path = await ended_job("standard")
+    before = (await fresh.get(path, headers=free)).json()
+    requests: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("PATCH", "", {"lane": "batch"}),
+        ("PATCH", "", {"deadline_s": 60}),
+        ("POST", "/cancel", None),
+        ("DELETE", "", None),
+    ]
+    for method, suffix, body in requests:
+        answer = await fresh.request(method, path + suffix, headers=limited, json=body)
+        assert code(answer) == (403, "lane_not_allowed"), (method, suffix)
+    assert (await fresh.get(path, headers=free)).json() == before
+
+    path = await ended_job("batch")
+    answer = await fresh.patch(path, headers=limited, json={"lane": "standard"})
+    assert code(answer) == (403, "lane_not_allowed")
+    assert code(await fresh.post(f"{path}/cancel", headers=limited)) == (409, "already_terminal")
+    assert (await fresh.delete(path, headers=limited)).status_code == 200
+
+
+async def test_an_idempotency_key_does_not_lead_to_a_job_of_another_lane(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
+) -> None:
+    """Somebody moved the job since; the repeated call could cancel it by leaving."""
+    limited, free = await bearer(api_keys, lanes=("standard",)), await bearer(api_keys)
+    headers = limited | {"idempotency-key": "k", "prefer": "wait=0"}
+    call = await fresh.post("/v1/completions", json=BODY, headers=headers)
+    path = f"/v1/jobs/{call.json()['id']}"
+    assert (await fresh.patch(path, json={"lane": "batch"}, headers=free)).status_code == 200
+    call = await fresh.post("/v1/completions", json=BODY, headers=headers)
+    assert code(call) == (403, "lane_not_allowed")
+
+
 async def test_another_tenant_s_job_looks_like_none(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:

@@ -116,6 +116,13 @@ def generator() -> Any:
             fields[length]["anyOf"][0]["maximum"] = 300
         for name in ("best_of", "min_tokens", "stop_token_ids", "stream_options", "top_logprobs"):
             fields.pop(name, None)  # good only beside fitting others
+    text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
+    several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}
+    schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, several]}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        asked = document["paths"][path]["post"]
+        going_on = ("Last-Event-ID", "starting_after")  # good only after an earlier call
+        asked["parameters"] = [p for p in asked["parameters"] if p["name"] not in going_on]
     return schemathesis.openapi.from_dict(document)
 
 

@@ -123,6 +123,44 @@ async def test_a_tenant_over_its_quota(
         assert (await http.post("/v1/jobs", json=JOB, headers=other)).status_code == 202
 
 
+async def test_what_is_kept_is_bound_in_bytes(
+    slow_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Of a tenant: 429, and other tenants are let in; of all: 503. What is forgotten makes room."""
+    settings = make_settings(
+        redis_server.url, max_stored_bytes=35_000, max_tenant_stored_bytes=20_000
+    )
+    ours = await key_of(redis_client, keys)
+    key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
+    others = {"authorization": f"Bearer {key}"}
+    async with gateway(settings) as http:
+        jobs = [await http.post("/v1/jobs", json=JOB, headers=ours) for _ in range(2)]
+        assert [job.status_code for job in jobs] == [202, 202]  # 8 kB each
+        refused = await http.post("/v1/jobs", json=JOB, headers=ours)
+        assert told(refused) == (429, "tenant_quota", "tenant_quota", None)
+        assert "ask for less retention_s" in refused.json()["error"]["message"]
+        for status in (202, 202, 503):
+            answer = await http.post("/v1/jobs", json=JOB, headers=others)
+            assert answer.status_code == status
+        assert told(answer) == (503, "storage_full", "storage_full", None)
+        job = f"/v1/jobs/{jobs[0].json()['id']}"
+        assert (await http.post(f"{job}/cancel", headers=ours)).status_code == 200
+        assert (await http.post("/v1/jobs", json=JOB, headers=ours)).status_code == 503
+        assert (await http.delete(job, headers=ours)).status_code == 200
+        assert (await http.post("/v1/jobs", json=JOB, headers=ours)).status_code == 202
+
+
+def test_bytes_are_bound_without_settings_and_settings_win() -> None:
+    """Eight times the memory of Redis, half of it for one tenant; 0: any."""
+    assert make_settings("").stored_bounds(1000) == (8000, 4000)
+    assert make_settings("", max_stored_bytes=600).stored_bounds(1000) == (600, 300)
+    bounds = {"max_stored_bytes": 0, "max_tenant_stored_bytes": 0}
+    assert make_settings("", **bounds).stored_bounds(1000) == (0, 0)
+
+
 async def test_limits_per_minute_are_told_with_every_answer(
     slow_worker: FakeWorker,
     redis_server: EmbeddedRedis,

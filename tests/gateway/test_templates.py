@@ -1,13 +1,29 @@
-"""Chat templates come with models: what they may reach, and how much they may say."""
+"""Chat templates come with models: what they may reach, how much they may say, and what they may
+use of a gateway."""
 
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
 import pytest
+import redis.asyncio
 from msgspec.structs import replace
 
-from gateway.errors import TemplateRefused
-from gateway.tokens import ModelTokenizer
+from contract.keys import Keys
+from gateway.chat_template import ChatTemplate, Refused
+from gateway.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
+from gateway.template_process import TemplateLimits, TemplateProcess
 from tests.fakes import hash_tokenizer
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+LIMITS = TemplateLimits(cpu_s=1)
 HOSTILE = {
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals of a function": "{{ raise_exception.__globals__.os }}",
@@ -23,19 +39,65 @@ HOSTILE = {
     "a long list at once": "{{ [0] * 10 ** 10 }}",
     "a long number": "{{ 10 ** 10 ** 10 }}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a filter of something else": "{{ messages[0]|float|dictsort }}",
+    "half a character": "{{ '\\ud800' }}",
 }
+# Rendering these ends the process.
+GREEDY = {
+    "a padded text": "{{ messages[0].content|center(10 ** 10) }}",
+    "a padded constant": "{{ 'x'|center(10 ** 10) }}",
+    "doubled texts": (
+        "{% set ns = namespace(text=messages[0].content) %}{% for i in range(60) %}"
+        "{% set ns.text = ns.text ~ ns.text %}{% endfor %}{{ ns.text|length }}"
+    ),
+}
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+UNREADABLE = {
+    "a syntax error": "{% if %}",
+    "deep nesting": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+}
+# By its message: `loop` takes all time, `fill` all memory, all else is repeated.
+MOODY = (
+    "{% set said = messages[0].content %}"
+    "{% if said == 'loop' %}" + ENDLESS + "{% elif said == 'fill' %}"
+    "{{ said|center(10 ** 10) }}{% else %}{{ said }}{% endif %}"
+)
 
 
-def render(template: str) -> list[int]:
-    files = replace(hash_tokenizer(), chat_template=template)
-    return ModelTokenizer(files).encode_chat(MESSAGES)
+def says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+class Templates:
+    """Makes templates' processes, and ends them."""
+
+    def __init__(self) -> None:
+        self._made: list[TemplateProcess] = []
+
+    def of(self, source: str, limits: TemplateLimits = LIMITS) -> TemplateProcess:
+        self._made.append(TemplateProcess("m", source, {}, limits))
+        return self._made[-1]
+
+    async def aclose(self) -> None:
+        for template in self._made:
+            await template.aclose()
+
+
+@pytest.fixture
+async def templates() -> AsyncIterator[Templates]:
+    made = Templates()
+    yield made
+    await made.aclose()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused(name: str) -> None:
     """As a fault of this call: nothing of the process is reached, its memory is not filled."""
-    with pytest.raises(TemplateRefused):
-        render(HOSTILE[name])
+    with pytest.raises((Refused, UnicodeEncodeError)):
+        ChatTemplate(HOSTILE[name], {}).render(MESSAGES).encode()
 
 
 def test_templates_may_do_what_real_ones_do() -> None:
@@ -43,11 +105,238 @@ def test_templates_may_do_what_real_ones_do() -> None:
     template = (
         "{{ '=' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ '%s:%d' % ('a', 7) }}{{ messages[0].content }}"
     )
-    assert bytes(render(template)) == b"===68a:7hello"
+    assert ChatTemplate(template, {}).render(MESSAGES) == "===68a:7hello"
 
 
 def test_a_refusal_of_the_template_is_told_in_part() -> None:
     """What it says to a caller is bounded too."""
-    with pytest.raises(TemplateRefused) as refused:
-        render("{{ raise_exception('x' * 5000) }}")
+    with pytest.raises(Refused) as refused:
+        ChatTemplate("{{ raise_exception('x' * 5000) }}", {}).render(MESSAGES)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.anyio
+async def test_a_process_renders_for_one_after_the_other(templates: Templates) -> None:
+    """Each request gets its own text, in the one process, and refusals do not end it."""
+    template = templates.of(
+        "{{ bos }}{{ messages[0].content }}{% if messages[0].content == '7' %}"
+        "{{ raise_exception('no sevens') }}{% endif %}"
+    )
+
+    texts = await asyncio.gather(
+        *(template.render(says(str(i))) for i in range(20)), return_exceptions=True
+    )
+
+    refused = texts.pop(7)
+    assert isinstance(refused, TemplateRefused)
+    assert "no sevens" in str(refused)
+    assert texts == [str(i) for i in range(20) if i != 7]
+
+
+@pytest.mark.anyio
+async def test_long_texts_come_whole(templates: Templates) -> None:
+    """Longer than a socket's buffer, both ways, and of characters of every length."""
+    text = "aß日😀" * 100_000
+    template = templates.of("{{ messages[0].content }}")
+    assert await template.render(says(text)) == text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["half a character", "a filter of something else"])
+async def test_what_a_template_cannot_do_is_refused(templates: Templates, name: str) -> None:
+    with pytest.raises(TemplateRefused):
+        await templates.of(HOSTILE[name]).render(MESSAGES)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", GREEDY)
+async def test_a_greedy_template_costs_its_request_alone(templates: Templates, name: str) -> None:
+    with pytest.raises(TemplateFailed, match="too much memory"):
+        await templates.of(GREEDY[name]).render(MESSAGES)
+
+
+@pytest.mark.anyio
+async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
+    template = templates.of(MOODY)
+    pids = set()
+    failures = {"fill": "too much memory", "loop": "its process ended|takes too long"}
+    for said in ("a", "fill", "b", "loop", "c"):
+        if reason := failures.get(said):
+            with pytest.raises(TemplateFailed, match=reason):
+                await template.render(says(said))
+        else:
+            assert await template.render(says(said)) == said
+            pids.add(template.pid)
+    assert len(pids) == 3
+
+
+@pytest.mark.anyio
+async def test_a_process_that_died_meanwhile_costs_nothing(templates: Templates) -> None:
+    """Where its end is known when the next request comes."""
+    template = templates.of("{{ messages[0].content }}")
+    await template.render(MESSAGES)
+    pid = template.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until_gone(pid)
+    assert await template.render(MESSAGES) == "hello"
+    assert template.pid != pid
+
+
+async def stopped(template: TemplateProcess) -> int:
+    """The process of a template, which gets no time to compute from now on."""
+    while template.pid is None:
+        with contextlib.suppress(TemplateFailed):  # it may take longer to start than it may take
+            await template.render(MESSAGES)
+    os.kill(template.pid, signal.SIGSTOP)
+    return template.pid
+
+
+@pytest.mark.anyio
+async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates) -> None:
+    """Where it computes nothing, its limit of that is never reached."""
+    template = templates.of(MOODY, replace(LIMITS, wall_s=0.8))
+    pid = await stopped(template)
+    with pytest.raises(TemplateFailed, match="too long"):
+        await template.render(MESSAGES)
+    await until_gone(pid)
+
+
+@pytest.mark.anyio
+async def test_a_request_waits_so_long_for_those_before_it(templates: Templates) -> None:
+    """And is told to come again."""
+    template = templates.of(MOODY, replace(LIMITS, turn_s=0.01))
+    pid = await stopped(template)
+    first = asyncio.create_task(template.render(says("a")))
+    await asyncio.sleep(0)  # it has its turn
+    with pytest.raises(TemplateBusy):
+        await template.render(says("b"))
+    os.kill(pid, signal.SIGCONT)
+    assert await first == "a"
+
+
+@pytest.mark.anyio
+async def test_a_stuck_template_holds_up_no_other(templates: Templates) -> None:
+    """Each model's has a process of its own."""
+    stuck, other = templates.of(MOODY), templates.of(MOODY)
+    pid = await stopped(stuck)
+    first = asyncio.create_task(stuck.render(says("a")))
+    assert await other.render(says("b")) == "b"
+    assert not first.done()
+    os.kill(pid, signal.SIGCONT)
+    assert await first == "a"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_an_unreadable_template_is_tried_once(templates: Templates, name: str) -> None:
+    """Whatever reading it would cost, it costs that once."""
+    template = templates.of(UNREADABLE[name])
+    for _ in range(2):
+        with pytest.raises(ModelUnreadable):
+            await template.render(MESSAGES)
+        assert template.pid is None
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_is_cancelled_leaves_no_reply_to_the_next(templates: Templates) -> None:
+    template = templates.of(MOODY)
+    assert await template.render(says("a")) == "a"
+    task = asyncio.create_task(template.render(says("b")))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await template.render(says("c")) == "c"
+
+
+@pytest.mark.anyio
+async def test_a_process_holds_no_secret(
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in its environment nor as an open file."""
+    monkeypatch.setenv("REDIS_URL", "redis://:hush@localhost")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    template = templates.of("{{ messages[0].content }}")
+    await template.render(MESSAGES)
+    variables, targets = environment_and_files(template.pid)
+    names = {variable.partition(b"=")[0] for variable in variables}
+    assert names <= {b"PYTHONPATH", b"LD_LIBRARY_PATH", b"TZ", b"LC_CTYPE", b""}
+    assert {target.partition(":")[0] for target in targets} == {"socket", "/dev/null"}
+
+
+def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
+    process = Path(f"/proc/{pid}")
+    targets = {os.readlink(fd) for fd in process.joinpath("fd").iterdir()}
+    return process.joinpath("environ").read_bytes().split(b"\0"), targets
+
+
+_KILLED_GATEWAY = """
+import asyncio, os, signal
+from gateway.template_process import TemplateLimits, TemplateProcess
+
+async def main():
+    idle, busy = [TemplateProcess("m", {source!r}, {{}}, TemplateLimits(cpu_s=1)) for _ in range(2)]
+    await asyncio.gather(*(t.render([{{"role": "user", "content": "a"}}]) for t in (idle, busy)))
+    print(idle.pid, busy.pid, flush=True)
+    task = asyncio.create_task(busy.render([{{"role": "user", "content": "loop"}}]))
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.anyio
+async def test_no_process_outlives_its_gateway() -> None:
+    """Also where the gateway is killed, and one of the templates is in a loop just then."""
+    program = _KILLED_GATEWAY.format(source=MOODY)
+    gateway = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=PIPE)
+    said, _ = await gateway.communicate()
+    assert gateway.returncode == -signal.SIGKILL
+    for pid in said.split():
+        await until_gone(int(pid))
+
+
+async def until_gone(pid: int) -> None:
+    """Returns once a process runs no more; it may wait to be reaped."""
+    async with asyncio.timeout(30):
+        while is_running(pid):  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+FAILURES = [("fill", 500, "template_failed"), ("", 400, "invalid_value")]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("said", "status", "code"), FAILURES)
+async def test_a_call_is_told_what_became_of_its_template(
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    http: httpx.AsyncClient,
+    worker: FakeWorker,
+    said: str,
+    status: int,
+    code: str,
+) -> None:
+    """And no call before or after it is touched, of this model or another."""
+    source = MOODY + "{% if not messages[0].content %}{{ raise_exception('empty') }}{% endif %}"
+    files = replace(hash_tokenizer(), chat_template=source)
+    await publish_model(redis_client, keys, "moody", files=files)
+    await FakeWorker(worker.functions, "moody", "w2").beat()
+
+    async def ask(model: str, text: str) -> httpx.Response:
+        body = {"model": model, "messages": says(text)}
+        return await http.post("/v1/chat/completions", json=body)
+
+    while (await http.get("/v1/models/moody")).status_code == 404:
+        pass  # the gateway's catalogue may be a second old
+    failed, other = await asyncio.gather(ask("moody", said), ask(MODEL, "Hi"))
+
+    assert (failed.status_code, failed.json()["error"]["code"]) == (status, code)
+    assert other.status_code == 200

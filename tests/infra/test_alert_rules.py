@@ -164,6 +164,12 @@ CASES = (
         "20m",
         {"kind": "lane"},
     ),
+    Case(
+        "BatchwayModelUnreadable",
+        {"batchway_unreadable_models": "1x9"},
+        {"batchway_unreadable_models": "0x9"},
+        "5m",
+    ),
 )
 
 

@@ -1,12 +1,15 @@
 """The users of Redis: each part does its work under its own, and nothing else."""
 
+import contextlib
 import itertools
+import os
 import shlex
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,12 +20,15 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from contract.callbacks import Callback, CallbackKind
 from contract.calls import Submission
-from contract.connection import connect
+from contract.connection import broker_errors, connect, new_connection
+from contract.errors import CommandDenied
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
+from contract.subscription import Subscription
 from infra.embedded_redis import EmbeddedRedis
+from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.callbacks.office import offices
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
@@ -53,6 +59,8 @@ OBJECT ENCODING k|PSUBSCRIBE *|PUBSUB CHANNELS|WAIT 0 0|SPUBLISH c x
 DISPENSABLE = {
     ("gateway", "function|list"),
     ("worker", "function|list"),
+    ("gateway", "config|get"),  # asked of servers that may end a file in half of a write
+    ("worker", "config|get"),
     ("callbacks", "client|info"),
     ("callbacks", "client|list"),
 }
@@ -300,3 +308,101 @@ def test_a_namespace_is_taken_as_it_is_written() -> None:
     """Characters that mean something in a pattern mean themselves."""
     rules = acl_rules(REDIS_ROLES["pool"], "a[b]?")
     assert r"~{bw:a\[b\]\?:0}:worker:*" in rules
+
+
+@pytest.mark.parametrize("name", ["gateway", "worker", "callbacks"])
+def test_different_object_stores_are_found_under_a_role(
+    server: EmbeddedRedis, name: str, tmp_path: Path
+) -> None:
+    """The first part leaves the name of its store in Redis, and every other is held to it."""
+    first, second = (str(tmp_path / part) for part in ("first", "second"))
+    for folder in (first, second):
+        Path(folder).mkdir()
+    url = role_url(server.url, name)
+    check_store(url, "test", first)
+    check_store(url, "test", first)
+    with pytest.raises(UsageError, match="keeps its objects in dir:"):
+        check_store(url, "test", second)
+    with redis.Redis.from_url(server.url) as admin:
+        admin.delete(Keys("test").object_store)
+
+
+def test_every_single_key_is_in_the_rules_of_those_that_need_it(server: EmbeddedRedis) -> None:
+    """A family that is one key and is written as many, or the other way, gives no right at all."""
+    keys = Keys("test")
+    singles = {
+        name: getattr(keys, name)
+        for name, kind in vars(Keys).items()
+        if isinstance(kind, property) and name != "tag"
+    }
+    families = {name: key.removeprefix(f"{keys.tag}:") for name, key in singles.items()}
+    with redis.Redis.from_url(server.url) as admin:
+        for role_name, role in REDIS_ROLES.items():
+            for name, family in families.items():
+                if family in f"{role.keeps} {role.reads}".split():
+                    verdict = say(admin, "ACL DRYRUN", role_name, "EXISTS", singles[name])
+                    assert b"key" not in (verdict or b""), (role_name, name)
+
+
+@pytest.mark.anyio
+async def test_a_denied_command_is_named_with_its_user(server: EmbeddedRedis) -> None:
+    """A command of its own, one inside a function, and a channel: an error that no retry rides out,
+    with a sentence that quotes no argument."""
+    with redis.Redis.from_url(server.url) as admin:
+        rules = [rule for rule in acl_rules(REDIS_ROLES["gateway"], "test") if rule != "+zadd"]
+        say(admin, "ACL SETUSER", "poor", "reset", f">{PASSWORD}", *rules)
+    client = connect(role_url(server.url, "poor"))
+    job = Job(
+        id=new_job_id(),
+        tenant="t",
+        model="m",
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=encode_text("ab"),
+        params=SamplingParams(max_tokens=4, seed=1, temperature=0.0),
+        created_s=0,
+    )
+    terms = Submission(max_output_tokens=4, deadline_s=60, retention_s=60)
+    async with contextlib.aclosing(client):
+        with pytest.raises(CommandDenied, match="'poor' LPUSH"):
+            await client.lpush("x", "secret")
+        with pytest.raises(CommandDenied, match="a key of GET"):
+            await client.get("elsewhere")
+        with pytest.raises(CommandDenied, match=r"'poor' FCALL batchway_v1_submit \(a command in"):
+            await Functions(client, Keys("test")).submit(job, terms)
+        with pytest.raises(CommandDenied, match="'poor' a channel of SUBSCRIBE"):
+            await follow(client, b"elsewhere")
+
+
+async def follow(client: redis.asyncio.Redis, channel: bytes) -> None:
+    """As a worker follows its channels."""
+    subscription = Subscription(new_connection(client), lambda *_: None, lambda _: None)
+    with broker_errors(client, "SUBSCRIBE"):
+        async with subscription:
+            subscription.subscribe(channel)
+            await subscription.end()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("part", ["gateway", "worker", "callbacks"])
+def test_a_part_that_is_denied_a_command_ends_or_says_so(
+    server: EmbeddedRedis, part: str, tmp_path: Path
+) -> None:
+    """No part starts under a user that may not do its work: one sentence, status 2."""
+    with redis.Redis.from_url(server.url) as admin:
+        say(admin, "ACL SETUSER", "deaf", "reset", "on", f">{PASSWORD}", "+ping", "+select")
+    model = ["--model", str(tmp_path)] if part == "worker" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "infra", part, "--namespace", "test", *model],
+        env={
+            **os.environ,
+            "REDIS_URL": role_url(server.url, "deaf"),
+            "BATCHWAY_CALLBACK_KEY": "k" * 16,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Redis denies its user 'deaf'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,7 +6,7 @@ say.
 
 import hashlib
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class Audit:
             key.decode()
             for pattern in (
                 *passing,
-                *("outbox", "due:*", "flying:*"),
+                *("outbox", "due:*", "flying:*", "stored:*"),
                 "own:*",
                 "run:*",
                 "q:*",
@@ -296,6 +296,17 @@ class Audit:
             {f"jobs:{tenant}": listed for tenant, listed in found.items()},
             {f"jobs:{tenant}": listed for tenant, listed in lists.items()},
         )
+        stored: Any = self.client.hgetall(self.keys.stored("jobs"))
+        sums: Counter[str] = Counter()
+        for raw_id, num_bytes in stored.items():
+            [owner] = [tenant for tenant in found if raw_id.decode() in found[tenant]]
+            sums[owner] += int(num_bytes)
+            sums[""] += int(num_bytes)
+        held: Any = self.client.hgetall(self.keys.stored("tenants"))
+        counted = {tenant.decode(): int(num_bytes) for tenant, num_bytes in held.items()}
+        same("I11: bytes stored", {"stored:tenants": counted}, {"stored:tenants": dict(sums)})
+        listed_ids = sorted(job_id for listed in found.values() for job_id in listed)
+        assert sorted(raw.decode() for raw in stored) == listed_ids, "I11: bytes stored of each job"
         found_kept = {"kept": self._scores(self.keys.kept)}
         same("I15: what will be forgotten", found_kept, {"kept": kept})
 

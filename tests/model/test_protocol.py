@@ -27,6 +27,8 @@ lanes = st.sampled_from(LANES)
 REFUSALS = (
     "unknown_lane",
     "no_workers",
+    "storage_full",
+    "tenant_quota stored_bytes",
     "tenant_quota requests_per_min",
     "tenant_quota tokens_per_min",
     "tenant_quota concurrent_tokens",

@@ -111,7 +111,10 @@ class Walk:
         """Long deadlines, no limits, costs of every kind."""
         rng = self._rng
         cost = rng.choice([5, 8, 12, 30])
-        self._world.submit(rng.choice(TENANTS), rng.choice(LANES), cost, 600)
+        num_choices = rng.choice([1, 1, 3])
+        self._world.submit(
+            rng.choice(TENANTS), rng.choice(LANES), cost, 600, num_choices=num_choices
+        )
 
     def _submit(self, is_quote: bool = False) -> None:
         rng = self._rng
@@ -126,6 +129,7 @@ class Walk:
             rng.choice(LANES),
             rng.choice([5, 8, 12, 30]),
             rng.choice([2, 8, 60, 200]),
+            num_choices=rng.choice([1, 1, 3]),
             attendance_s=rng.choice([0, 0, 9]),
             key=key,
             body=rng.choice("ab") if key else "",
@@ -148,6 +152,8 @@ class Walk:
             terms["lane_bound_tokens"] = self._rng.choice([30, 45])
         if self._stage is _LIMITS and self._flip(0.4):
             terms["lane_bound_s"] = self._rng.choice([0.5, 3])
+        if self._stage is _LIMITS and self._flip(0.1):
+            terms[self._rng.choice(["max_stored_bytes", "max_tenant_stored_bytes"])] = 40_000
         return terms
 
     def _read(self) -> None:

@@ -142,6 +142,7 @@ class World:
         retention_s: float = 600,
         colour: int = 0,
         is_stored: bool = False,
+        num_choices: int = 1,
         is_quote: bool = False,
         callback: Callback | None = None,
         **terms: Any,
@@ -156,7 +157,7 @@ class World:
             endpoint=Endpoint.COMPLETIONS,
             prompt_ids=() if is_stored else (1, 2, 3),
             stored_prompt=StoredPrompt(REF, 3) if is_stored else None,
-            params=SamplingParams(max_tokens=cost - 3, seed=0),
+            params=SamplingParams(max_tokens=cost - 3, seed=0, n=num_choices),
             created_s=0,
         )
         submission = Submission(

@@ -32,7 +32,7 @@ def settings_of(store: str, **fields: Any) -> dict[str, Any]:
     return {"object_store": store, "object_min_bytes": MIN_BYTES, **fields}
 
 
-async def submit(http: httpx.AsyncClient, prompt: str = PROMPT, **fields: Any) -> str:
+async def submit(http: httpx.AsyncClient, prompt: str | list[str] = PROMPT, **fields: Any) -> str:
     body = {"model": "m", "prompt": prompt, "max_tokens": NUM_TOKENS, "seed": 7, **fields}
     answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
     assert answer.status_code == 202, answer.text
@@ -66,9 +66,12 @@ async def stream(http: httpx.AsyncClient, job_id: str, after: str = "0") -> list
     return [part for part in parts if part and not part.startswith("event: queued")]
 
 
-@pytest.mark.parametrize("kind", ["directory", "s3"])
+@pytest.mark.parametrize(
+    ("kind", "prompt"), [("directory", [PROMPT, "another " * 60]), ("s3", PROMPT)]
+)
 async def test_long_prompts_and_results_lie_in_the_store(
     kind: str,
+    prompt: str | list[str],
     request: pytest.FixtureRequest,
     tmp_path: Path,
     redis_server: EmbeddedRedis,
@@ -91,11 +94,15 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 httpx.AsyncClient(base_url=plain_url, timeout=30) as plain,
             ):
                 echo: dict[str, Any] = {"echo": True, "logprobs": 1, "return_token_ids": True}
-                job_id, in_redis = await submit(http, **echo), await submit(plain, **echo)
+                job_id = await submit(http, prompt, **echo)
+                in_redis = await submit(plain, prompt, **echo)
                 job, other = await ended(http, job_id), await ended(http, in_redis)
                 # The worker keeps the second job's result too; its prompt lies in Redis.
                 assert job["result"]["choices"] == other["result"]["choices"]
-                assert job["result"]["choices"][0]["text"].startswith(PROMPT)
+                shown = [choice["text"] for choice in job["result"]["choices"]]
+                asked = [prompt] if isinstance(prompt, str) else prompt
+                assert all(map(str.startswith, shown, asked))
+                assert len(shown) == len(asked)
                 assert await redis_client.hstrlen(keys.job(job_id), "job") < 600
                 assert await redis_client.hstrlen(keys.job(in_redis), "job") > 1000
                 assert await redis_client.xlen(keys.log(job_id)) == 1
@@ -106,9 +113,9 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 after = middle.split("id: ")[1].split("\n")[0]
                 assert await stream(http, job_id, after) == whole[whole.index(middle) + 1 :]
 
-                shown = await http.get(httpx.URL(url).join(job["result_url"]))
-                choice = shown.json()["choices"][0]
-                assert choice["token_ids"] == job["result"]["choices"][0]["token_ids"]
+                kept = (await http.get(httpx.URL(url).join(job["result_url"]))).json()
+                for choice, other in zip(kept["choices"], job["result"]["choices"], strict=True):
+                    assert choice["token_ids"] == other["token_ids"]
 
                 assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
                 gone = await http.get(httpx.URL(url).join(job["result_url"]))

@@ -69,7 +69,7 @@ def num_tokens_of(entry: LogEntry) -> int:
     return sum(len(delta.token_ids) for delta in deltas)
 
 
-def new_job(job_id: str, prompt_ids: Seq[int], **params: Any) -> Job:
+def new_job(job_id: str, *prompts: Seq[int], **params: Any) -> Job:
     fields: dict[str, Any] = {"max_tokens": 32, "seed": 7, "temperature": 0.0, **params}
     return Job(
         id=job_id,
@@ -77,7 +77,8 @@ def new_job(job_id: str, prompt_ids: Seq[int], **params: Any) -> Job:
         model="m",
         lane="standard",
         endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=tuple(prompts[0]) if len(prompts) == 1 else (),
+        prompt_list=tuple(map(tuple, prompts)) if len(prompts) > 1 else (),
         params=SamplingParams(**fields),
         created_s=0,
     )

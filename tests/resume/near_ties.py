@@ -37,7 +37,7 @@ class Judge:
         """
         assert found.has_ended
         answer, expected = found.answer, whole.answer
-        assert same_logprobs(answer.prompt, expected.prompt)
+        assert same_logprobs(answer.prompts.get(0, []), expected.prompts.get(0, []))
         num_ties_before = self.num_near_ties
         for choice, token_ids in expected.token_ids.items():
             if answer.token_ids[choice] != token_ids:

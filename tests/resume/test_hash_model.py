@@ -24,6 +24,7 @@ from workers.held_job import HeldJob
 from workers.messages import EngineOptions, StartJob
 
 PROMPT = encode_text("Interrupt me wherever you like.")
+OTHERS = (encode_text("Me too."), PROMPT)
 NUM_TOKENS = 32
 # Two prompts do not fit into a step, so that the choices of a job are at different places.
 OPTIONS = EngineOptions(model_path="hash", max_num_batched_tokens=40)
@@ -66,9 +67,17 @@ def workers_of(case: Case, held_type: type[HeldJob] = HeldJob) -> Workers:
     return Workers(loaded, OPTIONS, held_type)
 
 
-def job_of(case: Case, *, temperature: float, n: int) -> Job:
-    fields = {"max_tokens": NUM_TOKENS, "temperature": temperature, "n": n, **case.params}
-    plain = new_job("plain", PROMPT, **fields)
+def job_of(
+    case: Case,
+    *,
+    temperature: float,
+    n: int,
+    others: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
+) -> Job:
+    params |= {"temperature": temperature, "n": n, **case.params}
+    fields = {"max_tokens": NUM_TOKENS, **params}
+    plain = new_job("plain", PROMPT, *others, **fields)
     outputs = [expected(case, plain, choice) for choice in range(n)]
     if (place := case.stops_at or case.never_stops_at) is not None:
         never = "\0" if case.never_stops_at else ""
@@ -76,14 +85,19 @@ def job_of(case: Case, *, temperature: float, n: int) -> Job:
         fields["stop"] = tuple(text[slice(*place)] + never for text in texts)
     if case.stop_token_at is not None:
         fields["stop_token_ids"] = tuple(output[case.stop_token_at] for output in outputs)
-    return new_job("job", PROMPT, **fields)
+    return new_job("job", PROMPT, *others, **fields)
 
 
 def expected(case: Case, job: Job, choice: int) -> list[int]:
-    """What the hash model says in this choice when no text stops it."""
+    """What the hash model says in this choice when no text stops it: what its prompt has alone."""
+    number, choice = divmod(choice, job.params.n)
     model_len, eos_rate = case.max_model_len, case.eos_rate
     return expected_output(
-        job.prompt_ids, job.params, choice=choice, max_model_len=model_len, eos_rate=eos_rate
+        job.prompts[number],
+        job.params.of_prompt(number),
+        choice=choice,
+        max_model_len=model_len,
+        eos_rate=eos_rate,
     )[0]
 
 
@@ -112,6 +126,26 @@ def test_a_job_cut_at_every_token_goes_on_as_if_nothing_had_been(
     whole = workers.undisturbed(job)
     for choice, token_ids in whole.answer.token_ids.items():
         assert token_ids == expected(case, job, choice)[: len(token_ids)]
+
+    resume_all(workers, whole.cuts(), whole)
+    assert_same(workers.passed_on_at_every_event(job), whole)
+
+
+@pytest.mark.parametrize("varies_seed", [False, True], ids=["one seed", "own seeds"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_several_prompts_are_each_as_if_alone_wherever_the_job_is_cut(
+    case: Case, varies_seed: bool
+) -> None:
+    """Of three prompts two are equal: these have equal answers where the caller gave a seed."""
+    workers = workers_of(case)
+    job = job_of(case, temperature=1.0, n=2, others=OTHERS, varies_seed=varies_seed)
+    whole = workers.undisturbed(job)
+    assert whole.answer.token_ids.keys() == set(range(6))
+    for choice, token_ids in whole.answer.token_ids.items():
+        assert token_ids == expected(case, job, choice)[: len(token_ids)]
+    if job.params.max_tokens > 1 and not job.params.stop:
+        same = [whole.answer.token_ids[0], whole.answer.token_ids[1]]
+        assert (same == [whole.answer.token_ids[4], whole.answer.token_ids[5]]) != varies_seed
 
     resume_all(workers, whole.cuts(), whole)
     assert_same(workers.passed_on_at_every_event(job), whole)

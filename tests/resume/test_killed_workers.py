@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "choices": {"temperature": 1.0, "n": 3},
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1, "n": 3, "temperature": 1.0},
+    "prompts": {"temperature": 1.0, "n": 2, "prompt_logprobs": 0, "varies_seed": True},
     "stop": {},  # a stop string out of the middle of what it says
     "never": {},  # one that begins again and again and never completes
 }
@@ -36,13 +37,16 @@ def stops_of(kind: str, text: str) -> tuple[str, ...]:
 
 
 def unstopped(job: Job, choice: int) -> list[int]:
-    return expected_output(job.prompt_ids, job.params, choice=choice, eos_rate=0.0)[0]
+    number, choice = divmod(choice, job.params.n)
+    params = job.params.of_prompt(number)
+    return expected_output(job.prompts[number], params, choice=choice, eos_rate=0.0)[0]
 
 
 async def submit(caller: Caller, kind: str, number: int) -> Job:
     prompt = f"{kind} {number}"
     params = {"max_tokens": NUM_TOKENS, "seed": number, **KINDS[kind]}
-    plain = await caller.submit(prompt, **params)
+    prompts = [prompt, "another", prompt] if kind == "prompts" else [prompt]
+    plain = await caller.submit(*prompts, **params)
     stops = stops_of(kind, output_text(unstopped(plain, 0)))
     return await caller.submit(prompt, **params, stop=stops) if stops else plain
 
@@ -50,7 +54,7 @@ async def submit(caller: Caller, kind: str, number: int) -> Job:
 def assert_exact(job: Job, answer: Answer) -> None:
     """Every choice as if its worker had lived, and the usage that callers pay for."""
     assert answer.ends[0].status is JobStatus.SUCCEEDED
-    for choice in range(job.params.n):
+    for choice in range(job.num_choices):
         token_ids, whole = answer.token_ids[choice], unstopped(job, choice)
         assert token_ids == whole[: len(token_ids)]
         text = output_text(whole)
@@ -61,7 +65,8 @@ def assert_exact(job: Job, answer: Answer) -> None:
         if job.params.logprobs is not None:
             assert [one.token_id for one in answer.logprobs[choice]] == token_ids
     if job.params.prompt_logprobs is not None:
-        assert [one.token_id for one in answer.prompt] == list(job.prompt_ids[1:])
+        for number, prompt_ids in enumerate(job.prompts):
+            assert [one.token_id for one in answer.prompts[number]] == list(prompt_ids[1:])
     assert answer.ends[0].output_tokens == sum(map(len, answer.token_ids.values()))
 
 
@@ -85,7 +90,7 @@ async def second_holder(
                 owner: Any = await caller.client.hget(caller.keys.job(job.id), "owner")
                 view = await caller.view(job)
                 holders = [w for w in workers if owner and w.pid == pid_of(owner.decode())]
-                is_early = view.num_output_tokens < NUM_TOKENS * job.params.n * 2 // 3
+                is_early = view.num_output_tokens < NUM_TOKENS * job.num_choices * 2 // 3
                 if holders and view.attempt > 1 and is_early:
                     return holders[0]
 

@@ -30,7 +30,7 @@ def loads(messages: list[FromEngine]) -> list[EngineLoad]:
 
 def assert_oracle(messages: list[FromEngine], *jobs: StartJob) -> None:
     for job in jobs:
-        assert tokens_of(messages, job.job_id) == expected_output(job.prompt_ids, job.params)[0]
+        assert tokens_of(messages, job.job_id) == expected_output(job.prompts[0], job.params)[0]
 
 
 def test_a_static_engine_runs_full_batches_one_after_another(start_engine: StartEngine) -> None:
@@ -51,7 +51,7 @@ def test_a_static_engine_runs_full_batches_one_after_another(start_engine: Start
     assert first_of_last > max(others)
     assert sum(load.num_padding_tokens for load in loads(heard)) == 1 + 5
     for job in jobs:
-        token_ids, _ = expected_output(job.prompt_ids, job.params, eos_rate=0.0)
+        token_ids, _ = expected_output(job.prompts[0], job.params, eos_rate=0.0)
         assert tokens_of(heard, job.job_id) == token_ids
 
 

@@ -120,7 +120,7 @@ def start_message(job_id: str, prompt: str = "hello", **changes: object) -> Star
         1,
         "t",
         "default",
-        encode_text(prompt),
+        (encode_text(prompt),),
         params,
         ((),) * params.n,
         (False,) * params.n,
@@ -156,7 +156,7 @@ def test_it_says_what_it_loaded_and_runs_jobs_to_their_end(start_engine: StartEn
     assert isinstance(greeting[0], Loading)
     assert greeting[-1] == Ready(512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8)
     for job, choice in ((one, 0), (one, 1), (two, 0)):
-        token_ids, reason = expected_output(job.prompt_ids, job.params, choice=choice)
+        token_ids, reason = expected_output(job.prompts[0], job.params, choice=choice)
         assert tokens_of(heard, job.job_id, choice) == token_ids
         reasons = [
             m.finish_reason
@@ -241,7 +241,7 @@ def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> No
     """All of a choice's tokens were in the log already: it ends with their reason."""
     engine = start_engine()
     fresh = start_message("job")
-    token_ids, reason = expected_output(fresh.prompt_ids, fresh.params)
+    token_ids, reason = expected_output(fresh.prompts[0], fresh.params)
 
     engine.say(msgspec.structs.replace(fresh, outputs=(tuple(token_ids),)))
     heard = engine.hear_until(is_idle)

@@ -28,18 +28,20 @@ pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 SLOW = HashModelOptions(step_s=0.05, eos_rate=0.0)
 CHUNKS = {"max_num_batched_tokens": 16}
 PROMPT = "a prompt in chunks " * 16
+OTHER = "another one " * 4
 SCORES = tuple(TokenLogprob(i, -float(i)) for i in range(1, 6))  # of positions 1 to 5
 
 
-def hold(*logged: Prompt | Tokens, n: int = 1) -> HeldJob:
-    """A job that asks for its prompt of six tokens to be scored, held behind a log."""
+def hold(*logged: Prompt | Tokens, n: int = 1, num_prompts: int = 1) -> HeldJob:
+    """A job that asks for its prompts of six tokens to be scored, held behind a log."""
     job = Job(
         id="job",
         tenant="t",
         model="m",
         lane="standard",
         endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=tuple(range(6)),
+        prompt_ids=tuple(range(6)) if num_prompts == 1 else (),
+        prompt_list=(tuple(range(6)),) * num_prompts if num_prompts > 1 else (),
         params=SamplingParams(max_tokens=4, seed=1, n=n, prompt_logprobs=0),
         created_s=0,
     )
@@ -87,22 +89,43 @@ def test_output_waits_for_the_prompt() -> None:
     assert held.take_event()[1] == 1
 
 
+def test_a_prompt_waits_for_no_other() -> None:
+    """Its choices speak once it is said itself, and each event says of which prompt it is."""
+    held = hold(n=2, num_prompts=2)
+    held.take(TokenOut("job", 1, 1, 0, 65))
+    held.take(TokenOut("job", 1, 3, 0, 66))
+    assert held.take_event() == (None, 0)
+    held.take_prompt(PromptLogprobs("job", 1, 1, SCORES, prompt=1))
+    assert held.take_event() == (Prompt(1, SCORES, prompt=1), 0)
+    event, num_tokens = held.take_event()
+    assert isinstance(event, Tokens)
+    assert ([delta.choice for delta in event.deltas], num_tokens) == ([3], 1)
+    assert not held.has_news
+    held.take_prompt(PromptLogprobs("job", 1, 1, SCORES))
+    assert held.take_event() == (Prompt(1, SCORES), 0)
+    event, _ = held.take_event()
+    assert isinstance(event, Tokens)
+    assert [delta.choice for delta in event.deltas] == [1]
+
+
 @pytest.fixture
 def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
     return Caller(functions, redis_client, keys)
 
 
 async def submit(caller: Caller, **params: Any) -> Job:
-    return await caller.submit(PROMPT, prompt_logprobs=2, n=2, max_tokens=20, **params)
+    return await caller.submit(PROMPT, OTHER, prompt_logprobs=2, n=2, max_tokens=20, **params)
 
 
 def assert_exact(job: Job, answer: Answer) -> None:
     """Prompt and output as the hash model has them when nothing disturbs it."""
-    expected = expected_prompt_logprobs(job.prompt_ids, 2)
-    assert answer.prompt == [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
-    for choice in range(job.params.n):
-        ids, _ = expected_output(job.prompt_ids, job.params, choice=choice, eos_rate=0.0)
-        assert answer.token_ids[choice] == ids
+    for number, prompt_ids in enumerate(job.prompts):
+        expected = expected_prompt_logprobs(prompt_ids, 2)
+        said = [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
+        assert answer.prompts[number] == said
+        for choice in range(job.params.n):
+            ids, _ = expected_output(prompt_ids, job.params, choice=choice, eos_rate=0.0)
+            assert answer.token_ids[number * job.params.n + choice] == ids
 
 
 async def test_a_worker_killed_amid_a_prompt_leaves_no_gap_and_no_repeat(
@@ -133,6 +156,6 @@ async def test_a_worker_killed_after_a_prompt_does_not_say_it_again(
         job = await submit(caller)
         await caller.has_output(job, 4)
         first.kill()
-        assert (await caller.view(job)).num_output_tokens < 40, "the test must kill midway"
+        assert (await caller.view(job)).num_output_tokens < 80, "the test must kill midway"
         async with fleet(redis_server.url, 1, SLOW):
             assert_exact(job, await caller.answer(job))

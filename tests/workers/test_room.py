@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from contract.calls import Claimed
+from contract.calls import Claimed, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
 from workers.batching import LaneOptions, StrategyOptions
@@ -102,6 +102,15 @@ def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
     holding.engine.steps.begin(10.0)
     holding.engine.forget()
     assert holding.engine.steps.last_call_s == -math.inf
+
+
+def test_a_choice_that_has_ended_leaves_its_tokens(holding: Holding) -> None:
+    """Of a job that is larger than the worker's room, long before the last choice has ended."""
+    job = start(holding, "list", max_tokens=3, n=4, cost_tokens=2 * holding.max_tokens)
+    assert holding.room(0.0) is None
+    for choice in range(3):
+        job.take(TokenOut("list", 1, choice, 0, 97, FinishReason.STOP))
+    assert holding.room(0.0) == LaneRoom(NUM_PLACES - 1, holding.max_tokens // 2)
 
 
 def test_a_job_without_output_keeps_its_place(holding: Holding) -> None:

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import subprocess
+from typing import Any
 
 import pytest
 import redis.asyncio
+from msgspec import structs
 
 from contract.calls import Append, Release
 from contract.catalogue import Catalogue
@@ -31,13 +33,15 @@ def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) 
 
 
 def assert_exact(job: Job, answer: Answer, model: HashModelOptions | None = None) -> None:
-    """Each choice is what the hash model yields when nothing disturbs it."""
+    """Each choice is what the hash model says to its prompt alone, when nothing disturbs it."""
     options = model or HashModelOptions()
-    for choice in range(job.params.n):
+    assert answer.token_ids.keys() == set(range(job.num_choices))
+    for choice in range(job.num_choices):
+        number = choice // job.params.n
         expected, reason = expected_output(
-            job.prompt_ids,
-            job.params,
-            choice=choice,
+            job.prompts[number],
+            job.params.of_prompt(number),
+            choice=choice % job.params.n,
             max_model_len=options.max_model_len,
             eos_rate=options.eos_rate,
         )
@@ -47,7 +51,7 @@ def assert_exact(job: Job, answer: Answer, model: HashModelOptions | None = None
         assert answer.text[choice] == output_text(shown)
     [end] = answer.ends
     assert end.status is JobStatus.SUCCEEDED
-    assert end.prompt_tokens == len(job.prompt_ids)
+    assert end.prompt_tokens == sum(map(len, job.prompts))
     assert end.output_tokens == sum(map(len, answer.token_ids.values()))
 
 
@@ -59,7 +63,9 @@ async def test_many_jobs_at_once_are_each_as_if_alone(
         jobs = [
             await caller.submit(
                 f"prompt {i} " * (1 + i % 4),
+                *[f"another {i}"] * (i % 5),
                 n=1 + i % 3,
+                varies_seed=i % 2 > 0,
                 temperature=float(i % 2),
                 seed=i,
                 min_tokens=i % 5,
@@ -100,6 +106,30 @@ async def test_a_killed_worker_s_jobs_go_on_elsewhere_token_for_token(
             for job in jobs:
                 assert_exact(job, await caller.answer(job), SLOW)
                 assert (await caller.view(job)).attempt == 2
+
+
+async def test_more_prompts_than_a_worker_has_places_for_outlive_it_token_for_token(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """A list of 16 prompts on four places and a KV cache that holds three of them at their ends:
+    they run in turns. kill -9 with some ended, some under way and some not begun: the next worker
+    goes on with each where its tokens end."""
+    small = structs.replace(SLOW, num_blocks=12, max_model_len=64, step_s=0.005)
+    fields: dict[str, Any] = {"engine": {"max_num_seqs": 4, "max_model_len": 64}, "lease_s": 1.0}
+    prompts = [f"prompt {number}" for number in range(16)]
+    async with fleet(redis_server.url, 1, small, **fields) as [first]:
+        job = await caller.submit(*prompts, max_tokens=50, temperature=1.0, varies_seed=True)
+        await caller.has_output(job, 300)
+        first.kill()
+        logged = await caller.entries(job)
+        deltas = [delta for entry in logged for delta in getattr(entry.event, "deltas", ())]
+        ended = {delta.choice for delta in deltas if delta.finish_reason}
+        begun = {delta.choice for delta in deltas}
+        assert 0 < len(ended) < len(begun) < 16, "the test must kill midway"
+        async with fleet(redis_server.url, 1, small, **fields):
+            assert_exact(job, await caller.answer(job), small)
+            assert (await caller.view(job)).attempt == 2
+            assert (await caller.entries(job))[: len(logged)] == logged
 
 
 async def test_a_dead_engine_process_is_replaced_and_its_jobs_go_on(
@@ -163,7 +193,7 @@ async def test_a_cancel_stops_the_engine_within_a_step_and_a_publish(
 ) -> None:
     """No event follows the cancel; the engine's blocks are free again."""
     async with fleet(redis_server.url, 1, SLOW):
-        job = await caller.submit("cancel me", max_tokens=400)
+        job = await caller.submit("cancel me", "and me", n=2, max_tokens=400)
         await caller.has_output(job, 5)
         await caller.functions.cancel(job.id, "t")
         answer = await caller.answer(job)

@@ -9,7 +9,7 @@ from random import Random
 
 from contract import tasks
 from contract.callbacks import Callback, CallbackKind, is_open_target
-from contract.errors import BatchwayError, BrokerUnavailable
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.outbox import Outbox, OutboxRecord, Taken
 from payloads.results import decode_log
@@ -57,16 +57,30 @@ class Deliverer:
         self._tracing = tracing or Tracing(SERVICE)
 
     async def attempt(self, taken: Taken) -> None:
-        """Raises nothing that one message could cause for another."""
+        """One attempt, and the note of what came of it: whatever a message raises is a failure of
+        its own, which its ladder counts. Raises CommandDenied.
+        """
         try:
-            record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
+            try:
+                record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
+            except WireError:
+                await self._note(taken, None, Refused("its record is unreadable"))
+                return
             if record is None:
                 return  # somebody else's by now
             async with self._renewing(taken):
-                outcome = await self._traced(record, taken)
+                outcome = await self._outcome(record, taken)
             await self._note(taken, record, outcome)
-        except BatchwayError as exc:
+        except BrokerUnavailable as exc:  # the lease lapses, and another attempt is made
             log.warning("attempt given up (%s) job_id=%s", type(exc).__name__, taken.job_id)
+
+    async def _outcome(self, record: OutboxRecord, taken: Taken) -> Outcome:
+        try:
+            return await self._traced(record, taken)
+        except (BrokerUnavailable, CommandDenied):
+            raise
+        except Exception as exc:  # of the message: an address, a log, a library's own fault
+            return Failed(f"it could not be sent ({type(exc).__name__})")
 
     @contextlib.asynccontextmanager
     async def _renewing(self, taken: Taken) -> AsyncIterator[None]:
@@ -160,8 +174,8 @@ class Deliverer:
                 return envelope.choices_of(view.job, entries)
             number = page[-1].number
 
-    async def _note(self, taken: Taken, record: OutboxRecord, outcome: Outcome) -> None:
-        delay_s = self._delay_s(record, outcome)
+    async def _note(self, taken: Taken, record: OutboxRecord | None, outcome: Outcome) -> None:
+        delay_s = None if record is None else self._delay_s(record, outcome)
         where = "retry" if delay_s is not None else "dead"
         for _ in range(_DONE_TRIES):
             try:
@@ -179,7 +193,7 @@ class Deliverer:
         log.log(
             level,
             "callback %s: %s job_id=%s kind=%s attempt=%d",
-            *(told, outcome.note, record.job_id, record.kind, taken.attempt),
+            *(told, outcome.note, taken.job_id, record.kind if record else "?", taken.attempt),
         )
 
     def _delay_s(self, record: OutboxRecord, outcome: Outcome) -> float | None:

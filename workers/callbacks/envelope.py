@@ -44,7 +44,7 @@ def encode(record: OutboxRecord, *, public_url: str, choices: Choices | None = N
 
 def choices_of(job: Job, entries: Iterable[LogEntry]) -> Choices:
     """What a log holds of each choice: its text, and why it ended."""
-    texts: dict[int, list[str]] = {index: [] for index in range(job.params.n)}
+    texts: dict[int, list[str]] = {index: [] for index in range(job.num_choices)}
     reasons: dict[int, str | None] = dict.fromkeys(texts)
     for entry in entries:
         for delta in entry.event.deltas if isinstance(entry.event, Tokens) else ():

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
-from redis.exceptions import WatchError
+from redis.exceptions import NoPermissionError, WatchError
 from rq import Queue
 from rq.exceptions import StopRequested
 from rq.job import Job
@@ -20,6 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
 from rq.worker import BaseWorker, WorkerStatus
 
+from contract.connection import denied
 from contract.outbox import Taken
 from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
 
@@ -38,6 +39,7 @@ def open_redis(url: str) -> redis.Redis:
         url,
         protocol=2,
         decode_responses=False,
+        driver_info=None,  # as in contract/connection.py
         socket_timeout=_SOCKET_S,
         socket_connect_timeout=_CONNECT_S,
     )
@@ -133,8 +135,12 @@ class ThreadedWorker(BaseWorker):
     def execute_job(self, job: Job, queue: Any) -> None:
         """Hands a job to a free thread, for which it waits."""
         self._free.acquire()
-        execution = self.prepare_execution(job)
-        self._pool.submit(self._perform, job, queue, execution)
+        try:
+            execution = self.prepare_execution(job)
+            self._pool.submit(self._perform, job, queue, execution)
+        except BaseException:
+            self._free.release()
+            raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
         """RQ's, with our one function in the place of the job's own."""
@@ -150,6 +156,8 @@ class ThreadedWorker(BaseWorker):
     def _perform(self, job: Job, queue: Any, execution: Any) -> None:
         try:
             self.perform_job(job, queue, execution)
+        except NoPermissionError as exc:
+            log.error("%s", denied(self.connection, "a command of RQ's worker", exc))
         except Exception as exc:  # RQ's book-keeping, where Redis has gone
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
@@ -212,6 +220,8 @@ class RqHands:
                 )
                 if not self._stop.is_set():  # from here on `stop` can ask the worker
                     self._worker.work(logging_level=None)
+            except NoPermissionError as exc:
+                log.error("%s", denied(self._client, "a command of RQ's worker", exc))
             except Exception as exc:
                 log.warning("RQ's worker ended (%s)", type(exc).__name__)
             self._stop.wait(_PAUSE_S)

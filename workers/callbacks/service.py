@@ -5,6 +5,7 @@ message to one of them at a time.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import signal
@@ -13,8 +14,8 @@ import ssl
 from redis.exceptions import NoPermissionError, RedisError
 
 from contract import tasks
-from contract.connection import connect
-from contract.errors import BrokerUnavailable
+from contract.connection import connect, denied
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
@@ -30,6 +31,8 @@ from workers.callbacks.webhook import WebhookSender
 
 log = logging.getLogger("batchway.callbacks")
 
+EXIT_DENIED = 3
+
 _PAUSE_S = 1.0  # while Redis is away
 
 
@@ -37,12 +40,17 @@ async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | Non
     """Runs until SIGTERM or SIGINT; what is under way then may end. Returns the exit status."""
     for name in ("httpx", "httpcore"):  # they tell of URLs, which may hold secrets
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("rq").setLevel(logging.ERROR)  # what it warns of, the leases mend
+    for name in ("rq", "rq.worker"):  # the second has a level of its own
+        logging.getLogger(name).setLevel(logging.ERROR)  # what it warns of, the leases mend
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    await CallbackService(settings, tls).run(stopping)
+    try:
+        await CallbackService(settings, tls).run(stopping)
+    except CommandDenied as exc:
+        log.error("%s", exc)
+        return EXIT_DENIED
     return 0
 
 
@@ -73,6 +81,7 @@ class CallbackService:
         self._freed = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
+        """Until told to stop. Raises CommandDenied."""
         self._tracing.open()
         loop = asyncio.get_running_loop()
 
@@ -88,8 +97,9 @@ class CallbackService:
         hands.start()
         log.info("callbacks are delivered namespace=%s", self._settings.namespace)
         relaying = asyncio.create_task(self._relay())
-        await stopping.wait()
-        await tasks.end(relaying)
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait([relaying, told], return_when=asyncio.FIRST_COMPLETED)
+        await tasks.end(relaying, told)
         ending = asyncio.create_task(asyncio.to_thread(hands.stop))
         done, _ = await asyncio.wait([ending], timeout=self._settings.drain_s)
         if not done:
@@ -98,6 +108,8 @@ class CallbackService:
         await self._client.aclose()
         self._rq_client.close()
         await asyncio.to_thread(self._tracing.close)
+        if not relaying.cancelled():
+            relaying.result()  # what ended it
 
     async def _attempt(self, taken: Taken) -> None:
         self._num_running += 1
@@ -108,15 +120,18 @@ class CallbackService:
             self._freed.set()
 
     async def _relay(self) -> None:
-        """Makes RQ jobs of what is due, for ever; ends by being cancelled."""
+        """Makes RQ jobs of what is due, for ever. Ends by being cancelled, or by CommandDenied."""
         while True:
             self._freed.clear()
             try:
                 has_more = await self._relay_once()
-            except (BrokerUnavailable, RedisError) as exc:
+            except NoPermissionError as exc:
+                raise denied(self._rq_client, "a command of RQ's queue", exc) from exc
+            except (BrokerUnavailable, RedisError, WireError) as exc:
                 log.info("the relay waits for Redis (%s)", type(exc).__name__)
                 await asyncio.sleep(_PAUSE_S)
-                await self._ensure_library()
+                with contextlib.suppress(BrokerUnavailable):  # the next call says so again
+                    await ensure_library(self._client)
                 continue
             if not has_more:
                 await asyncio.sleep(self._settings.poll_s)
@@ -137,12 +152,6 @@ class CallbackService:
         if taken:
             await asyncio.to_thread(self._attempts.put, taken)
         return bool(taken)
-
-    async def _ensure_library(self) -> None:
-        try:
-            await ensure_library(self._client)
-        except (BrokerUnavailable, NoPermissionError):
-            return  # the next call says so again
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -113,7 +113,7 @@ class Engine:
             num_kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
         )
         sequences = request.sequences(self._model.eos_token_ids, self._next_arrival)
-        self._next_arrival += request.params.n
+        self._next_arrival += len(request.outputs)
         self._start(_Job(request.epoch, {s.choice: s for s in sequences}))
         self._note_deadline(request.job_id, request.epoch, request.deadline_s)
 

@@ -31,7 +31,7 @@ class Entry:
     need: Need
     victims: list[Sequence]
     found_ids: list[int]  # cached blocks
-    source: Sequence | None = None  # a choice of the same job, whose prompt it shares
+    source: Sequence | None = None  # a choice of the same prompt of its job
     num_forked: int = 0  # tokens shared with the source
 
 
@@ -112,17 +112,20 @@ class Gate:
         return self._forecast
 
     def _leading_choice(self, plan: StepPlan, candidate: Sequence) -> Sequence | None:
-        """The running choice of the candidate's job that has computed most.
+        """The running choice of the candidate's prompt that has computed most.
 
         Not one whose last block is copied in this very step: its content is not there yet.
         """
         if candidate.params.n == 1 or not self._blocks.can_share:
             return None
-        job = candidate.job_id, candidate.epoch
+        job, prompt = (candidate.job_id, candidate.epoch), candidate.prompt_number
         choices = [
             s
             for s in self._running.sequences
-            if (s.job_id, s.epoch) == job and s.block_ids and not plan.is_copy(s)
+            if (s.job_id, s.epoch) == job
+            and s.prompt_number == prompt
+            and s.block_ids
+            and not plan.is_copy(s)
         ]
         return max(choices, key=lambda s: s.num_computed, default=None)
 
@@ -212,5 +215,5 @@ class Gate:
 
 
 def _num_common(leader: Sequence, candidate: Sequence) -> int:
-    """Tokens that two choices of a job share; the last known one is computed in any case."""
+    """Tokens that two choices of a prompt share; the last known one is computed in any case."""
     return min(leader.num_prompt, candidate.num_known - 1)

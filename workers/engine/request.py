@@ -37,21 +37,22 @@ class Request:
     epoch: int
     tenant: str
     lane: str
-    prompt_ids: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice
+    outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice: n a prompt
     finished: tuple[bool, ...]  # choices that have already ended, one entry per choice
     deadline_s: float | None = None  # on the engine's clock; then it ends wherever it is
 
     def max_num_known(self, max_model_len: int) -> int:
         """The most tokens that one of its sequences can reach, prompt and output."""
         num_output = max(map(len, self.outputs), default=0)
-        num_known = len(self.prompt_ids) + max(self.params.max_tokens, num_output)
-        return min(num_known, max_model_len)
+        num_prompt = max(map(len, self.prompts))
+        return min(num_prompt + max(self.params.max_tokens, num_output), max_model_len)
 
     def sequences(self, eos_token_ids: frozenset[int], first_arrival: int) -> list[Sequence]:
         """One sequence per choice that has not ended, in order of the choices."""
         ending_ids = ending_token_ids(self.params, eos_token_ids)
+        params = [self.params.of_prompt(number) for number in range(len(self.prompts))]
         return [
             Sequence(
                 job_id=self.job_id,
@@ -59,9 +60,9 @@ class Request:
                 choice=choice,
                 tenant=self.tenant,
                 lane=self.lane,
-                token_ids=[*self.prompt_ids, *output_ids],
-                num_prompt=len(self.prompt_ids),
-                params=self.params,
+                token_ids=[*self.prompts[choice // self.params.n], *output_ids],
+                num_prompt=len(self.prompts[choice // self.params.n]),
+                params=params[choice // self.params.n],
                 ending_ids=ending_ids,
                 arrival=first_arrival + choice,
                 deadline_s=self.deadline_s,
@@ -88,18 +89,21 @@ def check_request(
     _check_lengths(request, max_model_len, num_kv_tokens)
     _check_params(request.params, vocab_size)
     params = request.params
-    if not len(request.outputs) == len(request.finished) == params.n:
+    num_choices = params.n * len(request.prompts)
+    if not len(request.outputs) == len(request.finished) == num_choices:
         raise _bad("the job must bring one output and one end mark per choice")
     # An id outside the vocabulary reads out of bounds on the device, which is everyone's loss.
-    for token_ids in (request.prompt_ids, *request.outputs, tuple(params.logit_bias)):
+    for token_ids in (*request.prompts, *request.outputs, tuple(params.logit_bias)):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
 
 
 def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> None:
-    num_prompt = len(request.prompt_ids)
-    if num_prompt == 0:
+    if not all(request.prompts):
         raise _bad("the prompt has no tokens")
+    num_prompt = max(map(len, request.prompts), default=0)
+    if num_prompt == 0:
+        raise _bad("the job has no prompt")
     if num_prompt >= max_model_len:
         raise RequestRefused(
             ErrorCode.PROMPT_TOO_LONG,

@@ -21,7 +21,7 @@ class Sequence:
 
     job_id: str
     epoch: int
-    choice: int
+    choice: int  # its index among the choices of all prompts of the job
     tenant: str
     lane: str
     token_ids: list[int]  # prompt, then output
@@ -63,11 +63,22 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def prompt_number(self) -> int:
+        """Which of its job's prompts it goes on from."""
+        return self.choice // self.params.n
+
+    @property
+    def choice_of_prompt(self) -> int:
+        """Its index among the choices of its prompt: what its noise is drawn by."""
+        return self.choice % self.params.n
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether its prompt must be computed, not found: for the log probabilities that its job
-        asks for. The first choice says them, and has said them all before its first output.
+        asks for. A prompt's first choice says them, all before its first output.
         """
-        return self.params.prompt_logprobs is not None and self.choice == 0 and self.num_output == 0
+        asks = self.params.prompt_logprobs is not None
+        return asks and self.num_output == 0 and self.choice_of_prompt == 0
 
     def end_reason(self, max_model_len: int) -> FinishReason | None:
         """Why nothing follows the last known token; None while something does."""

@@ -68,7 +68,7 @@ def _is_plain(sequence: Sequence) -> bool:
 def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
     params = [sequence.params for sequence in sequences]
-    keys = [row_key(s.params.seed, s.choice, s.num_output) for s in sequences]
+    keys = [row_key(s.params.seed, s.choice_of_prompt, s.num_output) for s in sequences]
     scores /= scores.new_tensor([p.temperature for p in params])[:, None]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=scores.device)
     limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]

@@ -156,7 +156,7 @@ class Windows:
                 epoch=1,
                 tenant=str(number),  # so that no prefix is shared
                 lane="standard",
-                prompt_ids=prompt_ids,
+                prompts=(prompt_ids,),
                 params=params,
                 outputs=((),),
                 finished=(False,),

@@ -22,6 +22,7 @@ from workers.strategies.continuous import ContinuousBatching
 MAX_MODEL_LEN = 40
 EOS_RATE = 1 / 8
 Choice = tuple[str, int]  # job id and index
+Prompts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def job(
     job_id: str = "job",
     prompt_ids: Seq[int] = (1, 2, 3),
     *,
+    more_prompts: Seq[Seq[int]] = (),
     tenant: str = "t",
     lane: str = "lane",
     **changes: object,
@@ -154,21 +156,25 @@ def job(
     """A fresh job of epoch 1; `changes` are sampling parameters."""
     values: dict[str, object] = {"max_tokens": 8, "seed": 7, **changes}
     params = SamplingParams(**values)  # type: ignore[arg-type]
-    num = params.n
-    return Request(job_id, 1, tenant, lane, tuple(prompt_ids), params, ((),) * num, (False,) * num)
+    prompts = (tuple(prompt_ids), *map(tuple, more_prompts))
+    num = params.n * len(prompts)
+    return Request(job_id, 1, tenant, lane, prompts, params, ((),) * num, (False,) * num)
 
 
 def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:
-    """What each choice of a job must yield in all, whatever its known outputs."""
+    """What each choice of a job must yield in all, whatever its known outputs: what its prompt has
+    alone."""
+    num_each = request.params.n
     return {
-        (request.job_id, choice): expected_output(
-            request.prompt_ids,
-            request.params,
+        (request.job_id, number * num_each + choice): expected_output(
+            prompt_ids,
+            request.params.of_prompt(number),
             choice=choice,
             max_model_len=MAX_MODEL_LEN,
             eos_rate=EOS_RATE,
         )
-        for choice in range(request.params.n)
+        for number, prompt_ids in enumerate(request.prompts)
+        for choice in range(num_each)
     }
 
 
@@ -195,13 +201,15 @@ def all_params() -> st.SearchStrategy[SamplingParams]:
         seed=st.integers(0, 3),
         temperature=st.sampled_from((0.0, 1.0)),
         n=st.integers(1, 3),
+        varies_seed=st.booleans(),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from(((), (10, 32, 97), tuple(range(97, 123)))),
     )
 
 
-def all_prompts() -> st.SearchStrategy[tuple[int, ...]]:
-    """Some too long for the context, many with equal beginnings."""
-    return st.integers(1, MAX_MODEL_LEN + 4).flatmap(
+def all_prompts() -> st.SearchStrategy[Prompts]:
+    """Of a job: one or a few, some too long for the context, many with equal beginnings."""
+    prompt = st.integers(1, MAX_MODEL_LEN + 4).flatmap(
         lambda num: st.sampled_from((97, 98)).map(lambda token_id: (token_id,) * num)
     )
+    return st.tuples(prompt) | st.lists(prompt, min_size=2, max_size=3).map(tuple)

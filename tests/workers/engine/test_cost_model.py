@@ -110,7 +110,7 @@ def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
     def add(name: str, lane: str, num_prompt: int, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=0)
         prompt_ids = tuple((hash(name) + i) % 100 for i in range(num_prompt))
-        engine.add(Request(name, 1, "t", lane, prompt_ids, params, ((),), (False,)))
+        engine.add(Request(name, 1, "t", lane, (prompt_ids,), params, ((),), (False,)))
 
     for i in range(12):
         add(f"warm-{i}", "standard", 1000 + 300 * i, 5)

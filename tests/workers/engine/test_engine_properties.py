@@ -13,6 +13,7 @@ from contract.jobs import SamplingParams
 from tests.workers.engine.harness import (
     MAX_MODEL_LEN,
     Harness,
+    Prompts,
     Sizes,
     all_params,
     all_prompts,
@@ -21,23 +22,22 @@ from tests.workers.engine.harness import (
 )
 from workers.engine.request import Request, RequestRefused
 
-Workload = list[tuple[tuple[int, ...], SamplingParams]]
+Workload = list[tuple[Prompts, SamplingParams]]
 
 workloads = st.lists(st.tuples(all_prompts(), all_params()), min_size=1, max_size=6)
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-def request_of(
-    job_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, epoch: int = 1
-) -> Request:
-    num = params.n
-    return Request(job_id, epoch, "t", "lane", prompt_ids, params, ((),) * num, (False,) * num)
+def request_of(job_id: str, prompts: Prompts, params: SamplingParams, epoch: int = 1) -> Request:
+    num = params.n * len(prompts)
+    return Request(job_id, epoch, "t", "lane", prompts, params, ((),) * num, (False,) * num)
 
 
 def is_possible(request: Request, sizes: Sizes) -> bool:
     """Whether a job can run alone, said independently of the engine."""
-    num_known = min(len(request.prompt_ids) + request.params.max_tokens, MAX_MODEL_LEN)
-    return len(request.prompt_ids) < MAX_MODEL_LEN and num_known - 1 <= sizes.num_kv_tokens
+    longest = max(map(len, request.prompts))
+    num_known = min(longest + request.params.max_tokens, MAX_MODEL_LEN)
+    return longest < MAX_MODEL_LEN and num_known - 1 <= sizes.num_kv_tokens
 
 
 def cut(request: Request, num_kept: int, finishes: bool = False) -> Request:
@@ -53,8 +53,8 @@ def cut(request: Request, num_kept: int, finishes: bool = False) -> Request:
 def add_all(harness: Harness, workload: Workload) -> list[Request]:
     """Adds the possible jobs and returns them; asserts that just the others are refused."""
     taken = []
-    for number, (prompt_ids, params) in enumerate(workload):
-        request = request_of(f"job-{number}", prompt_ids, params)
+    for number, (prompts, params) in enumerate(workload):
+        request = request_of(f"job-{number}", prompts, params)
         if is_possible(request, harness.sizes):
             harness.add(request)
             taken.append(request)
@@ -93,8 +93,8 @@ def test_any_arrival_order_yields_the_same_tokens(
     """Jobs that come while others run are no different from jobs that come together."""
     harness = Harness(sizes)
     requests = []
-    for number, (prompt_ids, params) in enumerate(workload):
-        request = request_of(f"job-{number}", prompt_ids, params)
+    for number, (prompts, params) in enumerate(workload):
+        request = request_of(f"job-{number}", prompts, params)
         if is_possible(request, sizes):
             harness.add(request)
             requests.append(request)
@@ -108,21 +108,21 @@ def test_any_arrival_order_yields_the_same_tokens(
 
 @quick
 @given(
-    prompt_ids=all_prompts(),
+    prompts=all_prompts(),
     params=all_params(),
     num_kept=st.integers(0, 25),
     finishes=st.booleans(),
     sizes=all_sizes(),
 )
 def test_a_resume_from_any_cut_goes_on_with_the_same_tokens(
-    prompt_ids: tuple[int, ...],
+    prompts: Prompts,
     params: SamplingParams,
     num_kept: int,
     finishes: bool,
     sizes: Sizes,
 ) -> None:
     """Another worker that knows the first k tokens yields just the rest, at the right places."""
-    request = request_of("job", prompt_ids, params)
+    request = request_of("job", prompts, params)
     if not is_possible(request, sizes):
         return
     harness = Harness(sizes)
@@ -138,12 +138,12 @@ def test_a_resume_from_any_cut_goes_on_with_the_same_tokens(
 
 
 @quick
-@given(prompt_ids=all_prompts(), params=all_params(), sizes=all_sizes())
+@given(prompts=all_prompts(), params=all_params(), sizes=all_sizes())
 def test_a_complete_choice_ends_without_a_step_of_the_model(
-    prompt_ids: tuple[int, ...], params: SamplingParams, sizes: Sizes
+    prompts: Prompts, params: SamplingParams, sizes: Sizes
 ) -> None:
     """All tokens were logged, the end was not: the end is said, nothing is computed."""
-    request = request_of("job", prompt_ids, params)
+    request = request_of("job", prompts, params)
     if not is_possible(request, sizes):
         return
     harness = Harness(sizes)

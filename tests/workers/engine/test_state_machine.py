@@ -19,7 +19,15 @@ from hypothesis.stateful import (
 )
 
 from contract.jobs import SamplingParams
-from tests.workers.engine.harness import Harness, Sizes, all_params, all_prompts, all_sizes, oracle
+from tests.workers.engine.harness import (
+    Harness,
+    Prompts,
+    Sizes,
+    all_params,
+    all_prompts,
+    all_sizes,
+    oracle,
+)
 from tests.workers.engine.test_engine_properties import cut, is_possible, request_of
 from tests.workers.engine.witness import Witness
 from tests.workers.strategies.test_strategies import all_strategies
@@ -91,7 +99,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
 
     @rule(
         target=jobs,
-        prompt_ids=all_prompts(),
+        prompts=all_prompts(),
         params=all_params(),
         lane=st.sampled_from(LANES),
         tenant=st.sampled_from(("ada", "bob", "eve")),
@@ -100,7 +108,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     )
     def add(
         self,
-        prompt_ids: tuple[int, ...],
+        prompts: Prompts,
         params: SamplingParams,
         lane: str,
         tenant: str,
@@ -109,7 +117,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     ) -> Request | MultipleResults[Request]:
         """A job of any lane and tenant; it may bring the first tokens of its choices."""
         self.num_jobs += 1
-        request = request_of(f"job-{self.num_jobs}", prompt_ids, params)
+        request = request_of(f"job-{self.num_jobs}", prompts, params)
         request = dataclasses.replace(request, lane=lane, tenant=tenant)
         if not is_possible(request, self.harness.sizes):
             with pytest.raises(RequestRefused):
@@ -122,7 +130,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     @rule(target=jobs, old=consumes(jobs), num_kept=st.integers(0, 25))
     def rerun(self, old: Request, num_kept: int) -> Request:
         """The job's lease lapsed and it came back here, under a newer epoch."""
-        self.stopped -= {(old.job_id, choice) for choice in range(old.params.n)}
+        self.stopped -= {(old.job_id, choice) for choice in range(len(old.outputs))}
         return self.take(cut(dataclasses.replace(old, epoch=old.epoch + 1), num_kept))
 
     def take(self, request: Request) -> Request:
@@ -145,7 +153,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         self.harness.engine.stop_job(request.job_id, request.epoch)
         self.due.pop(request.job_id, None)
 
-    @rule(request=jobs, choice=st.integers(0, 3))
+    @rule(request=jobs, choice=st.integers(0, 5))
     def stop_choice(self, request: Request, choice: int) -> None:
         self.harness.engine.stop_choice(request.job_id, request.epoch, choice)
         self.stopped.add((request.job_id, choice))
@@ -212,7 +220,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         self.harness.engine.audit()
 
     def has_ended(self, request: Request) -> bool:
-        keys = {(request.job_id, choice) for choice in range(request.params.n)}
+        keys = {(request.job_id, choice) for choice in range(len(request.outputs))}
         return keys <= self.harness.reasons.keys() | self.stopped
 
     def teardown(self) -> None:

@@ -110,7 +110,7 @@ def run_jobs(
 def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
     params = SamplingParams(**{"max_tokens": 5 + 7 * (number % 3), "seed": number} | wishes)
     outputs, finished = ((),) * params.n, (False,) * params.n
-    return Request(str(number), 1, "t", "lane", tuple(prompt), params, outputs, finished)
+    return Request(str(number), 1, "t", "lane", (tuple(prompt),), params, outputs, finished)
 
 
 @pytest.mark.parametrize("disturb", [0.0, 0.3], ids=["calm", "disturbed"])

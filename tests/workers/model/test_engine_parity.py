@@ -43,7 +43,9 @@ class Run:
 
     def add(self, job_id: str, prompt: list[int], params: SamplingParams) -> None:
         outputs, finished = ((),) * params.n, (False,) * params.n
-        self._engine.add(Request(job_id, 1, "t", "lane", tuple(prompt), params, outputs, finished))
+        self._engine.add(
+            Request(job_id, 1, "t", "lane", (tuple(prompt),), params, outputs, finished)
+        )
 
     def finish(self, preemption_rate: float) -> dict[tuple[str, int], list[int]]:
         """The tokens of each choice of all jobs."""

@@ -88,7 +88,7 @@ def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFam
     engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
     [prompt] = make_prompts([21], VOCAB_SIZE)
     params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=1, ignore_eos=True)
-    engine.add(Request("job", 1, "t", "lane", tuple(prompt), params, ((),), (False,)))
+    engine.add(Request("job", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
 
     said: list[Any] = []
     while engine.has_work:
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_scored_is_computed_though_it_is_cached(load_family: Lo
     said = []
     for number in range(2):
         params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
-        engine.add(Request(f"{number}", 1, "t", "lane", tuple(prompt), params, ((),), (False,)))
+        engine.add(Request(f"{number}", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
         found = []
         while engine.has_work:
             for _, part in engine.step().prompt_logprobs:

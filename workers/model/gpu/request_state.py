@@ -139,7 +139,7 @@ class RequestState:
         """
         first, params = row.number * self._width, sequence.params
         self._write(first + OUTPUT_SHIFT, 1 - sequence.num_prompt)
-        self._write(first + NOISE, row_base(params.seed, sequence.choice))
+        self._write(first + NOISE, row_base(params.seed, sequence.choice_of_prompt))
         self._write(first + TOP_K, params.top_k)
         values = np.array([params.temperature, params.top_p, params.min_p])
         for name, bits in zip((TEMPERATURE, TOP_P, MIN_P), values.view(np.int64), strict=True):

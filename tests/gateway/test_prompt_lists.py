@@ -1,0 +1,209 @@
+"""Several prompts in one call: one job, whose choices are numbered over all its prompts."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from contract.events import ChoiceDelta, Prompt, Tokens
+from contract.jobs import FinishReason, Job
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.test_echo import joined, stream
+from tests.gateway.test_jobs import events, field
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/completions"
+PROMPTS = ["ab", "cdé", "f"]  # of 2, 4 and 1 tokens
+BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS}
+
+
+def capitals(job: Job) -> list[Prompt | Tokens]:
+    """Each choice says its prompt in capitals. The first choices come in one event, the last
+    prompt's before all others; each other choice comes in an event of its own."""
+    said = []
+    for index in range(job.num_choices):
+        text = bytes(job.prompts[index // job.params.n]).decode().upper()
+        ids = tuple(text.encode())
+        said.append(ChoiceDelta(index, 0, ids, text, FinishReason.STOP))
+    firsts = [delta for delta in reversed(said) if delta.choice % job.params.n == 0]
+    others = [delta for delta in said if delta.choice % job.params.n]
+    return [Tokens(tuple(firsts)), *(Tokens((delta,)) for delta in others)]
+
+
+async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post(PATH, json=BODY | fields)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def bare(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs between two calls."""
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, [list(text.encode()) for text in PROMPTS]], ids=["texts", "token ids"]
+)
+async def test_choice_j_of_prompt_i_has_the_index_of_both(
+    worker: FakeWorker, http: httpx.AsyncClient, prompts: list[Any]
+) -> None:
+    """i * n + j, whole and streamed, in one job; the usage sums over the prompts."""
+    worker.script = capitals
+    answer = await complete(http, prompt=prompts, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["AB", "AB", "CDÉ", "CDÉ", "F", "F"]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21}
+    fields = {"prompt": prompts, "n": 2, "stream_options": {"include_usage": True}}
+    chunks = await stream(http, PATH, BODY | fields)
+    assert [joined(chunks, index)["text"] for index in range(6)] == texts
+    assert chunks[-1]["usage"] == answer["usage"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert len(worker.seen) == 2
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+async def test_a_list_of_one_prompt_is_that_prompt(
+    worker: FakeWorker, http: httpx.AsyncClient, prompt: Any
+) -> None:
+    """The same job and the same answer, also where all of the prompt is told."""
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "return_token_ids": True, "seed": 3}
+    alone = await complete(http, prompt=prompt, **fields)
+    listed = await complete(http, prompt=[prompt], **fields)
+    assert bare(listed) == bare(alone)
+    assert listed["prompt_token_ids"] == [97, 98]
+    one, other = worker.seen
+    assert (one.prompt_ids, one.prompt_list, one.params) == ((97, 98), (), other.params)
+
+
+async def test_each_choice_tells_of_its_own_prompt(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Echo, logprobs, prompt_logprobs and token ids are those of the prompt alone."""
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    fields |= {"return_token_ids": True, "n": 2}
+    listed = await complete(http, **fields)
+    alone = [await complete(http, prompt=prompt, **fields) for prompt in PROMPTS]
+    expected = [
+        choice | {"index": 2 * i + j, "prompt_token_ids": list(PROMPTS[i].encode())}
+        for i, answer in enumerate(alone)
+        for j, choice in enumerate(answer["choices"])
+    ]
+    assert listed["choices"] == expected
+    assert "prompt_token_ids" not in listed
+    chunks = await stream(http, PATH, BODY | fields)
+    for index, choice in enumerate(expected):
+        assert joined(chunks, index) == {name: choice[name] for name in ("text", "logprobs")}
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert [p.get("prompt_token_ids") for p in parts] == [
+            choice["prompt_token_ids"],
+            *[None] * (len(parts) - 1),
+        ]
+        assert parts[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+
+
+async def test_prompts_can_be_scored_without_output(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """max_tokens 0, as evaluations ask: a score for each token of each prompt, no output."""
+    worker.script = says("X")
+    answer = await complete(http, max_tokens=0, echo=True, logprobs=0)
+    assert [choice["text"] for choice in answer["choices"]] == PROMPTS
+    scores = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+    assert scores == [[None, -1.0], [None, -1.0, -2.0, -3.0], [None]]
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
+
+
+async def test_a_given_seed_is_that_of_every_prompt(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """So that each has the answer that it has alone. Without one each prompt has its own."""
+    await complete(http, seed=5)
+    await complete(http)
+    given, own = (job.params for job in worker.seen)
+    assert [given.of_prompt(i).seed for i in range(3)] == [5, 5, 5]
+    assert len({own.of_prompt(i).seed for i in range(3)}) == 3
+    assert own.of_prompt(0) == own
+
+
+async def test_a_default_cap_ends_where_the_context_does(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """A long prompt takes nothing from the output of a short one; the cost counts each cap."""
+    body = BODY | {"prompt": ["a", "b" * 508], "n": 2}
+    quote = await http.post("/v1/quote", json={"endpoint": PATH, "body": body})
+    assert quote.json()["prompt_tokens"] == 509
+    assert quote.json()["predicted_output_tokens"] == 2 * (16 + 4)
+    worker.script = says("x")
+    await complete(http, prompt=["a", "b" * 508], n=2)
+    assert worker.seen[0].params.max_tokens == 16
+
+
+async def test_all_choices_together_are_bounded(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """128 of them, and as much output as eight choices of one prompt may have."""
+    quoted = {"endpoint": PATH, "body": BODY | {"prompt": ["a"] * 64, "n": 2, "max_tokens": 500}}
+    answer = await http.post("/v1/quote", json=quoted)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["predicted_output_tokens"] == 64_000
+    answer = await http.post(PATH, json=BODY | {"prompt": ["a"] * 64, "n": 3})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+async def test_a_job_with_several_prompts_has_one_log_and_one_result(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Its events go on from each of them with the same bytes; a key finds it again."""
+    body = BODY | {"n": 2, "echo": True, "logprobs": 1}
+    headers = {"idempotency-key": "list"}
+    submission = {"endpoint": PATH, "body": body}
+    posted = [await http.post("/v1/jobs", json=submission, headers=headers) for _ in range(2)]
+    [job_id] = {answer.json()["id"] for answer in posted}
+    whole = [e for e in await events(http, job_id) if field(e, "event") != "queued"]
+    cuts = [number for number, event in enumerate(whole) if field(event, "id")]
+    assert len(cuts) == 4
+    for cut in cuts:
+        last_id = field(whole[cut], "id") or ""
+        assert await events(http, job_id, **{"last-event-id": last_id}) == whole[cut + 1 :]
+    chunks = [json.loads(field(event, "data") or "") for event in whole if "cmpl-" in event]
+    result = (await http.get(f"/v1/jobs/{job_id}")).json()["result"]
+    for index in range(6):
+        shown = {name: result["choices"][index][name] for name in ("text", "logprobs")}
+        assert joined(chunks, index) == shown
+    assert len(worker.seen) == 1
+
+
+async def test_a_caller_that_goes_away_cancels_all_prompts(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """One job is cancelled, with what it said of each prompt."""
+    asking = asyncio.create_task(http.post(PATH, json=BODY))
+    claimed = await idle_worker.claim()
+    await idle_worker.say(claimed, 1, says("Hel")(claimed.job)[0])
+    asking.cancel()
+    assert await idle_worker.wait_until_ended(claimed) == "cancelled"
+    result = (await http.get(f"/v1/jobs/{claimed.job.id}")).json()["result"]
+    assert [choice["text"] for choice in result["choices"]] == ["Hel"] * 3
+
+
+async def test_the_openai_client_sends_lists(worker: FakeWorker, gateway_url: str) -> None:
+    """Whole and as a stream of chunks by index."""
+    worker.script = capitals
+    async with openai.AsyncOpenAI(base_url=f"{gateway_url}/v1", api_key="none") as client:
+        whole = await client.completions.create(model=MODEL, prompt=PROMPTS)
+        texts = dict.fromkeys(range(3), "")
+        async for chunk in await client.completions.create(
+            model=MODEL, prompt=[list(text.encode()) for text in PROMPTS], stream=True
+        ):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    assert [choice.text for choice in whole.choices] == [*texts.values()] == ["AB", "CDÉ", "F"]
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 7

@@ -1,0 +1,164 @@
+"""Things that a part could write into Redis under its own user, drawn from a seed.
+
+Each is one command or two, sent as that user; what its rules deny is not counted.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+_NUMBERS = (b"nan", b"inf", b"-inf", b"-1", b"0", b"1.5", b"9" * 30, b"-0", b"1e300")
+_BYTES = (b"", b"x", b"\xff\xfe", b"\x00" * 40, b"{" * 5000, b"\x91" * 5000, b"a b c")
+_VALUES: tuple[Any, ...] = (
+    None,
+    -1,
+    2**62,
+    1e308,
+    "",
+    "x",
+    [],
+    {},
+    [[]] * 3,
+    b"\xff",
+    True,
+)
+
+
+class Mutator:
+    """One hostile user of Redis. `admin` only looks, to choose well."""
+
+    def __init__(self, user: redis.Redis, admin: redis.Redis, tag: str, seed: int) -> None:
+        self._user = user
+        self._admin = admin
+        self._tag = tag.encode()
+        self._rng = random.Random(seed)
+        self.num_written = 0
+
+    def write(self, number: int) -> None:
+        """Writes so many things. Draws again where the rules deny one, where its key has another
+        type by now, or where Redis takes no such number.
+        """
+        until = self.num_written + number
+        while self.num_written < until:
+            keys = sorted(self._admin.scan_iter(match=self._tag + b":*", count=1000))
+            with contextlib.suppress(NoPermissionError, ResponseError):
+                if keys and self._rng.random() < 0.85:
+                    self._spoil(self._rng.choice(keys))
+                else:
+                    self._say(keys)
+                self.num_written += 1
+
+    def _spoil(self, key: bytes) -> None:
+        if self._rng.random() < 0.2:
+            self._retype(key)
+            return
+        kind: Any = self._admin.type(key)
+        spoil: dict[bytes, Callable[[bytes], Any]] = {
+            b"hash": self._spoil_hash,
+            b"string": self._spoil_string,
+            b"zset": self._spoil_zset,
+            b"set": self._spoil_set,
+            b"list": self._spoil_list,
+            b"stream": self._spoil_stream,
+        }
+        if kind in spoil:
+            spoil[kind](key)
+
+    def _retype(self, key: bytes) -> None:
+        """Puts another type of key in its place."""
+        make = self._rng.choice(
+            [
+                lambda: self._user.set(key, self._garbage(b"")),
+                lambda: self._user.hset(key, "a", self._garbage(b"")),
+                lambda: self._user.sadd(key, self._garbage(b"")),
+                lambda: self._user.zadd(key, {self._garbage(b""): 1}),
+                lambda: self._user.xadd(key, {"a": self._garbage(b"")}),
+            ]
+        )
+        self._user.delete(key)
+        make()  # type: ignore[no-untyped-call]
+
+    def _spoil_hash(self, key: bytes) -> None:
+        fields: Any = self._admin.hkeys(key)
+        field = self._rng.choice(sorted(fields) or [b"a"])
+        if self._rng.random() < 0.3:
+            self._user.hdel(key, field)
+        else:
+            original: Any = self._admin.hget(key, field)
+            self._user.hset(key, field, self._garbage(original or b""))
+
+    def _spoil_string(self, key: bytes) -> None:
+        original: Any = self._admin.get(key)
+        self._user.set(key, self._garbage(original or b""))
+
+    def _spoil_zset(self, key: bytes) -> None:
+        members: Any = self._admin.zrange(key, 0, -1)
+        score = self._rng.choice([float("-inf"), -1.0, 0.0, 1e300, float("inf"), 1.5])
+        self._user.zadd(key, {self._rng.choice([*members, self._garbage(b"")]): score})
+
+    def _spoil_set(self, key: bytes) -> None:
+        self._user.sadd(key, self._garbage(b""))
+
+    def _spoil_list(self, key: bytes) -> None:
+        self._user.lpush(key, self._garbage(b""))
+
+    def _spoil_stream(self, key: bytes) -> None:
+        """An entry without the fields of one, or with others in their places."""
+        number = self._rng.choice(["*", "*", "99999-0"])
+        fields = self._rng.choice([b"s", b"c", b"e", b"id"])
+        entry: dict[Any, Any] = {
+            fields: self._garbage(b"1 00000000 x"),
+            b"cost": self._garbage(b""),
+        }
+        self._user.xadd(key, entry, id=number)
+
+    def _say(self, keys: Sequence[bytes]) -> None:
+        """Something in a channel: that of a job, of a worker, of a model."""
+        ids = [key.rsplit(b":", 1)[1] for key in keys if b":job:" in key]
+        workers = [key.rsplit(b":", 1)[1] for key in keys if b":worker:" in key]
+        job = self._rng.choice(ids or [b"x"])
+        words = [
+            b"moved %s %s %s" % (job, self._garbage(b"standard"), self._garbage(b"1")),
+            b"ended %s %s" % (job, self._garbage(b"failed")),
+            self._garbage(b"dry"),  # not drain: that is an order, which is obeyed
+        ]
+        channel, said = self._rng.choice(
+            [
+                (b":ev:%s" % job, self._garbage(b"1 00000000 \x92\xa6tokens\x90")),
+                (b":ctl:%s" % self._rng.choice(workers or [b"x"]), self._rng.choice(words)),
+                (b":wake:m", self._garbage(b"standard")),
+            ]
+        )
+        self._user.publish(self._tag + channel, said)
+
+    def _garbage(self, original: bytes) -> bytes:
+        """Something else than the original, often like it."""
+        draw = self._rng.random()
+        if draw < 0.25:
+            return self._rng.choice(_NUMBERS)
+        if draw < 0.5:
+            return self._rng.choice(_BYTES)
+        if draw < 0.6:
+            return original[: self._rng.randrange(len(original) + 1)]
+        if draw < 0.75 and original:
+            place = self._rng.randrange(len(original))
+            return original[:place] + self._rng.randbytes(1) + original[place + 1 :]
+        try:
+            return msgspec.msgpack.encode(self._changed(msgspec.msgpack.decode(original)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError):
+            return self._rng.randbytes(self._rng.randrange(60))
+
+    def _changed(self, value: Any) -> Any:
+        """One leaf of a decoded record is exchanged."""
+        if isinstance(value, dict) and value and self._rng.random() < 0.9:
+            name = self._rng.choice(sorted(value, key=str))
+            return value | {name: self._changed(value[name])}
+        if isinstance(value, list) and value and self._rng.random() < 0.7:
+            place = self._rng.randrange(len(value))
+            return [*value[:place], self._changed(value[place]), *value[place + 1 :]]
+        return self._rng.choice(_VALUES)
