@@ -28,7 +28,7 @@ LIMITS: Mapping[str, Sequence[Any]] = {  # of a call: at the limits of what is a
         {"²": 1},
     ),
     "seed": (0, -1, 2**63 - 1, -(2**63), 2**53 + 1, 2**63),
-    "n": (1, 2, 3, 4, 4, 5),
+    "n": (1, 2, 3, 4, 8, 9),
     "stop": ("x", [], ["\n"], ["a", "b", "c", "d"], ["\u0000"], ["🌍" * 10], "é", [""], "s" * 1000),
     "stop_token_ids": ([], [0], [258], list(range(64)), [65] * 64, list(range(65)), [259]),
     "max_tokens": (1, 2, 16, 60, 0, 10**6),
@@ -60,7 +60,10 @@ OF_COMPLETIONS: Mapping[str, Sequence[Any]] = {
     "logprobs": _TOP,
     "echo": (True, False),
     "best_of": (1, 2, 4),
-    "prompt": ("a", [0], [258], [256, 257], ["a"], [[257]], "canary-" * 20, "<eos><bos>", "", []),
+    "prompt": (
+        *("a", [0], [258], [256, 257], ["a"], [[257]], "canary-" * 20, "<eos><bos>", "", []),
+        *(["a", "b"], [[1], [2]], ["same"] * 3, ["a"] * 64, ["a"] * 65, ["a", ""], ["a", [1]]),
+    ),
 }
 OF_JOBS: Mapping[str, Sequence[Any]] = {
     "lane": ("interactive", "standard", "batch", "scoring", "nowhere"),
