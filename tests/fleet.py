@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import redis.asyncio
@@ -33,9 +33,16 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.
 
 
 class WorkerProcess:
-    """One worker on the hash model, in a session of its own."""
+    """One worker on the hash model, in a session of its own. `output` takes what it prints."""
 
-    def __init__(self, redis_url: str, model: HashModelOptions, **settings: Any) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        model: HashModelOptions,
+        *,
+        output: IO[bytes] | None = None,
+        **settings: Any,
+    ) -> None:
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -45,6 +52,8 @@ class WorkerProcess:
             ],
             env=os.environ | {HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()},
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
 

@@ -67,7 +67,7 @@ async def run_drains(
 ) -> DrainReport:
     """Raises TimeoutError where a job does not end."""
     report = DrainReport(seed, budget_s)
-    settings = {"drain_s": budget_s, "lease_s": LEASE_S}
+    settings: dict[str, Any] = {"drain_s": budget_s, "lease_s": LEASE_S}
     async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False, **settings) as found:
         is_over = asyncio.Event()
         numbers = itertools.count()
@@ -133,7 +133,7 @@ async def _drain_workers(
     """Tells the oldest worker to end, while another comes in its place."""
     rng = random.Random(f"{report.seed} drains")
     for _ in range(count):
-        settings = {"drain_s": report.budget_s, "lease_s": LEASE_S}
+        settings: dict[str, Any] = {"drain_s": report.budget_s, "lease_s": LEASE_S}
         found.workers.append(WorkerProcess(found.server.url, HASH_MODEL, **settings))
         await asyncio.sleep(rng.random())
         await _drain(found, found.workers[0], rng.random() < REPEATED_SHARE, report)

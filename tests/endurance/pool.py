@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import redis
@@ -91,18 +91,26 @@ def _is_idle(info: Mapping[str, Any]) -> bool:
 
 @contextlib.asynccontextmanager
 async def pool(
-    model: HashModelOptions, *, num_workers: int, has_gateway: bool = True, **settings: Any
+    model: HashModelOptions,
+    *,
+    num_workers: int,
+    has_gateway: bool = True,
+    output: IO[bytes] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Pool]:
-    """Starts all parts and waits for the workers; ended at exit."""
+    """Starts all parts and waits for the workers; ended at exit. Gateway and workers write to
+    `output` where it is given.
+    """
     keys = Keys("test")
     with EmbeddedRedis() as server:
         client = connect(server.url, command_timeout_s=10.0)
         async with contextlib.aclosing(client):
             await ensure_library(client)
             caller = Caller(Functions(client, keys), client, keys, RETENTION_S)
-            process = gateway_process(server.url, keys)
+            process = gateway_process(server.url, keys, output=output)
             with process if has_gateway else contextlib.nullcontext("") as url:
-                async with fleet(server.url, num_workers, model, **settings) as workers:
+                own = fleet(server.url, num_workers, model, output=output, **settings)
+                async with own as workers:
                     await caller.num_workers(num_workers)
                     if has_gateway:
                         await until_it_answers(url)
@@ -111,9 +119,15 @@ async def pool(
 
 @contextlib.contextmanager
 def gateway_process(
-    redis_url: str, keys: Keys, settings: Mapping[str, str] = MappingProxyType({})
+    redis_url: str,
+    keys: Keys,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    *,
+    output: IO[bytes] | None = None,
 ) -> Iterator[str]:
-    """The URL of a gateway on a free loopback port; `settings` are variables of its environment."""
+    """The URL of a gateway on a free loopback port; `settings` are variables of its environment.
+    It writes all its log to `output` where that is given, else warnings to our stderr.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         fd = listener.fileno()
         command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
@@ -123,10 +137,12 @@ def gateway_process(
         environ |= settings
         environ.pop("BATCHWAY_API_KEY", None)
         process = subprocess.Popen(
-            [*command, "--log-level=warning"],
+            [*command, f"--log-level={'warning' if output is None else 'debug'}"],
             env=environ,
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

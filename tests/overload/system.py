@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from contract.api_keys import ApiKeys, KeyTerms
 from tests.endurance.pool import Pool, gateway_process, pool, until_it_answers
@@ -58,7 +59,7 @@ async def running_system() -> AsyncIterator[System]:
     with tempfile.TemporaryDirectory(prefix="bw-overload-") as directory:
         batching = Path(directory) / "batching.yaml"
         batching.write_text(BATCHING)
-        settings = {"batching_path": str(batching), "lease_s": _LEASE_S}
+        settings: dict[str, Any] = {"batching_path": str(batching), "lease_s": _LEASE_S}
         async with pool(_HASH_MODEL, num_workers=1, has_gateway=False, **settings) as found:
             caller = found.caller
             api_keys = ApiKeys(caller.client, caller.keys)

@@ -1,0 +1,43 @@
+"""Places in a body where a mutation may put something else."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.gateway.mutations.values import FREE
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value, or a name of an object of free names; `put` exchanges it."""
+
+    owner: Any
+    at: Any
+    is_name: bool
+    is_free: bool  # it is a text that a caller may choose
+
+    @property
+    def value(self) -> Any:
+        return self.at if self.is_name else self.owner[self.at]
+
+    def put(self, value: Any) -> None:
+        if self.is_name:
+            self.owner[value if isinstance(value, str) else "x"] = self.owner.pop(self.at)
+        else:
+            self.owner[self.at] = value
+
+
+def places_of(node: Any, name: str = "") -> Iterator[Place]:
+    """Every value below a node, and the names of metadata."""
+    items = list(node.items() if isinstance(node, dict) else enumerate(node))
+    for at, value in items:
+        inner = str(at) if isinstance(node, dict) and name != "metadata" else name
+        yield Place(node, at, False, isinstance(value, str) and inner in FREE)
+        if name == "metadata":
+            yield Place(node, at, True, True)
+        if isinstance(value, dict | list):
+            yield from places_of(value, inner)
+
+
+def objects_of(node: Any) -> Iterator[dict[str, Any]]:
+    return (p.value for p in places_of(node) if not p.is_name and isinstance(p.value, dict))

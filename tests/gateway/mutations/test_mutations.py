@@ -1,0 +1,134 @@
+"""Mutated bodies of accepted requests; `python -m tests.gateway.mutations` draws 30,000."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from gateway.app import create_app
+from gateway.settings import GatewaySettings
+from tests.endurance.command_line import EXIT_INTERRUPTED
+from tests.gateway.mutations.campaign import run_mutations
+from tests.gateway.mutations.drawing import Request, draw, request_of
+from tests.gateway.mutations.judge import Announced, judge
+from tests.gateway.mutations.seeds import CHANGE, COMPLETIONS, SEEDS
+from tests.infra.processes import any_alive, descendants, wait_until
+
+ANNOUNCED = Announced({("POST", COMPLETIONS): {200, 400, 500}}, {"invalid_value", "engine_error"})
+REQUEST = Request("", "POST", COMPLETIONS, "", (), b'{"model": "m", "stop": {"a.b": 1}}')
+CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}
+
+
+@pytest.mark.anyio
+@pytest.mark.e2e
+@pytest.mark.campaign
+async def test_mutated_bodies_are_served_or_refused_well() -> None:
+    """By a gateway and a worker as processes, which go on; nothing is logged or left open."""
+    report = await run_mutations(1_000, seed=1)
+
+    assert report.violations == []
+    assert report.num_accepted > report.num_queued > 500
+
+
+@pytest.mark.campaign
+@pytest.mark.e2e
+def test_ctrl_c_ends_a_run() -> None:
+    """In the middle: exit status 130, and no process is left."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tests.gateway.mutations", "--bodies=1000000"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stderr is not None
+    with run.stderr as errors:
+        lines = iter(errors.readline, "")
+        assert any("of 1000000 bodies" in line for line in lines)
+        children = descendants(run.pid)
+        assert len(children) >= 5, "Redis and its reaper, a gateway, a worker and its engine"
+
+        run.send_signal(signal.SIGINT)
+
+        assert "interrupted" in "".join(lines)
+    assert run.wait(timeout=60) == EXIT_INTERRUPTED
+    wait_until(lambda: not any_alive(children))
+
+
+def test_requests_are_drawn_from_the_seed_alone() -> None:
+    """The same number gives the same bytes; each differs from what it was drawn from."""
+
+    def drawn(seed: str) -> list[Request]:
+        return [draw(random.Random(f"{seed}-{number}"), number) for number in range(300)]
+
+    once = drawn("1")
+    assert once == drawn("1")
+    assert once != drawn("2")
+    assert {request.path for request in once} == {seed.path for seed in SEEDS}
+    for number, request in enumerate(once):
+        unchanged = {(r.body, r.headers, r.query) for r in (request_of(s, number) for s in SEEDS)}
+        assert (request.body, request.headers, request.query) not in unchanged
+
+
+def refusal(status: int, code: str, param: str | None) -> httpx.Response:
+    error = {"message": "x", "type": "y", "param": param, "code": code}
+    return httpx.Response(status, json={"error": error})
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        (refusal(400, "invalid_value", "stop"), []),
+        (refusal(400, "invalid_value", "stop.a.b"), []),
+        (refusal(400, "invalid_value", "Idempotency-Key"), []),
+        (refusal(400, "invalid_value", "stop.a"), ["invalid_value names 'stop.a', which is not"]),
+        (refusal(400, "invalid_value", None), ["invalid_value names None, which is not"]),
+        (refusal(400, "strange", None), ["the code strange is not in docs/api.md"]),
+        (refusal(500, "engine_error", None), ["failed: 500", "accepted, then engine_error"]),
+        (refusal(404, "invalid_value", "stop"), ["404 is not in the OpenAPI document"]),
+        (httpx.Response(400, json={"detail": "x"}), ["not the shape of an error"]),
+        (httpx.Response(200, text="<html>"), ["no JSON"]),
+        (httpx.Response(200, json={"choices": [CHOICE]}), ["accepted without a job"]),
+    ],
+)
+def test_wrong_answers_are_found(answer: httpx.Response, wrong: list[str]) -> None:
+    """One of each kind; a good one is not blamed."""
+    answer.headers["x-request-id"] = "id"
+    found = list(judge(REQUEST, answer, ANNOUNCED))
+    assert len(found) == len(wrong), found
+    assert all(text.startswith(start) for text, start in zip(found, wrong, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ([json.dumps({"choices": [CHOICE]}), "[DONE]"], []),
+        ([json.dumps({"choices": [CHOICE]})], ["no JSON: ValueError"]),
+        ([json.dumps({"choices": [CHOICE]})] * 2 + ["[DONE]"], ["choices end with"]),
+        ([json.dumps({"error": {}}), "[DONE]"], ["an error after 200"]),
+    ],
+)
+def test_wrong_streams_are_found(lines: list[str], wrong: list[str]) -> None:
+    """Without an end, with two ends of a choice, with an error."""
+    headers = {"content-type": "text/event-stream", "x-request-id": "id", "x-job-id": "job"}
+    text = "".join(f"data: {line}\n\n" for line in lines)
+    found = list(judge(REQUEST, httpx.Response(200, headers=headers, text=text), ANNOUNCED))
+    assert len(found) == len(wrong), found
+    assert all(text.startswith(start) for text, start in zip(found, wrong, strict=True)), found
+
+
+def test_every_route_with_a_body_has_seeds() -> None:
+    """All that the OpenAPI document knows, but those whose body is not read."""
+
+    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    with_body = {
+        (method.upper(), path)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if "requestBody" in operation
+    }
+    assert {(seed.method, seed.path) for seed in SEEDS} == with_body
+    assert ("PATCH", CHANGE) in with_body
