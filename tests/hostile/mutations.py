@@ -81,7 +81,7 @@ class Mutator:
             ]
         )
         self._user.delete(key)
-        make()  # type: ignore[no-untyped-call]
+        make()
 
     def _spoil_hash(self, key: bytes) -> None:
         fields: Any = self._admin.hkeys(key)
