@@ -13,8 +13,6 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from redis.exceptions import ResponseError
-
 if TYPE_CHECKING:
     from contract.calls import RateLimits
 
@@ -92,7 +90,7 @@ class wire_errors:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        is_wrong_type = isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc)
+        is_wrong_type = str(exc).startswith("WRONGTYPE")  # of redis-py, which not all parts have
         if is_wrong_type or isinstance(exc, _UNREADABLE):
             raise WireError(f"unreadable {self._what}: {type(exc).__name__}") from None
 

@@ -1,6 +1,7 @@
 """One typed call for each Redis Function.
 
 The functions are contract/lua/*.lua; the header of each names its arguments and replies.
+Over 300 lines: one call for each function, and each says what it takes.
 """
 
 import logging

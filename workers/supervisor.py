@@ -2,6 +2,7 @@
 
 Claims what there is room for and hands it to the engine process, which owns the device; the other
 duties have rooms of their own: engine_keeper, publisher, leases.
+Over 300 lines: the life of a worker in its order, from the first claim to the last goodbye.
 """
 
 import asyncio
