@@ -14,7 +14,7 @@ from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.auth import Caller
 from gateway.broker import Broker
-from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, not_found
+from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
 from gateway.schemas import CallBody, ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
 from gateway.tokens import ModelTokenizer
@@ -48,7 +48,7 @@ async def prepare(
     terms.caller.check_lane(lane)
     card = (await broker.known.models()).get(body.model)
     if card is None:
-        raise not_found(f"the model {body.model!r}", "model_not_found", "model")
+        raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
     prompt_ids = await _prompt_ids(await broker.known.tokenizer(card), card, body)
     max_tokens = _max_tokens(settings, card, body, len(prompt_ids))
@@ -137,30 +137,36 @@ def _check_ids(param: str, token_ids: "tuple[int, ...] | list[int]", card: Model
 
 
 def _max_tokens(settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int) -> int:
-    """The output cap of each choice. Raises ApiError where prompt and output cannot fit."""
+    """The output cap of each choice, clipped to what the context has room for. Raises ApiError
+    where there is no room, and where the caller asks for more than is allowed here.
+    """
     room = card.context_length - num_prompt
-    if room < 1:
-        message = (
-            f"the prompt has {num_prompt} tokens; the model's context holds "
-            f"{card.context_length}, prompt and output together"
-        )
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
-        raise bad_request("context_length_exceeded", message, param)
     name, given = _given_max_tokens(body)
+    if room < 1:
+        raise _over_context(card, body, num_prompt, given or 0)
     if given == 0:
         return 1  # the least that an engine computes; it is not shown
     if given is None:
         default = settings.default_output_tokens
         return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
     if given > room:
-        raise invalid_value(
-            name,
-            f"{name} is {given} and the prompt has {num_prompt} tokens: together "
-            f"{num_prompt + given}, over the model's context of {card.context_length}",
-        )
+        if not settings.clip_max_tokens:
+            raise _over_context(card, body, num_prompt, given)
+        given = room
     if given > settings.max_output_tokens:
         raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
     return given
+
+
+def _over_context(card: ModelCard, body: CallBody, num_prompt: int, num_output: int) -> ApiError:
+    """In OpenAI's words: clients know the error by them."""
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, you "
+        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
+        f"the completion). Please reduce the length of the {param} or completion."
+    )
+    return bad_request("context_length_exceeded", message, param)
 
 
 def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
