@@ -154,7 +154,7 @@ async def test_values_that_ask_for_nothing_are_accepted(
     """Clients send nulls and defaults; an earlier answer may be sent back as it came."""
     nothing = dict.fromkeys(("tools", "stop", "seed", "temperature", "max_tokens", "logit_bias"))
     message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    empty = {"role": "assistant", "content": None, "tool_calls": []}
+    empty: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
     body = CHAT | nothing | {"messages": [*CHAT["messages"], message, empty], "store": False}
     body |= {"response_format": {"type": "text"}, "modalities": ["text"], "functions": []}
     body |= {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
