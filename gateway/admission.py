@@ -14,7 +14,7 @@ from contract.calls import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.auth import Caller
 from gateway.broker import Broker
-from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, not_found
+from gateway.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
 from gateway.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
 from gateway.tokens import ModelTokenizer
@@ -49,7 +49,7 @@ async def prepare(
     terms.caller.check_lane(lane)
     card = (await broker.known.models()).get(body.model)
     if card is None:
-        raise not_found(f"the model {body.model!r}", "model_not_found", "model")
+        raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
     prompts = await _prompts(await broker.known.tokenizer(card), card, body)
     caps = _output_caps(settings, card, body, prompts)
@@ -166,29 +166,35 @@ def _output_caps(
 def _max_tokens(
     settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int, param: str
 ) -> int:
-    """The output cap of a prompt's choices. Raises ApiError where the two cannot fit."""
+    """The output cap of a prompt's choices, clipped to what the context has room for. Raises
+    ApiError where there is no room, and where the caller asks for more than is allowed here.
+    """
     room = card.context_length - num_prompt
-    if room < 1:
-        message = (
-            f"the prompt has {num_prompt} tokens; the model's context holds "
-            f"{card.context_length}, prompt and output together"
-        )
-        raise bad_request("context_length_exceeded", message, param)
     name, given = _given_max_tokens(body)
+    if room < 1:
+        raise _over_context(card, num_prompt, given or 0, param)
     if given == 0:
         return 1  # the least that an engine computes; it is not shown
     if given is None:
         default = settings.default_output_tokens
         return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
     if given > room:
-        raise invalid_value(
-            name,
-            f"{name} is {given} and {param} has {num_prompt} tokens: together "
-            f"{num_prompt + given}, over the model's context of {card.context_length}",
-        )
+        if not settings.clip_max_tokens:
+            raise _over_context(card, num_prompt, given, param)
+        given = room
     if given > settings.max_output_tokens:
         raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
     return given
+
+
+def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
+    """In OpenAI's words: clients know the error by them."""
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, you "
+        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
+        f"the completion). Please reduce the length of the {param} or completion."
+    )
+    return bad_request("context_length_exceeded", message, param)
 
 
 def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:

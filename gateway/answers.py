@@ -51,15 +51,25 @@ def _shown(job: Job, delta: ChoiceDelta) -> ChoiceDelta:
 
 
 class Chunks:
-    """The chunks of one stream. `tokenizer` is needed where `needs_tokenizer` says so."""
+    """The chunks of one stream. `tokenizer` is needed where `needs_tokenizer` says so.
+
+    `includes_usage` adds `usage` to each chunk: null, or with `repeats_usage` what there is so far.
+    """
 
     def __init__(
-        self, job: Job, tokenizer: ModelTokenizer | None, *, includes_usage: bool = False
+        self,
+        job: Job,
+        tokenizer: ModelTokenizer | None,
+        *,
+        includes_usage: bool = False,
+        repeats_usage: bool = False,
     ) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._head = _head(job, is_chunk=True)
-        self._tail = {"usage": None} if includes_usage else {}
+        self._includes_usage = includes_usage
+        self._repeats_usage = repeats_usage
+        self._num_tokens: dict[int, int] = {}  # by choice
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
 
@@ -67,6 +77,7 @@ class Chunks:
         for prompt in self._prompts:
             prompt.reset()
         self._streams.clear()
+        self._num_tokens.clear()
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
         """The chunks of one event: one, after a head where choices begin in it. What is said of
@@ -78,6 +89,8 @@ class Chunks:
         assert isinstance(entry.event, Tokens)
         deltas = [_shown(self._job, delta) for delta in entry.event.deltas]
         begun = [delta.choice for delta in deltas if delta.start == 0]
+        for delta in entry.event.deltas:
+            self._num_tokens[delta.choice] = delta.start + len(delta.token_ids)
         chunks = []
         if begun and (heads := self._heads(begun)):
             chunks.append(self._chunk(heads))
@@ -114,7 +127,12 @@ class Chunks:
         return head | ({"token_ids": []} if self._job.return_token_ids else {})
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "choices": choices, **self._tail}
+        chunk = {**self._head, "choices": choices}
+        if self._includes_usage:
+            num_tokens = sum(self._num_tokens.values())
+            so_far = usage(self._job, self._job.num_prompt_tokens, num_tokens)
+            chunk["usage"] = so_far if self._repeats_usage else None
+        return chunk
 
     def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.choice}

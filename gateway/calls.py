@@ -29,6 +29,7 @@ from gateway.responses import json_response as json_response
 from gateway.schemas import CallBody, check_goes_on, parse_call
 from gateway.streams import Gateway, call_stream, whole_answer
 from gateway.sync_call import SyncCall
+from gateway.unsupported import ignored_header
 
 log = logging.getLogger("batchway.gateway")
 
@@ -59,14 +60,15 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
-        return await submit_job(gateway, *prepared, preference.applied())
+        told = preference.applied() | ignored_header(raw)
+        return await submit_job(gateway, *prepared, told)
     position = _resumed_position(request, body, key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
     submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted, caller)
-    told = preference.applied() | rate_headers(submitted.rates)
+    told = preference.applied() | ignored_header(raw) | rate_headers(submitted.rates)
     headers = {"x-job-id": job.id, **told}
     call = SyncCall(
         gateway.broker,
@@ -86,6 +88,8 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
             gateway,
             call,
             includes_usage=body.includes_usage,
+            repeats_usage=body.repeats_usage,
+            has_ids=bool(key) or body.on_disconnect == "continue",
             position=position,
             starts_over=position is not START and submitted.is_new,
         ),

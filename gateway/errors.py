@@ -3,9 +3,10 @@
 ApiError is what the gateway raises on purpose; `to_api_error` translates what `contract` raises.
 """
 
+import difflib
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -52,6 +53,7 @@ _SOON_S = 1.0  # what failed a moment ago may be back
 _UNFIT_S = 30.0  # an operator must act
 _FULL_S = 5.0  # what runs must end first
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+_MAX_NAMES, _MAX_NAME = 10, 256  # of models in a message: how many, and characters of each
 # Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
 _NO_RETRY = {"x-should-retry": "false"}
 
@@ -136,6 +138,17 @@ def invalid_value(param: str | None, message: str) -> ApiError:
 
 def not_found(what: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(404, code, f"{what} does not exist, or is not yours", param=param)
+
+
+def no_such_model(name: str, known: Collection[str]) -> ApiError:
+    """`known`: the models that the caller may see."""
+    name = name[:_MAX_NAME]
+    message = f"the model {name!r} does not exist"
+    if similar := difflib.get_close_matches(name, known, n=1):
+        message += f", did you mean {similar[0]!r}"
+    shown = ", ".join(map(repr, sorted(known)[:_MAX_NAMES])) or "none yet"
+    more = ", … (GET /v1/models has them all)" if len(known) > _MAX_NAMES else ""
+    return ApiError(404, "model_not_found", f"{message}; there are: {shown}{more}", param="model")
 
 
 def _dropped(
@@ -259,5 +272,8 @@ def answer_of(exc: Exception, draw: Callable[[], float]) -> Response | None:
         return error.response(draw)
     if isinstance(exc, HTTPException):
         code = _HTTP_CODES.get(exc.status_code, "bad_request")
-        return ApiError(exc.status_code, code, exc.detail, headers=exc.headers).response()
+        message = exc.detail
+        if exc.status_code == 405 and exc.headers is not None:
+            message = f"this path takes {exc.headers['Allow']}"
+        return ApiError(exc.status_code, code, message, headers=exc.headers).response()
     return None

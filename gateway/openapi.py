@@ -56,6 +56,7 @@ class Operation:
     status: int = 200
     kinds: tuple[str, ...] = ()
     others: Mapping[int, type[BaseModel]] = field(default_factory=dict)  # by status
+    silent: tuple[int, ...] = ()  # statuses without a body
     parameters: tuple[Mapping[str, Any], ...] = ()
     wants_key: bool = True
 
@@ -195,6 +196,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/readyz"): Operation(
         "health", answers.Ready, _ALWAYS, others={503: answers.NotReady}, wants_key=False
     ),
+    ("GET", "/health"): Operation("health", None, _ALWAYS, silent=(503,), wants_key=False),
     ("GET", "/metrics"): Operation("health", None, _KEYED, kinds=(_TEXT,)),
 }
 
@@ -235,6 +237,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
     for status in sorted(set(operation.errors)):
         content = _json_of(answers.Error)
         responses[str(status)] = {"description": _REASONS[status], "content": content}
+    for status in operation.silent:
+        responses[str(status)] = {"description": _REASONS[status]}
     for status, answer in operation.others.items():
         text = "Accepted as a job" if status == 202 else _REASONS[status]
         responses[str(status)] = {"description": text, "content": _json_of(answer)}

@@ -5,6 +5,7 @@ It does not call them: its solver of dependencies takes 300 calls of Python for 
 an endpoint hears of it (docs/decisions/first-token.md).
 """
 
+import difflib
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +17,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth import Admission, check_has_room
+from gateway.errors import ApiError
 from gateway.tally import Tally
+
+_MAX_PATH = 128  # characters, in a message
+# What OpenAI has and this server has not, by the start of its paths.
+_ELSEWHERE = {
+    "/v1/responses": "no Responses API; POST /v1/chat/completions answers conversations",
+    "/v1/embeddings": "no embeddings",
+    "/v1/batches": "no Batch API; POST /v1/jobs queues a call that nobody waits for",
+    "/v1/files": "no files; POST /v1/jobs queues a call that nobody waits for",
+    "/v1/assistants": "no assistants; POST /v1/chat/completions answers conversations",
+    "/v1/threads": "no threads; POST /v1/chat/completions answers conversations",
+    "/v1/images": "no images, text only",
+    "/v1/audio": "no audio, text only",
+    "/v1/moderations": "no moderation",
+    "/v1/fine_tuning": "no training",
+}
 
 
 class Route(APIRoute):
@@ -64,12 +81,29 @@ class Routes:
             for method in route.methods or ()
         }
 
+        router.default = self._no_such_path
+
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         route = self._by_path.get((scope["method"], scope["path"]))
         if route is None:
             return self._router(scope, receive, send)
         scope["route"] = route
         return route.answer(scope, receive, send)
+
+    async def _no_such_path(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"][:_MAX_PATH]
+        known = {path for _, path in self._by_path}
+        message = f"there is no {path} here"
+        for start, hint in _ELSEWHERE.items():
+            if path.startswith(start):
+                raise ApiError(404, "not_found", f"{message}: {hint}")
+        if "/v1" + path.removeprefix("/v1").removesuffix("/") in known:
+            similar = ["/v1" + path.removeprefix("/v1").removesuffix("/")]
+        else:
+            similar = difflib.get_close_matches(path, sorted(known), n=1)
+        if similar:
+            raise ApiError(404, "not_found", f"{message}; did you mean {similar[0]}?")
+        raise ApiError(404, "not_found", f"{message}; GET /openapi.json lists the routes")
 
 
 def _admission_of(endpoint: Callable[..., Any]) -> Admission | None:

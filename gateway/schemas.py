@@ -28,7 +28,7 @@ from gateway.field_schemas import (
     PROMPT_SCHEMA,
     STOPS_SCHEMA,
 )
-from gateway.unsupported import refuse_unsupported
+from gateway.unsupported import refuse_unsupported, unknown_parameter
 
 MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
@@ -103,6 +103,7 @@ class Message(_Strict):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
     include_obfuscation: bool | None = None  # accepted; there is none
 
 
@@ -137,15 +138,21 @@ class _SamplingBody(_Strict):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     on_disconnect: Literal["cancel", "continue"] | None = None  # None: by the idempotency key
-    # Accepted and of no effect, so far.
+    # Accepted and of no effect: IGNORED in `unsupported`.
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_retention: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class ChatBody(_SamplingBody):
@@ -283,13 +290,15 @@ def _validate(model: type[_M], fields: Mapping[str, Any]) -> _M:
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        raise _translated(exc.errors(include_input=False, include_url=False)[0], fields) from None
+        error = exc.errors(include_input=False, include_url=False)[0]
+        if error["type"] == "extra_forbidden":
+            known = model.model_fields if len(error["loc"]) == 1 else ()
+            raise unknown_parameter(_path(error["loc"], fields), known) from None
+        raise _translated(error, fields) from None
 
 
 def _translated(error: ErrorDetails, fields: Mapping[str, Any]) -> ApiError:
     param = _path(error["loc"], fields)
-    if error["type"] == "extra_forbidden":
-        return bad_request("unknown_parameter", f"unknown parameter: {param}", param)
     if error["type"] == "missing":
         missing = f"{param}.{error['loc'][-1]}" if param else str(error["loc"][-1])
         return bad_request("missing_required_parameter", f"missing parameter: {missing}", missing)

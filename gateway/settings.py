@@ -51,6 +51,7 @@ class GatewaySettings:
     max_calls_per_key: int = 1_024  # at a time; 0: any number
     max_output_tokens: int = 32_768
     default_output_tokens: int = 4_096
+    clip_max_tokens: bool = True  # to the room in the context; False: refuse
     lane_bound_tokens: int | None = None  # None: what Redis has memory for; 0: no bound
     lane_bound_s: float | None = None  # predicted wait; None: by the lane; 0: no bound
     lane_bounds: tuple[str, ...] = ()  # of single lanes: `batch=500000`, `interactive=2s`
@@ -88,6 +89,7 @@ class GatewaySettings:
         may_be_zero = {
             "require_key",
             "embedded_metrics",
+            "clip_max_tokens",
             "sync_limit_s",
             "lane_bound_tokens",
             "lane_bound_s",

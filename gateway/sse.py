@@ -20,9 +20,12 @@ from gateway.errors import internal_error, to_api_error
 log = logging.getLogger("batchway.gateway")
 
 DONE = b"data: [DONE]\n\n"
-# Without an empty line behind it: where events have ids, the official client takes that for the
-# end of an event without data, and fails on it.
+# For streams whose events have ids. No empty line follows: the official client would take it for
+# the end of an event without data, and fail.
 COMMENT = b": waiting\n"
+# For streams without ids. Readers that take each chunk for one event drop empty ones, and choke on
+# a comment.
+EMPTY_LINE = b"\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
@@ -59,9 +62,10 @@ def encode_json(value: object) -> bytes:
 
 
 def message(data: object, *, event: str | None = None, id_: str | None = None) -> bytes:
-    """One event with JSON data."""
-    head = (f"event: {event}\n" if event else "") + (f"id: {id_}\n" if id_ else "")
-    return head.encode() + b"data: " + encode_json(data) + b"\n\n"
+    """One event with JSON data. The id comes last, for readers that expect `data:` first."""
+    head = f"event: {event}\n" if event else ""
+    tail = f"id: {id_}\n" if id_ else ""
+    return b"%bdata: %b\n%b\n" % (head.encode(), encode_json(data), tail.encode())
 
 
 class Heartbeat:

@@ -115,11 +115,14 @@ async def call_stream(
     call: SyncCall,
     *,
     includes_usage: bool,
+    repeats_usage: bool,
+    has_ids: bool,
     position: Position = START,
     starts_over: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """A call's events, from a position on. Raises BatchwayError, AnsweredOtherwise before the
-    first; later it ends in an event that says the same.
+    first; later it ends in an event that says the same. `has_ids`: the caller may come back, so
+    that it needs to know where it stands.
 
     Who gave a position knows of `stream_reset`, which comes first where the job starts over; to
     others a log that is not the one they read is an error.
@@ -131,8 +134,10 @@ async def call_stream(
     if starts_over:
         yield _RESET
         position = START
-    chunks = Chunks(job, await gateway.tokenizer_for(job), includes_usage=includes_usage)
-    await _prime(gateway, chunks, job, position.number)
+    tokenizer = await gateway.tokenizer_for(job)
+    chunks = Chunks(job, tokenizer, includes_usage=includes_usage, repeats_usage=repeats_usage)
+    if repeats_usage or needs_tokenizer(job):
+        await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id
     try:
@@ -149,7 +154,7 @@ async def call_stream(
                         yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
                     break
                 case LogEntry():
-                    if messages := _chunk_messages(chunks, item):
+                    if messages := _chunk_messages(chunks, item, has_id=has_ids):
                         yield messages
                         has_sent, last_id = True, item.sse_id
                         heartbeat.touch()
@@ -160,7 +165,7 @@ async def call_stream(
                 case Reset() if has_sent:
                     raise _reset_error()
                 case Idle() if heartbeat.is_due() and (has_sent or not call.patience.is_wished):
-                    yield sse.COMMENT
+                    yield sse.COMMENT if has_ids else sse.EMPTY_LINE
                     has_sent = True
             if call.patience.is_over(has_sent=has_sent):
                 if not has_sent:
@@ -191,7 +196,8 @@ async def job_stream(
     """The events of `GET /v1/jobs/{id}/events`, from a position on."""
     job = await gateway.whole(view.job)
     chunks = Chunks(job, await gateway.tokenizer_for(job))
-    await _prime(gateway, chunks, job, position.number)
+    if needs_tokenizer(job):
+        await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     last_id = position.sse_id
     queue_news = _QueueNews()
@@ -205,7 +211,7 @@ async def job_stream(
                 yield sse.message(job_object(ended), event=end.status, id_=item.sse_id)
                 break
             case LogEntry():
-                if messages := _chunk_messages(chunks, item):
+                if messages := _chunk_messages(chunks, item, has_id=True):
                     yield messages
                     last_id = item.sse_id
                     heartbeat.touch()
@@ -225,20 +231,20 @@ async def job_stream(
 
 
 async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
-    """Text offsets of logprobs count from the first token; the prompt is said before it."""
-    if job.params.logprobs is None and job.params.prompt_logprobs is None:
-        return
+    """Shows the chunks what was sent before: text offsets and counts of tokens begin there."""
     async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
         if not isinstance(entry.event, End):
             chunks.of(entry)
 
 
-def _chunk_messages(chunks: Chunks, entry: LogEntry) -> bytes:
-    """The id stands on the last: who resumes there has them all. Empty where nothing shows."""
+def _chunk_messages(chunks: Chunks, entry: LogEntry, *, has_id: bool) -> bytes:
+    """The last has the id: who resumes there has them all. Empty where nothing shows."""
     if not (messages := chunks.of(entry)):
         return b""
     *heads, last = messages
-    return b"".join(map(sse.message, heads)) + sse.message(last, id_=entry.sse_id)
+    return b"".join(map(sse.message, heads)) + sse.message(
+        last, id_=entry.sse_id if has_id else None
+    )
 
 
 class _QueueNews:

@@ -1,12 +1,15 @@
-"""Parameters that other servers know and this one does not do: refused by name, never ignored.
+"""Parameters that other servers know and this one does not.
 
-A value that asks for nothing (null, or the ones listed) is dropped, since clients send them.
+A value that asks for nothing (null, or one that is listed here) is dropped, since clients send it.
+What would change the answer is refused by name. What would not is ignored, and a header says so.
 """
 
-from collections.abc import Mapping
+import difflib
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from gateway.errors import bad_request
+from gateway.errors import ApiError, bad_request
 
 # Parameter → values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -20,8 +23,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
-    "function_call": (),
-    "functions": (),
+    # Without functions and tools there is nothing to call, so that these change nothing.
+    "function_call": ("none", "auto"),
+    "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -31,24 +35,31 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (False, True),
     "prediction": (),
     "priority": (0,),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": (),
-    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
+# Known, checked, and without any effect on the answer.
+IGNORED = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "user",
+)
 _OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -72,18 +83,35 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def ignored_header(raw: Mapping[str, Any]) -> dict[str, str]:
+    """`x-ignored-parameters`, with the names in a body that change nothing here; {} without any."""
+    names = [name for name in IGNORED if raw.get(name) is not None]
+    return {"x-ignored-parameters": ", ".join(names)} if names else {}
+
+
+def unknown_parameter(param: str, known: Collection[str]) -> ApiError:
+    """What refuses a name that nobody knows; `known` are the names in its place."""
+    similar = difflib.get_close_matches(param.rpartition(".")[2], known, n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
+    return bad_request("unknown_parameter", f"unknown parameter: {param}{hint}", param)
+
+
 def _message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
     path = f"messages.{index}."
     if _is_one_of(message.get("role"), _ROLES):
-        raise bad_request("unsupported_parameter", "tools are not supported yet", f"{path}role")
+        text = "tools are not supported yet: the roles are system, developer, user and assistant"
+        raise bad_request("unsupported_parameter", text, f"{path}role")
     content = message.get("content")
     for i, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and _is_one_of(part.get("type"), _PARTS):
             where = f"{path}content.{i}.type"
             raise bad_request("unsupported_parameter", "only text parts are supported", where)
-    return _without(message, _OF_MESSAGES, path)
+    kept = _without(message, _OF_MESSAGES, path)
+    if kept.get("role") == "assistant" and kept.get("content", "") is None:
+        kept["content"] = ""
+    return kept
 
 
 def _is_one_of(value: Any, names: frozenset[str]) -> bool:
@@ -99,6 +127,8 @@ def _without(
         if name not in unsupported:
             kept[name] = value
         elif value is not None and value not in unsupported[name]:
-            message = f"{name} is not supported with this value"
+            possible = " or ".join(json.dumps(taken) for taken in unsupported[name])
+            message = f"{name} is not supported with this value; leave it out"
+            message += f", or send {possible}" if possible else ""
             raise bad_request("unsupported_parameter", message, f"{path}{name}")
     return kept

@@ -1,4 +1,4 @@
-"""GET /livez, /readyz: no key asked for, nothing told that is worth one."""
+"""GET /livez, /readyz, /health: no key asked for, nothing told that is worth one."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -6,6 +6,7 @@ from starlette.responses import Response
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
 from gateway.calls import gateway_of, json_response
 from gateway.routing import Route
+from gateway.streams import Gateway
 
 router = APIRouter(route_class=Route)
 
@@ -19,7 +20,16 @@ async def livez(_: Request) -> Response:
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
     """200 where at least one model has a live worker; else 503 with what is missing."""
-    gateway = gateway_of(request)
+    return await _readiness(gateway_of(request))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """The status of /readyz without a body, as load generators for vLLM ask for it."""
+    return Response(status_code=(await _readiness(gateway_of(request))).status_code)
+
+
+async def _readiness(gateway: Gateway) -> Response:
     if gateway.drain.has_begun:
         return _not_ready("draining")
     try:

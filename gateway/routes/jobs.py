@@ -27,6 +27,7 @@ from gateway.job_terms import prepare_job
 from gateway.routing import Route
 from gateway.schemas import parse_job, parse_job_change
 from gateway.streams import Gateway, job_stream
+from gateway.unsupported import ignored_header
 
 router = APIRouter(route_class=Route)
 
@@ -44,7 +45,7 @@ async def create_job(request: Request, caller: JobsWriter) -> Response:
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
-    return await submit_job(gateway, job, submission, {})
+    return await submit_job(gateway, job, submission, ignored_header(asked.body))
 
 
 @router.get("/v1/jobs/{job_id}")

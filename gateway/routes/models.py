@@ -8,7 +8,7 @@ from starlette.responses import Response
 from contract.jobs import ModelCard
 from gateway.auth import AnyCaller
 from gateway.calls import gateway_of, json_response
-from gateway.errors import not_found
+from gateway.errors import no_such_model
 from gateway.routing import Route
 
 router = APIRouter(route_class=Route)
@@ -24,10 +24,10 @@ async def list_models(request: Request, _: AnyCaller) -> Response:
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, _: AnyCaller, model_id: str) -> Response:
     """One model."""
-    card = (await gateway_of(request).broker.known.models()).get(model_id)
-    if card is None:
-        raise not_found("this model", "model_not_found", "model")
-    return json_response(_shown(card))
+    cards = await gateway_of(request).broker.known.models()
+    if model_id not in cards:
+        raise no_such_model(model_id, cards)
+    return json_response(_shown(cards[model_id]))
 
 
 def _shown(card: ModelCard) -> dict[str, Any]:

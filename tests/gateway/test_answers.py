@@ -1,14 +1,16 @@
 """Answers of both endpoints, whole and streaming, as OpenAI's own client reads them."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.fakes import encode_text
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +54,49 @@ async def test_a_chat_is_streamed(worker: FakeWorker, client: openai.AsyncOpenAI
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == len(PROMPT_IDS) + 13
+
+
+async def test_a_stream_is_plain_where_nobody_can_come_back(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """No ids and no comments: load generators take each chunk for `data:`, and skip empty ones.
+    With a key both are there, the id behind the data.
+    """
+    for headers in ({}, {"idempotency-key": "plain"}):
+        body = {"model": MODEL, "prompt": "ab", "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            claimed = await idle_worker.claim()
+            parts = answer.aiter_raw()
+            first = await anext(parts)  # a heartbeat: nothing else has happened
+            assert first.strip() == (b": waiting" if headers else b"")
+            for number, event in enumerate(says("a", "b")(claimed.job), 1):
+                await idle_worker.say(claimed, number, event)
+            await idle_worker.finish(claimed, 3)
+            rest = b"".join([part async for part in parts])
+        *events, done = [event.strip() for event in rest.split(b"\n\n") if event.strip()]
+        lines = [[line for line in event.split(b"\n") if line[:1] != b":"] for event in events]
+        assert done == b"data: [DONE]"
+        assert [line[0][:6] for line in lines] == [b"data: "] * 2
+        assert [line[1][:4] for line in lines if line[1:]] == [b"id: "] * (2 if headers else 0)
+
+
+async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+    """`continuous_usage_stats`, also behind the point where a stream is resumed."""
+    worker.script = says("a", "b", "c")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}
+    headers = {"idempotency-key": "continuous"}
+    whole = (await http.post("/v1/completions", json=body, headers=headers)).text
+    chunks = [json.loads(line[6:]) for line in whole.splitlines() if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert counts[-1] == counts[-2]
+    first_id = next(line for line in whole.splitlines() if line.startswith("id: "))
+    headers["last-event-id"] = first_id.removeprefix("id: ")
+    rest = (await http.post("/v1/completions", json=body, headers=headers)).text
+    assert whole.endswith(rest)
+    assert len(rest) < len(whole)
 
 
 async def test_a_completion_is_answered_whole_and_streamed(

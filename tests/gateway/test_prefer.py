@@ -148,7 +148,7 @@ async def test_a_stream_that_meets_the_limit_says_where_to_go_on(
         await idle_worker.say(claimed, 1, events[0])
         *chunks, reconnect, done = events_of((await call).text)
         assert done == "data: [DONE]"
-        name, data = reconnect.split("\n")
+        name, data = reconnect.strip().split("\n")
         told = json.loads(data.removeprefix("data: "))
         assert (name, told["error"]["code"]) == ("event: reconnect", "became_job")
         assert told["id"] == claimed.job.id

@@ -39,7 +39,7 @@ def v1_routes() -> list[tuple[str, str]]:
 
 ROUTES = v1_routes()
 # All others: probes, which carry no key, and signed URLs.
-OPEN = {"/livez", "/readyz", "/v1/objects/{job_id}/{name}"}
+OPEN = {"/health", "/livez", "/readyz", "/v1/objects/{job_id}/{name}"}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
     """Probes carry none."""
     assert (await keyed.get("/livez")).status_code == 200
     assert (await keyed.get("/readyz")).status_code in (200, 503)
+    assert (await keyed.get("/health")).status_code in (200, 503)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
+from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import CONTEXT_LENGTH, MODEL, FakeWorker, publish_model, says
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +48,6 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [259]}, "stop_token_ids", VALUE),
     ({"stop_token_ids": [-1]}, "stop_token_ids", VALUE),
     ({"max_tokens": 0}, "max_tokens", VALUE),
-    ({"max_tokens": CONTEXT_LENGTH}, "max_tokens", VALUE),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens", VALUE),
     ({"stream": "yes"}, "stream", VALUE),
     ({"stream_options": {"include_usage": True}}, "stream_options", VALUE),
@@ -90,15 +91,15 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
         UNSUPPORTED,
     ),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", VALUE),
-    ({"max_completion_tokens": CONTEXT_LENGTH}, "max_completion_tokens", VALUE),
     ({"logprobs": 1}, "logprobs", VALUE),
     ({"top_logprobs": 2}, "top_logprobs", VALUE),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
     ({"prompt": "Hi"}, "prompt", UNKNOWN),
     ({"echo": True}, "echo", UNKNOWN),
     ({"tools": [{}]}, "tools", UNSUPPORTED),
-    ({"tool_choice": "auto"}, "tool_choice", UNSUPPORTED),
-    ({"functions": []}, "functions", UNSUPPORTED),
+    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
+    ({"functions": [{}]}, "functions", UNSUPPORTED),
+    ({"reasoning_effort": "low"}, "reasoning_effort", UNSUPPORTED),
     ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
     ({"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
     ({"audio": {}}, "audio", UNSUPPORTED),
@@ -166,9 +167,64 @@ async def test_values_that_ask_for_nothing_are_accepted(
     """Clients send nulls and defaults; an earlier answer may be sent back as it came."""
     nothing = dict.fromkeys(("tools", "stop", "seed", "temperature", "max_tokens", "logit_bias"))
     message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    body = CHAT | nothing | {"messages": [*CHAT["messages"], message], "store": False}
-    body |= {"response_format": {"type": "text"}, "modalities": ["text"]}
-    assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+    empty: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
+    body = CHAT | nothing | {"messages": [*CHAT["messages"], message, empty], "store": False}
+    body |= {"response_format": {"type": "text"}, "modalities": ["text"], "functions": []}
+    body |= {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert "x-ignored-parameters" not in answer.headers
+
+
+@pytest.mark.parametrize("headers", [{}, {"prefer": "respond-async"}])
+async def test_parameters_that_change_nothing_are_named(
+    worker: FakeWorker, http: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    """In the answer of a call and in that of a job; one that is null is none."""
+    ignored = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "metadata": None}
+    answer = await http.post("/v1/completions", json=COMPLETION | ignored, headers=headers)
+    assert answer.headers["x-ignored-parameters"] == "prompt_cache_key, safety_identifier, user"
+    job = {"endpoint": "/v1/completions", "body": COMPLETION | {"metadata": {"a": "b"}}}
+    answer = await http.post("/v1/jobs", json=job)
+    assert answer.headers["x-ignored-parameters"] == "metadata"
+
+
+async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
+    """The values that are taken; the name that was meant."""
+    for wrong, hint in (
+        ({"response_format": {"type": "json_object"}}, '{"type": "text"}'),
+        ({"tools": [{}]}, "[]"),
+        ({"max_token": 1}, "did you mean max_tokens?"),
+    ):
+        answer = await http.post("/v1/chat/completions", json=CHAT | wrong)
+        assert answer.status_code == 400
+        assert hint in answer.json()["error"]["message"]
+
+
+async def test_max_tokens_is_clipped_to_the_context(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """What the prompt leaves, which is also what admission counts."""
+    answer = await http.post("/v1/completions", json=COMPLETION | {"max_tokens": 10**9})
+    assert answer.status_code == 200
+    [job] = worker.seen
+    assert job.params.max_tokens == CONTEXT_LENGTH - len(job.prompt_ids)
+
+
+async def test_max_tokens_over_the_context_is_refused_by_a_setting(
+    worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """In OpenAI's words, by which clients know the error."""
+    settings = make_settings(redis_server.url, clip_max_tokens=False)
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            body = COMPLETION | {"max_tokens": CONTEXT_LENGTH}
+            answer = await http.post("/v1/completions", json=body)
+    assert error_of(answer) == (400, "prompt", "context_length_exceeded")
+    words = (
+        f"This model's maximum context length is {CONTEXT_LENGTH} tokens. However, you requested"
+    )
+    assert answer.json()["error"]["message"].startswith(words)
 
 
 async def test_parameters_reach_the_job(worker: FakeWorker, http: httpx.AsyncClient) -> None:
@@ -212,8 +268,8 @@ async def test_a_prompt_over_the_context_says_both_lengths(
     answer = await http.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 600})
     assert error_of(answer) == (400, "prompt", "context_length_exceeded")
     message = answer.json()["error"]["message"]
-    assert "600" in message
-    assert str(CONTEXT_LENGTH) in message
+    assert message.startswith(f"This model's maximum context length is {CONTEXT_LENGTH} tokens.")
+    assert "600 in the prompt" in message
 
 
 async def test_a_model_without_a_template_has_no_chat(
@@ -278,3 +334,37 @@ async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncC
     """404 and 405 as OpenAI's error object."""
     assert error_of(await http.get("/v1/nothing")) == (404, None, "not_found")
     assert error_of(await http.get("/v1/completions")) == (405, None, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/responses", "no Responses API; POST /v1/chat/completions"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/" + "x" * 4_000, "GET /openapi.json"),
+    ],
+)
+async def test_an_unknown_path_says_what_there_is(
+    http: httpx.AsyncClient, path: str, hint: str
+) -> None:
+    """What else would do, or the path that was meant; a long one is not sent back whole."""
+    answer = await http.post(path, json=CHAT)
+    assert error_of(answer) == (404, None, "not_found")
+    message = answer.json()["error"]["message"]
+    assert hint in message
+    assert path[:100] in message
+    assert len(message) < 300
+
+
+async def test_an_unknown_model_is_told_the_models(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """In calls and by its own path."""
+    call = await http.post("/v1/chat/completions", json=CHAT | {"model": MODEL + "x"})
+    for answer in (call, await http.get(f"/v1/models/{MODEL}x")):
+        assert error_of(answer) == (404, "model", "model_not_found")
+        assert f"did you mean {MODEL!r}" in answer.json()["error"]["message"]

@@ -1,0 +1,60 @@
+"""Runs a client's exercises, and prints what came of each as a line of JSON. It is imported in
+environments that hold the client and nothing of this project.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+URL = os.environ.get("CLIENTS_URL", "")
+BASE_URL = f"{URL}/v1"
+MODEL = "demo"
+QUESTION, ANSWER = "Count from 1 to 5.", "1, 2, 3, 4, 5"
+KEY = "no-key-is-asked-for"
+NOT_YET = ("not supported", "only text parts", "there is no /v1/")
+_MAX_CHARS = 600
+
+exercises: dict[str, tuple[Callable[[], object], bool]] = {}
+
+
+def works(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """An exercise that must do what it says; it raises where that is not so."""
+
+    def note(exercise: Callable[[], object]) -> Callable[[], object]:
+        exercises[name] = exercise, True
+        return exercise
+
+    return note
+
+
+def refused(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """An exercise that the server must refuse as not supported, with an error that says so."""
+
+    def note(exercise: Callable[[], object]) -> Callable[[], object]:
+        exercises[name] = exercise, False
+        return exercise
+
+    return note
+
+
+def says(text: object) -> None:
+    """Raises unless the answer is the right one."""
+    assert str(text).strip() == ANSWER, text
+
+
+def main(version: str) -> None:
+    """Runs all exercises. Exits with 1 where one failed."""
+    all_good = True
+    for name, (exercise, is_supported) in exercises.items():
+        try:
+            exercise()
+            error = "" if is_supported else "was not refused"
+        except Exception as exc:
+            text = f"{type(exc).__name__}: {exc}"
+            is_refusal = not is_supported and any(words in text for words in NOT_YET)
+            error = "" if is_refusal else text[-_MAX_CHARS:]
+        all_good &= not error
+        line = {"version": version, "name": name, "works": is_supported, "error": error}
+        print(json.dumps(line), flush=True)
+    sys.exit(not all_good)

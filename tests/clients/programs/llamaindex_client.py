@@ -1,0 +1,42 @@
+"""LlamaIndex's OpenAILike."""
+
+import importlib.metadata
+
+from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+
+OPTIONS = {"api_base": BASE_URL, "api_key": KEY, "model": MODEL, "temperature": 0, "max_retries": 0}
+chat = OpenAILike(is_chat_model=True, context_window=2048, **OPTIONS)
+text = OpenAILike(is_chat_model=False, context_window=2048, max_tokens=5, **OPTIONS)
+MESSAGES = [ChatMessage(role="user", content=QUESTION)]
+
+
+@works("chat")
+def whole():
+    says(chat.chat(MESSAGES).message.content)
+
+
+@works("chat stream")
+def stream():
+    says("".join(part.delta or "" for part in chat.stream_chat(MESSAGES)))
+
+
+@works("completion")
+def completion():
+    assert text.complete("1, 2, 3,").text.startswith(" 4")
+
+
+@works("completion stream")
+def completion_stream():
+    assert "".join(part.delta or "" for part in text.stream_complete("1, 2, 3,")).startswith(" 4")
+
+
+@refused("tools")
+def tools():
+    able = OpenAILike(is_chat_model=True, is_function_calling_model=True, **OPTIONS)
+    able.chat_with_tools([FunctionTool.from_defaults(fn=abs, name="f")], user_msg=QUESTION)
+
+
+main(importlib.metadata.version("llama-index-llms-openai-like"))

@@ -1,0 +1,148 @@
+"""The official client for Python."""
+
+import asyncio
+
+import openai
+from exercises import ANSWER, BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+
+client = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
+MESSAGES = [{"role": "user", "content": QUESTION}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def chat(**options):
+    return client.chat.completions.create(
+        model=MODEL, messages=options.pop("messages", MESSAGES), temperature=0, **options
+    )
+
+
+@works("chat")
+def whole():
+    says(chat().choices[0].message.content)
+
+
+@works("chat stream with usage")
+def stream():
+    chunks = list(chat(stream=True, stream_options={"include_usage": True}))
+    says("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+@works("chat, asyncio")
+def asynchronous():
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=BASE_URL, api_key=KEY) as other:
+            answer = await other.chat.completions.create(
+                model=MODEL, messages=MESSAGES, temperature=0
+            )
+            return answer.choices[0].message.content
+
+    says(asyncio.run(ask()))
+
+
+@works("completion")
+def completion():
+    answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", temperature=0, max_tokens=5)
+    assert answer.choices[0].text.startswith(" 4"), answer
+
+
+@works("completion stream")
+def completion_stream():
+    chunks = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks)
+
+
+@works("log probabilities")
+def logprobs():
+    tokens = chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(tokens[0].top_logprobs) == 2
+
+
+@works("n")
+def several():
+    assert len(chat(n=2).choices) == 2
+
+
+@works("values that ask for nothing")
+def nothing_asked():
+    history = [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]
+    answer = chat(
+        messages=history,
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=False,
+        store=False,
+        response_format={"type": "text"},
+    )
+    says(answer.choices[0].message.content)
+
+
+@works("max_tokens over the context")
+def clipped():
+    says(chat(max_tokens=1_000_000).choices[0].message.content)
+
+
+@works("ignored parameters are named")
+def ignored():
+    answer = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=MESSAGES, user="me", prompt_cache_key="k"
+    )
+    assert answer.headers["x-ignored-parameters"] == "prompt_cache_key, user"
+
+
+@works("models")
+def models():
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def error_of(kind, ask):
+    try:
+        ask()
+    except kind as exc:
+        return exc
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@works("errors")
+def errors():
+    wrong = error_of(
+        openai.NotFoundError,
+        lambda: client.chat.completions.create(model="dem", messages=MESSAGES),
+    )
+    assert wrong.code == "model_not_found"
+    assert "'demo'" in str(wrong)
+    long = [{"role": "user", "content": "a" * 5_000}]
+    too_long = error_of(openai.BadRequestError, lambda: chat(messages=long))
+    assert too_long.code == "context_length_exceeded"
+    typo = error_of(openai.BadRequestError, lambda: chat(extra_body={"max_token": 1}))
+    assert "max_tokens" in str(typo)
+
+
+@refused("tools")
+def tools():
+    chat(tools=[TOOL])
+
+
+@refused("structured output")
+def structured():
+    chat(response_format={"type": "json_object"})
+
+
+@refused("images")
+def images():
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    chat(messages=[{"role": "user", "content": [part]}])
+
+
+@refused("Responses API")
+def responses():
+    client.responses.create(model=MODEL, input=QUESTION)
+
+
+@refused("embeddings")
+def embeddings():
+    client.embeddings.create(model=MODEL, input=ANSWER)
+
+
+main(openai.__version__)
