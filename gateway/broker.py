@@ -95,7 +95,6 @@ class Broker:
             await self.payloads.discard(held.id)
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        """What submit would say; queues nothing."""
         return await self._call(lambda: self._functions.quote(job, submission))
 
     async def read(
@@ -258,7 +257,6 @@ class Broker:
                     return  # the caller has the end already
 
     def _first_look_s(self, submitted_s: float) -> float:
-        """How long a new job's first hint is waited for, now that hints are heard."""
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
     async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.clients.run import CLIENTS, ROOT, exercise, table
+from tests.clients.run import CLIENTS, ROOT, exercise, prepare, table
 from tests.infra.stack import running_demo_stack
 
 PAGE = ROOT / "docs/clients.md"
@@ -29,6 +29,7 @@ def main() -> int:
     results = {}
     with running_demo_stack() as stack:
         for name in options.names or CLIENTS:
+            prepare(CLIENTS[name])
             started_s = time.monotonic()
             results[name] = exercise(CLIENTS[name], stack.url)
             print(f"{name}: {time.monotonic() - started_s:.0f} s", flush=True)

@@ -20,7 +20,7 @@ def stack() -> Iterator[Stack]:
 def test_a_client_does_what_it_does_elsewhere(name: str, stack: Stack) -> None:
     """Each exercise works, or is refused as not supported yet."""
     client = CLIENTS[name]
-    if not client.interpreter.exists():
+    if not client.is_ready:
         pytest.skip(f"no environment: scripts/clients {name}")
     results = exercise(client, stack.url)
     assert [line for line in results if line["error"]] == []

@@ -49,7 +49,7 @@ async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
 
             await until(has_failed)
             assert await redis_client.hget(key, "code") == b"poison"
-        assert len(await caller.worker_info()) == len(workers)
+        await caller.num_workers(len(workers))
 
 
 async def test_a_record_without_its_words_is_forgotten(
