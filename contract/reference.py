@@ -46,7 +46,7 @@ from contract.calls import (
 from contract.codec import decode_entry, encode_event
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
-from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
+from contract.fairness import MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.pools import WORKER_TTL_MS, Pool, Use
@@ -324,6 +324,11 @@ class Reference:
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
         if rooms is None:
             rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
+        places = {
+            lane: Places(room.fair.max_jobs, room.fair.max_tokens, dict(room.fair.held))
+            for lane, room in rooms.items()
+            if room.fair is not None and room.max_jobs == 0
+        }
         num_tokens = 0
         num_taken: Counter[str] = Counter()
         while True:
@@ -337,7 +342,7 @@ class Reference:
                 for lane, room in rooms.items()
                 if len(claimed) < room.max_jobs
             }
-            found = self._choose(model, shares, left, skipped)
+            found = self._choose(model, shares, left, places, skipped)
             if found is None:
                 break
             taken = self._take(found, incarnation, lease_ms)
@@ -346,6 +351,8 @@ class Reference:
             claimed.append(taken)
             num_tokens += found.cost
             num_taken[found.lane] += 1
+            if found.lane in places:
+                places[found.lane].hold(found.job.tenant, found.cost)
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -643,11 +650,11 @@ class Reference:
         model: str,
         shares: list[tuple[str, float]],
         rooms: Mapping[str, LaneRoom],
+        places: Mapping[str, Places],
         skipped: list[Record],
     ) -> Record | None:
         """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
-        shares = [(lane, share) for lane, share in shares if lane in rooms]
-        for lane, share in shares:
+        for lane, share in [(lane, share) for lane, share in shares if lane in rooms]:
             owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
             if owed > 0 and rooms[lane].max_owed > 0:
                 passed: list[Record] = []
@@ -659,9 +666,28 @@ class Reference:
                     skipped += passed
                     return found
         for lane, _ in shares:
-            found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
-            if found is not None or is_blocked:
-                return found
+            if lane in rooms:
+                found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
+                if found is not None or is_blocked:
+                    return found
+            elif lane in places:
+                found = self._next_below_share(model, lane, places[lane], skipped)
+                if found is not None:
+                    return found
+        return None
+
+    def _next_below_share(
+        self, model: str, lane: str, places: Places, skipped: list[Record]
+    ) -> Record | None:
+        """Of a tenant with less than its share of a lane's places."""
+        for tenant in self._turns_in(model, lane).order():
+            room = places.room_of(tenant)
+            if room > 0:
+                passed: list[Record] = []
+                found, _ = self._next_in_line((model, lane, tenant), room, passed)
+                if found is not None:
+                    skipped += passed
+                    return found
         return None
 
     def _next_in_lane(
@@ -669,16 +695,24 @@ class Reference:
     ) -> tuple[Record | None, bool]:
         """Given back first, then by tenant; True where nothing may go before one that waits."""
         for queue in (BACK, *self._turns_in(model, lane).order()):
-            waiting = self._queues.get((model, lane, queue), [])
-            for num_skipped, job_id in enumerate(waiting, start=1):
-                record = self.records[job_id]
-                if record.cost <= room:
-                    return record, False
-                if record.passed >= self._max_passed:
-                    return None, True
-                skipped.append(record)
-                if num_skipped == MAX_SKIPPED:
-                    break
+            found, is_blocked = self._next_in_line((model, lane, queue), room, skipped)
+            if found is not None or is_blocked:
+                return found, is_blocked
+        return None, False
+
+    def _next_in_line(
+        self, line: tuple[str, str, str], room: int, skipped: list[Record]
+    ) -> tuple[Record | None, bool]:
+        """The same of one line."""
+        for num_skipped, job_id in enumerate(self._queues.get(line, []), start=1):
+            record = self.records[job_id]
+            if record.cost <= room:
+                return record, False
+            if record.passed >= self._max_passed:
+                return None, True
+            skipped.append(record)
+            if num_skipped == MAX_SKIPPED:
+                break
         return None, False
 
     def _has_turn(self, model: str, incarnation: str, lease_ms: int) -> bool:

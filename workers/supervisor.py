@@ -165,7 +165,7 @@ class Supervisor:
             )
             await self._start_all(claimed)
             self._engine.steps.note_claim(time.monotonic() - started_s)
-            if len(claimed) < max(room.max_jobs for room in rooms.values()):
+            if len(claimed) < max(1, *(room.max_jobs for room in rooms.values())):
                 if self._holding.room(time.monotonic()) is not None:
                     self._engine.speed.note_room()
                 return  # nothing that waits fits

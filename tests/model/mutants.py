@@ -251,6 +251,15 @@ MUTANTS = [
     Mutant("nobody counts who is passed over", "'passed', 1)", "'passed', 0)"),
     Mutant("no lane is owed its share", "if owed > 0 then", "if false then"),
     Mutant("a lane takes places that are kept", "if lane.jobs > num_claimed then", "if true then"),
+    Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
+    Mutant(
+        "a tenant takes more than its share",
+        "if held.jobs + 1 > math.floor(fair.jobs / num) then return 0 end",
+        "",
+    ),
+    Mutant("a share of places is of those who hold any", "(fair.held[tenant] and 0 or 1)", "0"),
+    Mutant("a share has no bound in tokens", "math.floor(fair.tokens / num) - held.tokens", "ANY"),
+    Mutant("what a claim hands out is not held", "held.jobs + 1, held.tokens + cost", "0, 0"),
     Mutant(
         "a lane that is owed takes any place",
         "if num_claimed < lane.jobs and lane.taken",

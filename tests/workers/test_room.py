@@ -136,7 +136,9 @@ TERMS = {
 
 
 def places_of(holding: Holding, now_s: float = 0.0) -> dict[str, int]:
-    return {name: room.max_jobs for name, room in holding.rooms(TERMS, now_s).items()}
+    """What is there for jobs of any tenant."""
+    rooms = holding.rooms(TERMS, now_s)
+    return {name: room.max_jobs for name, room in rooms.items() if room.fair is None}
 
 
 def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
