@@ -182,7 +182,7 @@ class Reference:
         candidate.tenant.charge(s, record.cost, self.now_ms)
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
-        return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
+        return Submitted(job.id, True, _place(candidate.ahead, record.predicted_ms), rates)
 
     def quote(self, job: Job, submission: Submission) -> Quote:
         candidate = self._candidate(job, submission)
