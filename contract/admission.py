@@ -118,6 +118,8 @@ class Ahead:
     tokens: int
     own_tokens: int  # of them, in its own lane
     lane_tokens: int
+    lane_running_tokens: int
+    num_tenants: int  # that wait in its lane
     running_jobs: int
     running_tokens: int
     rest_tokens: int
@@ -149,6 +151,8 @@ class Ahead:
             tokens=tokens + sum(load.queued_tokens for load in higher),
             own_tokens=tokens,
             lane_tokens=mine.queued_tokens,
+            lane_running_tokens=mine.running_tokens,
+            num_tenants=num_tenants,
             running_jobs=sum(load.running_jobs for load in running),
             running_tokens=sum(load.running_tokens for load in running),
             rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
@@ -222,7 +226,19 @@ class Candidate:
     all_stored_bytes: int  # of all jobs that are kept
 
     @property
+    def is_below_share(self) -> bool:
+        """Whether its tenant is handed it before others' end: nothing goes before it, and with it
+        the tenant has less than its equal share of what runs in the lane, among those that wait
+        there and itself."""
+        ahead, num_tokens = self.ahead, self.tenant.reserved + self.cost
+        if self.pool.num_live == 0 or ahead.jobs > 0 or ahead.num_tenants == 0:
+            return False
+        return num_tokens * (ahead.num_tenants + 1) <= ahead.lane_running_tokens
+
+    @property
     def wait_ms(self) -> int:
+        if self.is_below_share:
+            return 0
         cold_ms = int(self.submission.cold_start_s * 1000)
         return wait_ms(self.pool, self.ahead, self.cost, cold_ms)
 

@@ -128,6 +128,15 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
         return " ".join(f"{lane}={share}" if share else lane for lane, share in shares.items())
 
 
+class FairRoom(msgspec.Struct, frozen=True):
+    """What a worker whose places in a lane are all taken could start of tenants that have less than
+    their equal share of them: places and tokens of the lane, and what each tenant holds there."""
+
+    max_jobs: int
+    max_tokens: int
+    held: Mapping[str, tuple[int, int]]  # tenant → places, tokens
+
+
 class LaneRoom(msgspec.Struct, frozen=True):
     """What a worker could start of a lane: its next job comes only while all that was claimed
     leaves room for it. `max_owed` of them come first at most, where the lane is owed its share.
@@ -136,6 +145,7 @@ class LaneRoom(msgspec.Struct, frozen=True):
     max_jobs: int
     max_tokens: int
     max_owed: int = 2**31
+    fair: FairRoom | None = None  # counts where `max_jobs` are handed out
 
 
 class Claimed(msgspec.Struct, frozen=True):

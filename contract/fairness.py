@@ -75,3 +75,27 @@ class Shares:
                 owed = self.owed.get(name, 0.0) + share * cost - (cost if name == lane else 0)
                 owed = min(float(MAX_OWED), owed) if name in waiting else 0.0
                 self.owed[name] = max(0.0, owed)
+
+
+@dataclass(slots=True)
+class Places:
+    """Of a lane at a worker whose places are all taken: how many there are, in places and tokens,
+    and what each tenant holds."""
+
+    max_jobs: int
+    max_tokens: int
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def room_of(self, tenant: str) -> int:
+        """The largest job that the tenant may be handed, in tokens: 0 or less where one more place
+        would give it more than an equal share, among those that hold any and itself."""
+        num_jobs, num_tokens = self.held.get(tenant, (0, 0))
+        num_tenants = len(self.held) + (tenant not in self.held)
+        if num_jobs + 1 > self.max_jobs // num_tenants:
+            return 0
+        return self.max_tokens // num_tenants - num_tokens
+
+    def hold(self, tenant: str, num_choices: int, cost: int) -> None:
+        """The tenant was handed a job."""
+        num_jobs, num_tokens = self.held.get(tenant, (0, 0))
+        self.held[tenant] = num_jobs + num_choices, num_tokens + cost

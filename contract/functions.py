@@ -318,4 +318,9 @@ def _claim_terms(
     if rooms is None:
         return share
     room = rooms.get(lane, _NO_ROOM)
-    return f"{share} {room.max_jobs} {room.max_tokens} {room.max_owed}"
+    words: list[_Word] = [share, room.max_jobs, room.max_tokens, room.max_owed]
+    if room.fair is not None:
+        words += [room.fair.max_jobs, room.fair.max_tokens]
+        for tenant, held in room.fair.held.items():
+            words += [tenant, *held]
+    return " ".join(map(str, words))

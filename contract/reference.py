@@ -46,7 +46,7 @@ from contract.calls import (
 from contract.codec import decode_entry, encode_event
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
-from contract.fairness import MAX_PASSED, MAX_SKIPPED, Shares, Turns
+from contract.fairness import MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.pools import WORKER_TTL_MS, Pool, Use
@@ -184,7 +184,7 @@ class Reference:
         candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
-        return Submitted(job.id, True, _place(candidate.ahead, candidate.wait_ms), rates)
+        return Submitted(job.id, True, _place(candidate.ahead, record.predicted_ms), rates)
 
     def quote(self, job: Job, submission: Submission) -> Quote:
         candidate = self._candidate(job, submission)
@@ -326,6 +326,11 @@ class Reference:
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
         if rooms is None:
             rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
+        places = {
+            lane: Places(room.fair.max_jobs, room.fair.max_tokens, dict(room.fair.held))
+            for lane, room in rooms.items()
+            if room.fair is not None and room.max_jobs == 0
+        }
         num_tokens = num_filled = 0
         num_taken: Counter[str] = Counter()
         while True:
@@ -339,7 +344,7 @@ class Reference:
                 for lane, room in rooms.items()
                 if num_filled < room.max_jobs
             }
-            found = self._choose(model, shares, left, skipped)
+            found = self._choose(model, shares, left, places, skipped)
             if found is None:
                 break
             taken = self._take(found, incarnation, lease_ms)
@@ -349,6 +354,8 @@ class Reference:
             num_tokens += found.cost
             num_filled += found.job.num_choices
             num_taken[found.lane] += found.job.num_choices
+            if found.lane in places:
+                places[found.lane].hold(found.job.tenant, found.job.num_choices, found.cost)
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -648,11 +655,11 @@ class Reference:
         model: str,
         shares: list[tuple[str, float]],
         rooms: Mapping[str, LaneRoom],
+        places: Mapping[str, Places],
         skipped: list[Record],
     ) -> Record | None:
         """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
-        shares = [(lane, share) for lane, share in shares if lane in rooms]
-        for lane, share in shares:
+        for lane, share in [(lane, share) for lane, share in shares if lane in rooms]:
             owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
             if owed > 0 and rooms[lane].max_owed > 0:
                 passed: list[Record] = []
@@ -664,9 +671,28 @@ class Reference:
                     skipped += passed
                     return found
         for lane, _ in shares:
-            found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
-            if found is not None or is_blocked:
-                return found
+            if lane in rooms:
+                found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
+                if found is not None or is_blocked:
+                    return found
+            elif lane in places:
+                found = self._next_below_share(model, lane, places[lane], skipped)
+                if found is not None:
+                    return found
+        return None
+
+    def _next_below_share(
+        self, model: str, lane: str, places: Places, skipped: list[Record]
+    ) -> Record | None:
+        """Of a tenant with less than its share of a lane's places."""
+        for tenant in self._turns_in(model, lane).order():
+            room = places.room_of(tenant)
+            if room > 0:
+                passed: list[Record] = []
+                found, _ = self._next_in_line((model, lane, tenant), room, passed)
+                if found is not None:
+                    skipped += passed
+                    return found
         return None
 
     def _next_in_lane(
@@ -675,16 +701,24 @@ class Reference:
         """Given back first, then by tenant; True where nothing may go before one that waits. There
         must be room for one of its choices."""
         for queue in (BACK, *self._turns_in(model, lane).order()):
-            waiting = self._queues.get((model, lane, queue), [])
-            for num_skipped, job_id in enumerate(waiting, start=1):
-                record = self.records[job_id]
-                if record.cost / record.job.num_choices <= room:
-                    return record, False
-                if record.passed >= self._max_passed:
-                    return None, True
-                skipped.append(record)
-                if num_skipped == MAX_SKIPPED:
-                    break
+            found, is_blocked = self._next_in_line((model, lane, queue), room, skipped)
+            if found is not None or is_blocked:
+                return found, is_blocked
+        return None, False
+
+    def _next_in_line(
+        self, line: tuple[str, str, str], room: int, skipped: list[Record]
+    ) -> tuple[Record | None, bool]:
+        """The same of one line."""
+        for num_skipped, job_id in enumerate(self._queues.get(line, []), start=1):
+            record = self.records[job_id]
+            if record.cost / record.job.num_choices <= room:
+                return record, False
+            if record.passed >= self._max_passed:
+                return None, True
+            skipped.append(record)
+            if num_skipped == MAX_SKIPPED:
+                break
         return None, False
 
     def _has_turn(self, model: str, incarnation: str, lease_ms: int) -> bool:

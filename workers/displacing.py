@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from contract.calls import LaneRoom
+from contract.calls import FairRoom, LaneRoom
 from workers.lane_shares import UNKNOWN_LANE, LaneTerms
 
 
@@ -16,6 +16,7 @@ class Held:
     """A job that the worker holds: places for its choices in the next step, and its cost."""
 
     lane: str
+    tenant: str
     num_places: int
     num_tokens: int
 
@@ -33,7 +34,11 @@ def rooms_by_lane(
     so that of the lanes between none is counted on. A lane has no room while the engine lets a
     sequence of its level, or of a more urgent one, wait: no worker hoards, and what was displaced
     is no obstacle.
+
+    A lane without room whose jobs are held has places that a tenant with less than its equal share
+    of them may get from another: `LaneRoom.fair`. So a worker holds at most twice its places.
     """
+    held = list(held)
     waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
     first_waiting = min(waiting, default=math.inf)
     sums: dict[str, LaneRoom] = {}
@@ -42,12 +47,27 @@ def rooms_by_lane(
         sums[job.lane] = LaneRoom(
             before.max_jobs + job.num_places, before.max_tokens + job.num_tokens
         )
-    rooms = {name: _room(name, terms, sums, whole) for name in terms}
-    return {
-        name: room
-        for name, room in rooms.items()
-        if terms[name].priority < first_waiting and room.max_jobs > 0 and room.max_tokens > 0
-    }
+    rooms: dict[str, LaneRoom] = {}
+    for name, lane in terms.items():
+        room = _room(name, terms, sums, whole)
+        if lane.priority < first_waiting and room.max_jobs > 0 and room.max_tokens > 0:
+            rooms[name] = room
+        elif name in sums and lane.priority <= first_waiting:
+            rooms[name] = LaneRoom(0, 0, fair=_fair_room(name, held, room))
+    return rooms
+
+
+def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
+    """What the lane has, its `room` and what it holds, and the part of each tenant."""
+    num_jobs, num_tokens = room.max_jobs, room.max_tokens
+    parts: dict[str, tuple[int, int]] = {}
+    for job in held:
+        if job.lane == asking:
+            before = parts.get(job.tenant, (0, 0))
+            parts[job.tenant] = before[0] + job.num_places, before[1] + job.num_tokens
+            num_jobs += job.num_places
+            num_tokens += job.num_tokens
+    return FairRoom(max(0, num_jobs), max(0, num_tokens), parts)
 
 
 def _room(

@@ -176,7 +176,9 @@ class Holding:
         if any(job.is_alone for job in self.jobs.values()):
             return {}
         places = self._places(now_s)
-        held = [Held(j.lane, places[j.job.id], j.held_tokens) for j in self.jobs.values()]
+        held = [
+            Held(j.lane, j.job.tenant, places[j.job.id], j.held_tokens) for j in self.jobs.values()
+        ]
         whole = LaneRoom(self.engine.options.max_num_seqs, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {

@@ -18,6 +18,8 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
     tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
+    lane_running_tokens = lane.running_tokens,
+    tenants = redis.call('ZCARD', tag .. ':active:' .. job.model .. ':' .. job.lane),
     running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
     own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
@@ -66,6 +68,13 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
       pools.drain_ms(pool.rate, ahead.own_young_tokens)))
   end
   return wait + (pool.live == 0 and cold_ms or 0)
+end
+
+-- Whether a tenant is handed a job before others' end: nothing goes before it, and with it the tenant
+-- has less than its equal share of what runs in the lane, among those that wait there and itself.
+function admission.is_below_share(pool, ahead, reserved, cost)
+  return pool.live > 0 and ahead.jobs == 0 and ahead.tenants > 0
+    and (reserved + cost) * (ahead.tenants + 1) <= ahead.lane_running_tokens
 end
 
 -- What a meter of so many a minute has in it now: it leaks by its limit each minute.
@@ -168,6 +177,7 @@ function admission.weigh(tag, job, terms, now)
   local tenant = admission.tenant(tag, job.tenant, terms, now)
   local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
+  if admission.is_below_share(pool, ahead, tenant.reserved, job.cost) then wait = 0 end
   local service = pools.service_ms(pool, output, terms.choices)
   local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}

@@ -74,3 +74,33 @@ function fairness.move(tag, job, lane, keeps)
     redis.call('HSET', job.key, 'charged', 0)
   end
 end
+
+-- The places and tokens of a lane at a worker, and what tenants hold of them, from the words of a
+-- claim: from the fifth on {places, tokens, tenant, places, tokens, tenant, …}.
+function fairness.places(words)
+  local fair = {jobs = tonumber(words[5]), tokens = tonumber(words[6]), num = 0, held = {}}
+  for i = 7, #words, 3 do
+    fair.held[words[i]] = {jobs = tonumber(words[i + 1]), tokens = tonumber(words[i + 2])}
+    fair.num = fair.num + 1
+  end
+  return fair
+end
+
+-- The largest job that a tenant may be handed, in tokens: 0 or less where one more place would give
+-- it more than an equal share, among those that hold any and itself.
+function fairness.room_of(fair, tenant)
+  local held = fair.held[tenant] or {jobs = 0, tokens = 0}
+  local num = fair.num + (fair.held[tenant] and 0 or 1)
+  if held.jobs + 1 > math.floor(fair.jobs / num) then return 0 end
+  return math.floor(fair.tokens / num) - held.tokens
+end
+
+-- The tenant was handed a job of the lane.
+function fairness.hold(fair, tenant, choices, cost)
+  local held = fair.held[tenant]
+  if not held then
+    held = {jobs = 0, tokens = 0}
+    fair.held[tenant], fair.num = held, fair.num + 1
+  end
+  held.jobs, held.tokens = held.jobs + choices, held.tokens + cost
+end

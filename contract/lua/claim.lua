@@ -12,7 +12,10 @@
 --          filled less than so many places, and one choice of it fits into so many tokens, of all
 --          lanes together;
 --          the lane goes first, where it is owed its share, only while the call has filled less
---          than `owed` places by it. Each choice of a job fills a place.
+--          than `owed` places by it. Each choice of a job fills a place. Behind these may stand
+--          `<places> <tokens>` of the lane and `<tenant> <places> <tokens>` for each tenant with
+--          jobs there: a tenant with less than an equal share of them is handed a job where the
+--          lane has no room
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
@@ -49,14 +52,16 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   return {}
 end
 
--- The lanes of the call: {name, share, places, room, owed, taken}, …
+-- The lanes of the call: {name, share, places, room, owed, taken, fair}, …
 local function lanes_of(argv)
   local lanes = {}
   for i = 8, #argv, 2 do
-    local share, places, tokens, owed = string.match(argv[i + 1], '^(%S+) ?(%d*) ?(%d*) ?(%d*)$')
+    local words = {}
+    for word in string.gmatch(argv[i + 1], '%S+') do table.insert(words, word) end
     table.insert(lanes, {
-      name = argv[i], share = tonumber(share), places = tonumber(places) or tonumber(argv[4]),
-      room = tonumber(tokens) or tonumber(argv[5]), owed = tonumber(owed) or ANY, taken = 0,
+      name = argv[i], share = tonumber(words[1]), places = tonumber(words[2] or argv[4]),
+      room = tonumber(words[3] or argv[5]), owed = tonumber(words[4]) or ANY, taken = 0,
+      fair = words[5] and fairness.places(words),
     })
   end
   return lanes
@@ -71,6 +76,24 @@ local function has_waiting(tag, model, lanes)
     table.insert(keys, lane_key(tag, 'active', model, lane.name))
   end
   return #keys > 0 and redis.call('EXISTS', unpack(keys)) > 0
+end
+
+-- The next job of a tenant with less than its share of a lane's places; those of its line that it
+-- passes over, in `skipped`.
+local function next_below_share(tag, model, lane, skipped)
+  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane.name), 0, MAX_TENANTS - 1)
+  for _, tenant in ipairs(tenants) do
+    local room = fairness.room_of(lane.fair, tenant)
+    if room > 0 then
+      local passed, line = {}, lane_key(tag, 'q', model, lane.name) .. ':' .. tenant
+      local found = find_fit(tag, line, room, passed)
+      if found then
+        for _, id in ipairs(passed) do table.insert(skipped, id) end
+        found.tenant = tenant
+        return found
+      end
+    end
+  end
 end
 
 -- The job to hand out next, and its lane; those that it passes over, in `skipped`.
@@ -94,6 +117,9 @@ local function choose(tag, model, lanes, num_filled, skipped)
     if lane.places > num_filled then
       local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped)
       if found or is_blocked then return found, lane.name end
+    elseif lane.places == 0 and lane.fair then
+      local found = next_below_share(tag, model, lane, skipped)
+      if found then return found, lane.name end
     end
   end
 end
@@ -131,7 +157,12 @@ local function claim(keys, argv)
     if job then
       for _, served in ipairs(lanes) do
         served.room = served.room - found.cost
-        if served.name == lane then served.taken = served.taken + found.choices end
+        if served.name == lane then
+          served.taken = served.taken + found.choices
+          if found.tenant then
+            fairness.hold(served.fair, found.tenant, found.choices, found.cost)
+          end
+        end
       end
       num_filled = num_filled + found.choices
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Release, Swept, Verdict
+from contract.calls import Append, FairRoom, LaneRoom, Release, Swept, Verdict
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
@@ -295,3 +295,25 @@ async def test_a_foreign_tenant_sees_nothing(functions: Functions) -> None:
     await functions.submit(job, make_submission())
     assert await functions.read(job.id, "someone else") is None
     assert await functions.read("job-0-none", "t") is None
+
+
+async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
+    functions: Functions,
+) -> None:
+    """Of four places one tenant holds all: another gets two jobs, the first gets none. With a third
+    that holds one there is one place for each."""
+    for tenant in ("heavy", "light", "heavy", "light", "light"):
+        await functions.submit(make_job(tenant), make_submission())
+
+    async def claimed(held: dict[str, tuple[int, int]]) -> list[str]:
+        rooms = {"standard": LaneRoom(0, 0, fair=FairRoom(4, 1000, held))}
+        found = await functions.claim(
+            "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
+        )
+        return [item.job.tenant for item in found]
+
+    full = {"heavy": (4, 400)}
+    assert await claimed(full | {"other": (1, 9), "light": (1, 9)}) == []
+    assert await claimed(full | {"light": (0, 495)}) == []  # its part of the tokens is taken
+    assert await claimed(full) == ["light", "light"]
+    assert await claimed(full | {"light": (2, 26)}) == []

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from contract.calls import LaneRoom, TenantLimits, Wanted, WorkerCapacity
+from contract.calls import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
@@ -225,6 +225,10 @@ class Walk:
             "interactive": LaneRoom(*room),
             "standard": LaneRoom(*rng.choice([(0, 0), (1, 9), (2, 30)]), rng.choice([0, 1, 8])),
         }
+        if self._flip(0.4):
+            held = {t: (rng.randint(0, 3), rng.randint(0, 30)) for t in TENANTS if self._flip(0.6)}
+            fair = FairRoom(rng.choice([2, 4, 7]), rng.choice([30, 60, 1000]), held)
+            by_lane["standard"] = LaneRoom(0, 0, fair=fair)
         self._world.claim(
             worker,
             *room,

@@ -1,12 +1,13 @@
 """How many jobs a worker asks for: as many as the next step has places for, and no more."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from contract.calls import Claimed, LaneRoom
+from contract.calls import Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
 from workers.batching import LaneOptions, StrategyOptions
@@ -33,10 +34,11 @@ def start(
     n: int = 1,
     lane: str = "standard",
     cost_tokens: int = 6,
+    tenant: str = "t",
 ) -> HeldJob:
     job = Job(
         id=job_id,
-        tenant="t",
+        tenant=tenant,
         model="m",
         lane=lane,
         endpoint=Endpoint.COMPLETIONS,
@@ -144,8 +146,12 @@ TERMS = {
 }
 
 
-def places_of(holding: Holding, now_s: float = 0.0) -> dict[str, int]:
-    return {name: room.max_jobs for name, room in holding.rooms(TERMS, now_s).items()}
+def places_of(
+    holding: Holding, now_s: float = 0.0, terms: Mapping[str, LaneTerms] | None = None
+) -> dict[str, int]:
+    """What is there for jobs of any tenant."""
+    rooms = holding.rooms(terms or TERMS, now_s)
+    return {name: room.max_jobs for name, room in rooms.items() if room.fair is None}
 
 
 def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
@@ -175,10 +181,10 @@ def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
     terms = {"interactive": LaneTerms(0, 0.0), "a": LaneTerms(1, 0.25), "b": LaneTerms(1, 0.0)}
     for lane in "aabb":
         start(holding, str(len(holding.jobs)), lane=lane)
-    assert holding.rooms(terms, 0.0) == {}
+    assert places_of(holding, terms=terms) == {}
     for job in list(holding.jobs.values())[:2]:
         job.lane = "b"
-    assert list(holding.rooms(terms, 0.0)) == ["interactive"]
+    assert list(places_of(holding, terms=terms)) == ["interactive"]
 
 
 @pytest.mark.parametrize(("share", "num_kept"), [(0.0, 0), (0.2, 1), (0.25, 2), (0.3, 2)])
@@ -230,6 +236,21 @@ def test_a_job_that_was_moved_holds_the_place_of_its_new_lane(holding: Holding) 
     jobs = [start(holding, str(number), lane="batch") for number in range(NUM_PLACES)]
     jobs[0].lane = "interactive"
     assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
+
+
+def test_a_full_lane_tells_what_each_tenant_holds(holding: Holding) -> None:
+    """Also while a displaced sequence of the lane waits in the engine, but not while one of a more
+    urgent lane does: that one goes first."""
+    for number in range(NUM_PLACES):
+        start(holding, str(number))
+    fair = FairRoom(NUM_PLACES, holding.max_tokens, {"t": (4, 24)})
+    assert holding.rooms(TERMS, 0.0)["standard"] == LaneRoom(0, 0, fair=fair)
+    start(holding, "displaces", tenant="u")
+    holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("standard",))
+    fair = FairRoom(NUM_PLACES, holding.max_tokens, {"t": (4, 24), "u": (1, 6)})
+    assert holding.rooms(TERMS, 0.0)["standard"] == LaneRoom(0, 0, fair=fair)
+    holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("interactive",))
+    assert "standard" not in holding.rooms(TERMS, 0.0)
 
 
 def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:

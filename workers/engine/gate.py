@@ -12,7 +12,7 @@ from workers.engine.lanes import Lanes
 from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.running import Running
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Account, Sequence
 from workers.engine.step_plan import StepPlan
 
 
@@ -177,9 +177,10 @@ class Gate:
     ) -> list[Sequence] | None:
         """Who must go for the candidate, no one where there is room; None where it must wait.
 
-        Only sequences of lower lanes go, the least to lose first, and none that is pinned. They
-        will yield later too, so how much they may grow is no reason to wait. Alone it may always
-        run.
+        Sequences of lower lanes go, the least to lose first, and none that is pinned. They will
+        yield later too, so how much they may grow is no reason to wait. Where they do not suffice,
+        so do sequences of the tenant that has the most places in the candidate's own lane, see
+        `_above_share`. Alone it may always run.
         """
         num_running, num_blocks = len(self._running.sequences), self._blocks.num_blocks
         num_places_lacking = num_running + 1 - self.limits.max_num_seqs
@@ -193,13 +194,44 @@ class Gate:
         may_grow = grows_at_will or forecast.peak(need, set(yielding)) <= num_blocks
         if is_room and may_grow:
             return []
+        above_share = self._above_share(candidate)
         yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
         for num_victims, victim in enumerate(yielding, start=1):
             num_lacking -= forecast.num_blocks_of(victim)
             is_room = num_places_lacking <= num_victims and num_lacking <= 0
             if num_victims == num_running or (is_room and may_grow):
                 return yielding[:num_victims]
+        for num_equals, victim in enumerate(above_share, start=1):
+            num_lacking -= forecast.num_blocks_of(victim)
+            num_victims = len(yielding) + num_equals
+            if num_places_lacking <= num_victims and num_lacking <= 0:
+                victims = yielding + above_share[:num_equals]
+                if grows_at_will or forecast.peak(need, set(victims)) <= num_blocks:
+                    return victims
         return None
+
+    def _largest_other(self, account: Account) -> Account | None:
+        """The tenant of the same lane with the most places, where it can give one up."""
+        lane, by_account = account[0], self._running.by_account
+        others = [other for other in by_account if other[0] == lane and other != account]
+        largest = max(others, key=lambda other: len(by_account[other]), default=None)
+        if largest is None or not self._running.may_pass(largest, account):
+            return None
+        return None if self._lanes.is_overdue(largest) else largest
+
+    def _above_share(self, candidate: Sequence) -> list[Sequence]:
+        """Those of the tenant with the most places in the candidate's lane that may go for it, the
+        least to lose first: none that is pinned, and only so many that their tenant keeps as many
+        as the candidate's will have. So a displaced sequence can take none of them back.
+        """
+        largest = self._largest_other(candidate.account)
+        if largest is None:
+            return []
+        by_account = self._running.by_account
+        num_own = len(by_account.get(candidate.account, ()))
+        others = [s for s in by_account[largest] if not self.is_pinned(s)]
+        others.sort(key=lambda s: (s.num_computed, -s.arrival))
+        return others[: len(by_account[largest]) - num_own - 1]
 
     def _yielding_to(self, candidate: Sequence) -> list[Sequence]:
         """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's

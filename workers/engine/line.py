@@ -8,7 +8,7 @@ Leaves to strategies who may run, and to the gate whether there is room.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heapreplace
 
 from workers.engine.lanes import Lanes
@@ -32,6 +32,7 @@ class WaitingLine:
         self._num_in: Counter[str] = Counter()  # by lane, kept or not; none is 0
         self._num_queued_in: Counter[str] = Counter()
         self._next_number = 0
+        self.num_changes = 0  # of who is in `accounts`
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._places
@@ -49,6 +50,15 @@ class WaitingLine:
         """Of the lanes in which anybody is in a queue; None where nobody is."""
         return min(map(self._lanes.priority_of, self._num_queued_in), default=None)
 
+    @property
+    def accounts(self) -> Collection[Account]:
+        """Lanes and tenants with anybody in a queue."""
+        return self._queues.keys()
+
+    def first_of(self, account: Account) -> Sequence:
+        """The first in a queue."""
+        return self._queues[account][0][1]
+
     def is_queued(self, sequence: Sequence) -> bool:
         """Whether it waits and may run."""
         return self._places.get(sequence) is not None
@@ -63,7 +73,10 @@ class WaitingLine:
         self._next_number += 1
         self._places[sequence] = place
         self._num_queued_in[sequence.lane] += 1
-        queue = self._queues.setdefault((sequence.lane, sequence.tenant), [])
+        account = sequence.lane, sequence.tenant
+        if account not in self._queues:
+            self.num_changes += 1
+        queue = self._queues.setdefault(account, [])
         queue.insert(_index(queue, place), (place, sequence))
 
     def discard(self, sequence: Sequence) -> None:
@@ -79,6 +92,7 @@ class WaitingLine:
         del queue[_index(queue, place)]
         if not queue:
             del self._queues[account]
+            self.num_changes += 1
         self._num_queued_in -= Counter((sequence.lane,))
 
     def ordered(

@@ -5,7 +5,7 @@ few passes. Leaves to the scheduler who may run and what they get.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from workers.engine.sequence import Account, Sequence
@@ -41,14 +41,37 @@ class Running:
         # Sets in order of insertion: removal is constant-time, iteration deterministic.
         self.sequences: dict[Sequence, None] = {}
         self.by_account: dict[Account, dict[Sequence, None]] = {}  # of those that have any
+        self.num_changes = 0
+
+    def may_pass(self, account: Account, other: Account) -> bool:
+        """Whether the first, with one place less, has as many as the second with one more."""
+        num, num_other = len(self.by_account.get(account, ())), len(self.by_account.get(other, ()))
+        return num >= num_other + 2
+
+    def below_share(self, accounts: Iterable[Account]) -> list[Account]:
+        """Of these, the tenants to which another tenant of their lane may pass a place on."""
+        most: dict[str, int] = {}
+        for (lane, _), running in self.by_account.items():
+            if len(running) > most.get(lane, 1):
+                most[lane] = len(running)
+        if not most:
+            return []
+        nobody: dict[Sequence, None] = {}
+        return [
+            account
+            for account in accounts
+            if most.get(account[0], 0) >= len(self.by_account.get(account, nobody)) + 2
+        ]
 
     def add(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self.sequences[sequence] = None
         self.by_account.setdefault(sequence.account, {})[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
         """Forgets who is there."""
         if sequence in self.sequences:
+            self.num_changes += 1
             del self.sequences[sequence]
             self._leave(sequence)
 
@@ -57,6 +80,7 @@ class Running:
         if sequence not in self.sequences:
             sequence.lane = lane
             return
+        self.num_changes += 1
         self._leave(sequence)
         sequence.lane = lane
         self.add(sequence)

@@ -21,7 +21,7 @@ from workers.engine.model import Padding
 from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Account, Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
 
 _SMALL_SHARE = 1 / 8  # of the budget, which streams may take before anyone's turn
@@ -51,6 +51,9 @@ class Scheduler:
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
         self._books = Books(self._lanes, policy, blocks)
         self._running = Running()
+        self._below_share_now: Collection[Account] = ()
+        self._below_share_at = (0, 0)  # changes of those who run and wait, when it was found
+        self._was_refused = False  # whether the last step had no room for somebody
         self._waiting = WaitingLine(self._lanes, policy)
         self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
 
@@ -179,7 +182,17 @@ class Scheduler:
         if self._gate.has_room:
             return True
         lanes = {lane for lane, _ in self._running.by_account}
-        return any(self._lanes.priority_of(lane) > first_priority for lane in lanes)
+        if any(self._lanes.priority_of(lane) > first_priority for lane in lanes):
+            return True
+        return bool(self._below_share())
+
+    def _below_share(self) -> Collection[Account]:
+        """Of those who wait, the lanes and tenants that others must make room for in their lane."""
+        num_changes = self._running.num_changes, self._waiting.num_changes
+        if num_changes != self._below_share_at:
+            self._below_share_now = self._running.below_share(self._waiting.accounts)
+            self._below_share_at = num_changes
+        return self._below_share_now
 
     def _put_streams(self, plan: StepPlan) -> bool:
         """Gives all streams their token, where there is enough for all, and where they are all
@@ -206,6 +219,9 @@ class Scheduler:
         order = Order(others, self._waiting, self._lanes, self._policy, now_s)
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
+        was_refused, self._was_refused = self._was_refused, False
+        if not plan.is_full and (was_refused or not self._gate.has_room):
+            self._admit_below_share(plan, now_s)
         for lane, num_owed in self._lanes.owed().items():
             self._serve(plan, order, order.walk(lane), num_owed, now_s)
         self._serve(plan, order, order.walk(), UNLIMITED, now_s)
@@ -232,6 +248,23 @@ class Scheduler:
                 order.names_waiting = not is_full and self._admit(plan, sequence, now_s)
         return order.names_waiting
 
+    def _admit_below_share(self, plan: StepPlan, now_s: float) -> None:
+        """Where room is short, lets in those first whose tenant has too few places in its lane:
+        in the policy's order they may stand behind many of the tenant that has most.
+
+        In turns, until places are shared or nobody is let in.
+        """
+        places = self._running.by_account
+        has_admitted = True
+        while has_admitted and plan.num_for_prompts > 0:
+            has_admitted = False
+            firsts = [(a, self._waiting.first_of(a)) for a in self._below_share()]
+            firsts.sort(key=lambda f: (self._lanes.of(f[1]).priority, len(places.get(f[0], ()))))
+            for _, sequence in firsts:
+                if sequence not in plan.preempted and plan.num_for_prompts > 0:
+                    self._admit(plan, sequence, now_s)
+                    has_admitted |= sequence in self._running.sequences
+
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Lets the candidate in, or not; returns whether others may be asked after it."""
         verdict, entry = self._gate.ask(plan, candidate)
@@ -241,6 +274,7 @@ class Scheduler:
             # What victims shared, with each other or with the candidate, is known only now.
             verdict, entry = self._gate.ask(plan, candidate)
         if entry is None:
+            self._was_refused |= verdict is Verdict.NO_ROOM
             is_overdue = self._lanes.is_overdue(candidate.account)
             return verdict is Verdict.BEING_COMPUTED and not is_overdue
         self._waiting.discard(candidate)

@@ -1,0 +1,177 @@
+"""One tenant floods a lane, another calls in it: `python -m tests.overload.tenants --jobs N`.
+
+A stack without settings but with two keys. The light tenant calls, one call after another, first
+alone, then while jobs of the heavy tenant hold every place; between the two the heavy tenant is
+alone, for the tokens per second that it gets undisturbed. Exit status 1 where a call of the light
+tenant was refused or broke off.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+
+from bench.spread import percentile
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.functions import Functions
+from contract.keys import Keys
+from tests.endurance.command_line import Progress, parser_of, run, silent
+from tests.endurance.side_by_side import side_by_side
+from tests.infra.stack import running_stack_without_settings
+from tests.overload.arrivals import Ask
+from tests.overload.callers import Call, hear, note_head
+from tests.overload.posting import Broken, posting
+
+_LANE = "standard"
+_NUM_POSTERS = 16
+_NUM_CALLS_ALONE = 40
+_CALL_TOKENS = 16
+_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsOptions:
+    """`measured_s`: how long each measurement under the flood takes."""
+
+    num_jobs: int = 1200
+    job_tokens: int = 900
+    measured_s: float = 25.0
+
+
+@dataclass
+class TenantsReport:
+    options: TenantsOptions
+    jobs: Sequence[Call]
+    alone: Sequence[Call]
+    flooded: Sequence[Call]
+    tokens_per_s: dict[str, float]
+    num_displaced: int
+
+    @property
+    def violations(self) -> list[str]:
+        return [
+            f"a call of the light tenant ended with {call.status} {call.reason}"
+            for call in (*self.alone, *self.flooded)
+            if not call.is_whole
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "jobs taken": sum(call.is_admitted for call in self.jobs),
+            "TTFT (s)": {"alone": _seconds(self.alone), "flooded": _seconds(self.flooded)},
+            "tokens/s": {name: round(rate, 1) for name, rate in self.tokens_per_s.items()},
+            "sequences displaced": self.num_displaced,
+        }
+
+
+async def run_tenants(
+    options: TenantsOptions, say: Callable[[str], None] = silent
+) -> TenantsReport:
+    """Leaves no process behind."""
+    with running_stack_without_settings() as stack:
+        url = await asyncio.to_thread(lambda: stack.url)
+        [socket] = stack.temp_dir.glob("batchway-*/redis.sock")
+        client = redis.asyncio.Redis.from_url(f"unix://{socket}")
+        async with contextlib.aclosing(client):
+            keys = Keys()
+            made = ApiKeys(client, keys)
+            api_keys = {
+                tenant: (await made.create(KeyTerms(tenant=tenant)))[0]
+                for tenant in ("heavy", "light")
+            }
+            return await _Tenants(options, url, Functions(client, keys), api_keys, say).run()
+
+
+@dataclass
+class _Tenants:
+    options: TenantsOptions
+    url: str
+    functions: Functions
+    api_keys: dict[str, str]
+    say: Callable[[str], None]
+    jobs: list[Call] = field(default_factory=list)
+
+    async def run(self) -> TenantsReport:
+        alone = [await self._call() for _ in range(_NUM_CALLS_ALONE)]
+        self.say("the light tenant was alone")
+        rest = iter(range(self.options.num_jobs))
+
+        async def post() -> None:
+            for _ in rest:
+                self.jobs.append(await self._ask("heavy", self.options.job_tokens, is_job=True))
+
+        await side_by_side(*(post() for _ in range(_NUM_POSTERS)))
+        self.say(f"{sum(call.is_admitted for call in self.jobs)} jobs were taken")
+        rates = {}
+        before, started_s = await self._totals(), time.monotonic()
+        await asyncio.sleep(self.options.measured_s)
+        after, now_s = await self._totals(), time.monotonic()
+        rates["heavy alone"] = (after[0] - before[0]) / (now_s - started_s)
+        before, started_s = after, now_s
+        flooded = []
+        while time.monotonic() - started_s < self.options.measured_s:
+            flooded.append(await self._call())
+            self.say(f"{len(flooded)} calls")
+        after, now_s = await self._totals(), time.monotonic()
+        rates["both"] = (after[0] - before[0]) / (now_s - started_s)
+        num_displaced = after[1] - before[1]
+        return TenantsReport(self.options, self.jobs, alone, flooded, rates, num_displaced)
+
+    async def _totals(self) -> tuple[int, int]:
+        totals = (await self.functions.glance("demo", [])).totals
+        num_tokens = totals.get(f"generation_tokens_total:{_LANE}", 0)
+        return num_tokens, totals.get("num_preemptions_total", 0)
+
+    async def _call(self) -> Call:
+        return await self._ask("light", _CALL_TOKENS)
+
+    async def _ask(self, tenant: str, num_tokens: int, *, is_job: bool = False) -> Call:
+        """One try, to the end of its answer."""
+        call = Call(Ask(tenant, _LANE, (), num_tokens), time.time(), 0.0)
+        body: dict[str, Any] = {
+            "model": "demo",
+            "prompt": "Once upon a time",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+        }
+        path = "/v1/completions"
+        if is_job:
+            body = {"endpoint": path, "body": body, "lane": _LANE}
+            path = "/v1/jobs"
+        else:
+            body |= {"stream": True, "return_token_ids": True}
+        started_s = time.monotonic()
+        key = self.api_keys[tenant]
+        try:
+            async with posting(self.url + path, body, timeout_s=_TIMEOUT_S, api_key=key) as answer:
+                note_head(call, answer)
+                if call.status == 200:
+                    await hear(call, answer, started_s)
+        except Broken as broken:
+            call.reason = str(broken)
+        return call
+
+
+def _seconds(calls: Sequence[Call]) -> str:
+    ttfts = [call.ttft_s for call in calls if call.ttft_s is not None]
+    p50, p99 = (percentile(ttfts, share) for share in (0.5, 0.99))
+    if p50 is None or p99 is None:
+        return "-"
+    return f"p50 {p50:.3f}, p99 {p99:.3f}, longest {max(ttfts):.3f} of {len(ttfts)}"
+
+
+def main() -> int:
+    parser = parser_of("tenants", __doc__)
+    parser.add_argument("--jobs", type=int, default=1200, help="of the heavy tenant")
+    given = parser.parse_args()
+    options = TenantsOptions(given.jobs)
+    return run(lambda: run_tenants(options, Progress().say), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

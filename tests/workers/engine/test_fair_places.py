@@ -1,0 +1,105 @@
+"""A tenant with fewer places than another of its lane takes one from it; equals take nothing."""
+
+from tests.workers.engine.harness import Harness, Sizes, job, oracle
+from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
+from workers.engine.request import Request
+
+_NUM_PLACES = 6
+
+
+def harness_of(num_blocks: int = 400) -> Harness:
+    policy = Composed(VirtualTokenCounters(), FirstComeFirstServed())
+    return Harness(Sizes(num_blocks=num_blocks, max_num_seqs=_NUM_PLACES), policy=policy)
+
+
+def flood(harness: Harness, tenant: str, num_jobs: int, max_tokens: int = 40) -> list[Request]:
+    requests = [
+        job(f"{tenant}-{i}", range(i, i + 8), tenant=tenant, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(num_jobs)
+    ]
+    for request in requests:
+        harness.add(request)
+    return requests
+
+
+def places(harness: Harness) -> dict[str, int]:
+    running = [s.tenant for s in harness.engine.sequences if s.block_ids]
+    return {tenant: running.count(tenant) for tenant in sorted(set(running))}
+
+
+def assert_undisturbed(harness: Harness, requests: list[Request]) -> None:
+    for request in requests:
+        assert harness.output_ids[request.job_id, 0] == oracle(request)[request.job_id, 0][0]
+
+
+def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
+    """Another holds all places and has more waiting in front; it loses no token."""
+    harness = harness_of()
+    requests = flood(harness, "heavy", 2 * _NUM_PLACES)
+    for _ in range(5):
+        harness.step()
+    requests += flood(harness, "light", 1, max_tokens=4)
+
+    reports = [harness.step(), harness.step()]
+    assert "light-0" in {o.sequence.job_id for report in reports for o in report.outputs}
+    assert harness.num_preemptions == 1
+
+    harness.run()
+    assert_undisturbed(harness, requests)
+
+
+def test_places_are_shared_alike_and_then_nobody_is_displaced() -> None:
+    """Three tenants get two places each; while all of them have work none loses one again."""
+    harness = harness_of()
+    requests = flood(harness, "a", 12)
+    harness.step()
+    requests += [*flood(harness, "b", 12), *flood(harness, "c", 12)]
+    for _ in range(3):
+        harness.step()
+    num_preemptions = harness.num_preemptions
+    assert (places(harness), num_preemptions) == ({"a": 2, "b": 2, "c": 2}, 4)
+
+    for _ in range(20):
+        harness.step()
+        assert places(harness) == {"a": 2, "b": 2, "c": 2}
+    assert harness.num_preemptions == num_preemptions
+
+    harness.run()
+    assert_undisturbed(harness, requests)
+
+
+def test_blocks_are_shared_where_they_are_short() -> None:
+    """There are places, but the blocks are taken: one with many sequences gives some up."""
+    harness = harness_of(num_blocks=24)
+    requests = flood(harness, "heavy", 12)
+    for _ in range(4):
+        harness.step()
+    requests += flood(harness, "light", 1, max_tokens=4)
+    reports = [harness.step() for _ in range(4)]
+    assert "light-0" in {o.sequence.job_id for report in reports for o in report.outputs}
+
+    harness.run()
+    assert_undisturbed(harness, requests)
+
+
+def test_a_tenant_alone_displaces_none_of_its_own() -> None:
+    """However many of its jobs wait."""
+    harness = harness_of()
+    flood(harness, "heavy", 20)
+    harness.run()
+    assert harness.num_preemptions == 0
+
+
+def test_who_was_displaced_often_enough_is_left_alone() -> None:
+    """So each sequence ends, however often another tenant comes back."""
+    harness = Harness(Sizes(num_blocks=400, max_num_seqs=_NUM_PLACES, max_preemptions=1))
+    requests = flood(harness, "heavy", _NUM_PLACES)
+    harness.step()
+    most = 0
+    for number in range(12):
+        harness.add(job(f"light-{number}", range(9), tenant="light", max_tokens=1))
+        harness.step()
+        most = max(most, *(s.num_preemptions for s in harness.engine.sequences))
+    assert (most, harness.num_preemptions) == (1, _NUM_PLACES)
+    harness.run()
+    assert_undisturbed(harness, requests)
