@@ -54,7 +54,7 @@ async def _fails(http: httpx.AsyncClient, number: int, canaries: list[str]) -> h
         body | {"n": prompt},
         body | {"model": prompt},
         body | {"stop": [prompt] * 5},
-        body | {"prompt": [prompt, prompt]},
+        body | {"prompt": [prompt, ""]},
         body | {"logit_bias": {prompt: 1}},
         body | {"tools": [prompt]},
         {"endpoint": "/v1/completions", "body": body, "lane": prompt},
