@@ -74,7 +74,7 @@ def test_only_the_first_choice_says_the_prompts_logprobs(load_family: LoadFamily
     """The prompt is the same for all; 0 asks for no others than its own tokens."""
     model = load_family("llama")[0].model
     [prompt] = make_prompts([9], VOCAB_SIZE)
-    sequences = [make_sequence(prompt, choice=i, prompt_logprobs=0) for i in (0, 1)]
+    sequences = [make_sequence(prompt, choice=i, n=2, prompt_logprobs=0) for i in (0, 1)]
 
     found = run_prompts(model, sequences, 1000)
 

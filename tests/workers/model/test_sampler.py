@@ -61,7 +61,7 @@ def test_draws_follow_the_softmax_at_a_temperature(temperature: float) -> None:
 def test_draws_of_one_sequence_follow_the_softmax_over_positions() -> None:
     """The same seed at 20,000 positions, as one long output would."""
     sequences = [
-        make_sequence([4], output_ids=[5] * position, seed=3, temperature=1.0)
+        make_sequence([4], output_ids=[5] * position, seed=3, temperature=1.0, n=10)
         for position in range(2000)
     ]
 
@@ -154,7 +154,8 @@ def test_noise_depends_on_seed_choice_and_position_and_nothing_else() -> None:
     same = make_sequence([9, 9, 9], temperature=1.0)
     same.job_id, same.epoch, same.tenant, same.num_computed = "other", 7, "else", 2
     assert draw(logits, [same])[0].token_id == token()
-    assert len({token(), token(seed=2), token(choice=1), token(output_ids=[5])}) == 4
+    assert token(choice=2, n=2) == token(), "the first choice of the job's next prompt"
+    assert len({token(), token(seed=2), token(choice=1, n=2), token(output_ids=[5])}) == 4
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
