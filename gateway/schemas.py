@@ -1,6 +1,8 @@
 """The bodies that callers send, in OpenAI's shapes: types and ranges of every field.
 
 Leaves to admission what needs the model: vocabulary, context length, defaults.
+
+Over 300 lines: it is one list of fields.
 """
 
 from collections.abc import Mapping, Sequence

@@ -181,7 +181,6 @@ async def test_bad_requests_cost_only_themselves(stack: Stack) -> None:
     nonsense: list[tuple[dict[str, Any], int, str | None]] = [
         ({"model": "nobody"}, 404, "model"),
         ({"max_tokens": -1}, 400, "max_tokens"),
-        ({"max_tokens": 10**9}, 400, "max_tokens"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"messages": "hello"}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),

@@ -362,7 +362,7 @@ MUTANTS = [
     Mutant(
         "a draining worker counts as one that takes jobs", "if argv[4] == 'up' then", "if true then"
     ),
-    Mutant("the hash forgets the past", "redis.sha1hex(hash .. event)", "redis.sha1hex(event)"),
+    Mutant("the hash forgets the past", "sha1hex(hash .. event)", "sha1hex(event)"),
     Mutant(
         "compaction drops an event",
         "if #pack == PACK or i == #entries then",

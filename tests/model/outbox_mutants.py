@@ -35,8 +35,8 @@ _TEXTS = [
     ),
     (
         "what is taken stays due",
-        "  redis.call('ZREM', tag .. ':due:' .. to, id)\n  local number",
-        "  local number",
+        "  redis.call('ZREM', tag .. ':due:' .. to, id)\n  local record",
+        "  local record",
     ),
     (
         "a lost attempt is never made again",
