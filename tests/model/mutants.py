@@ -11,6 +11,7 @@ class Mutant:
     text: str
     instead: str
     is_postal: bool = False  # in the outbox, where another walk looks more closely
+    seed: int = 0  # of the walk that is tried first: it found this one, which few do
 
     def apply(self, source: str) -> str:
         assert source.count(self.text) == 1, f"{self.name}: the text is there once"
@@ -57,11 +58,13 @@ MUTANTS = [
         "a job that was moved is held against its old lane's prediction",
         "'lane', job.lane, 'predicted', -1)\n    if suspect",
         "'lane', job.lane)\n    if suspect",
+        seed=8,
     ),
     Mutant(
         "a detached job still needs a caller",
         "  redis.call('ZREM', tag .. ':attended', job.id)\n  redis.call('ZADD'",
         "  redis.call('ZADD'",
+        seed=17,
     ),
     Mutant(
         "detaching shortens a deadline",
@@ -96,11 +99,13 @@ MUTANTS = [
         "an append does not renew the lease",
         "    table.insert(renewed, item.id)\n  else",
         "    local _\n  else",
+        seed=20,
     ),
     Mutant(
         "an append of one that goes on does not renew the lease",
         "      renewed[#renewed + 1] = id\n",
         "",
+        seed=17,
     ),
     Mutant(
         "one that goes on may leave a gap, and say all again",
@@ -111,6 +116,7 @@ MUTANTS = [
         "one that goes on may do so past its deadline",
         "  if now >= deadline or tokens > max_tokens then return nil end",
         "  if tokens > max_tokens then return nil end",
+        seed=33,
     ),
     Mutant(
         "one that goes on has no cap",
@@ -151,6 +157,7 @@ MUTANTS = [
         "a caller is told how far the record was",
         "  local progress = running.progress(tag, redis.call('HGET', key, 'owner'), id) or {}",
         "  local progress = {}",
+        seed=10,
     ),
     Mutant(
         "what goes on counts no tokens of its cost",
@@ -161,6 +168,7 @@ MUTANTS = [
         "a heartbeat does not renew leases",
         "      redis.call('ZADD', tag .. ':leases', now + lease_ms, argv[i])\n",
         "",
+        seed=9,
     ),
     Mutant(
         "a claim grants no lease",
@@ -268,7 +276,7 @@ MUTANTS = [
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
-    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", ""),
+    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", "", seed=19),
     Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
     Mutant("a share is not used up", "if lane.name == name then owed = owed - tokens end", ""),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
@@ -327,11 +335,13 @@ MUTANTS = [
         "a cold start counts against a lane's bound",
         "local over = wait - (pool.live == 0 and terms.cold_ms or 0)",
         "local over = wait",
+        seed=21,
     ),
     Mutant(
         "a lane without a measured rate has no bound",
         "return is_full and UNMEASURED_MS or nil",
         "return nil",
+        seed=45,
     ),
     Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
     Mutant(
@@ -350,6 +360,7 @@ MUTANTS = [
         "no grace after a restart",
         "  if not before then return false end\n",
         "  if true then return false end\n",
+        seed=8,
     ),
     Mutant(
         "a suspect has company", "redis.call('SCARD', tag .. ':alone:' .. model) >= quota", "false"
@@ -388,9 +399,12 @@ MUTANTS = [
         "promises outlive the overload",
         "  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end\n",
         "",
+        seed=15,
     ),
     Mutant("all of the drain rate is promised", "FIRST_COMERS * job.cost", "job.cost"),
-    Mutant("the limits per minute are told as promises", "and not METERS[limit] then", "then"),
+    Mutant(
+        "the limits per minute are told as promises", "and not METERS[limit] then", "then", seed=21
+    ),
     Mutant(
         "nobody is told that a job waits",
         "  redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)\n",
