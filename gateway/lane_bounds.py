@@ -62,5 +62,6 @@ def tokens_in(memory_bytes: int) -> int:
 
 
 def stored_bytes_beside(memory_bytes: int) -> int:
-    """How many bytes of all jobs may be kept, in a Redis of this memory and its object store."""
-    return memory_bytes * STORED_FACTOR
+    """How many bytes of all jobs may be kept, in a Redis of this memory and its object store: as of
+    64 MiB where it has less, for then it refuses jobs by itself."""
+    return max(memory_bytes, 2**26) * STORED_FACTOR

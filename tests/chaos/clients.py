@@ -160,6 +160,7 @@ class Leaver(Client):
 
     kind = "leaver"
     may_cancel = True
+    asks_for_ids = False
 
     async def live(self, story: Story, ask: Ask) -> None:
         body = {**ask.body, "stream": True}

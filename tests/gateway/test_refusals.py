@@ -155,7 +155,8 @@ async def test_what_is_kept_is_bound_in_bytes(
 
 def test_bytes_are_bound_without_settings_and_settings_win() -> None:
     """Eight times the memory of Redis, half of it for one tenant; 0: any."""
-    assert make_settings("").stored_bounds(1000) == (8000, 4000)
+    assert make_settings("").stored_bounds(2**30) == (2**33, 2**32)
+    assert make_settings("").stored_bounds(1) == (2**29, 2**28)
     assert make_settings("", max_stored_bytes=600).stored_bounds(1000) == (600, 300)
     bounds = {"max_stored_bytes": 0, "max_tenant_stored_bytes": 0}
     assert make_settings("", **bounds).stored_bounds(1000) == (0, 0)
