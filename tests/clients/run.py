@@ -34,10 +34,6 @@ class Client:
         return ENVIRONMENTS / self.environment
 
     @property
-    def is_ready(self) -> bool:
-        return not self.environment or (self.folder / _READY).exists()
-
-    @property
     def interpreter(self) -> Path:
         if self.program.endswith(".mjs"):
             return _node_of(self.folder) / "bin/node"
@@ -52,7 +48,7 @@ def _node_of(folder: Path) -> Path:
 
 def prepare(client: Client) -> None:
     """Makes the client's environment where it is missing. Raises CalledProcessError."""
-    if client.is_ready:
+    if not client.environment or (client.folder / _READY).exists():
         return
     folder = client.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
