@@ -58,7 +58,7 @@ def prepare(client: Client) -> None:
     else:
         venv.create(folder, clear=True, with_pip=True)
         requirements = str(Path(__file__).parent / f"requirements/{client.environment}.txt")
-        pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet"]
+        pip = [str(folder / "bin/python"), "-m", "pip", "install", "-qq"]
         subprocess.run([*pip, "-r", requirements], check=True)
     if client.program.endswith(".mjs"):
         node = _node_of(folder)
