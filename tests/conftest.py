@@ -48,11 +48,12 @@ def _group(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole processes come first: they wait most, and others use that time. Then what one
-    process does for long, so that the others are not done before it."""
+    """Tests of whole processes come first: they wait most, and others use that time; so do the long
+    walks over the protocol. Then what one process does for long, so that the others are not done
+    before it."""
 
     def place(item: pytest.Item) -> int:
-        if item.get_closest_marker("e2e") is not None:
+        if item.get_closest_marker("e2e") is not None or "test_protocol" in item.nodeid:
             return 0
         return 1 if _SHARING[1].match(item.nodeid) else 2
 

@@ -152,7 +152,7 @@ class Walk:
             terms["lane_bound_tokens"] = self._rng.choice([30, 45])
         if self._stage is _LIMITS and self._flip(0.4):
             terms["lane_bound_s"] = self._rng.choice([0.5, 3])
-        if self._stage is _LIMITS and self._flip(0.1):
+        if self._stage is _LIMITS and self._flip(0.3):
             terms[self._rng.choice(["max_stored_bytes", "max_tenant_stored_bytes"])] = 40_000
         return terms
 
