@@ -1,5 +1,7 @@
 """What submit and quote are told, as their arguments. Names and units are those of submit.lua."""
 
+from collections.abc import Iterable
+
 from contract.callbacks import encode_callback
 from contract.calls import Submission
 from contract.codec import WIRE_VERSION, encode_job, encode_metadata, encode_terms
@@ -14,7 +16,11 @@ _BYTES_PER_OUTPUT_TOKEN = 13
 def stored_bytes(job: Job, submission: Submission) -> int:
     """What is counted as stored of a job until it is forgotten: its parts as they are sent, its
     prompt in the object store, and what its record and an output of full length take."""
-    brought = sum(map(len, _packed(job, submission)))
+    return _stored_bytes(job, submission, _packed(job, submission))
+
+
+def _stored_bytes(job: Job, submission: Submission, packed: Iterable[bytes]) -> int:
+    brought = sum(map(len, packed))
     if job.stored_prompt is not None:
         brought += job.stored_prompt.ref.num_bytes
     return brought + _RECORD_BYTES + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
@@ -29,6 +35,7 @@ def _packed(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
 def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     """The arguments of submit and quote."""
     s, limits = submission, submission.limits
+    packed = _packed(job, s)
     terms: dict[str, str | int | float] = {
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
@@ -47,7 +54,7 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "tokens_per_min": limits.tokens_per_min,
         "concurrent_tokens": limits.concurrent_tokens,
         "lane_share": limits.lane_share,
-        "stored_bytes": stored_bytes(job, s),
+        "stored_bytes": _stored_bytes(job, s, packed),
         "max_tenant_bytes": s.max_tenant_stored_bytes,
         "max_bytes": s.max_stored_bytes,
         "needs_worker": s.needs_worker,
@@ -57,6 +64,6 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "callback_started": s.callback is not None and s.callback.tells_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
     }
-    packed, metadata, callback = _packed(job, s)
+    encoded, metadata, callback = packed
     names = job.id, job.tenant, job.model, job.lane
-    return *names, packed, encode_terms(terms), metadata, callback
+    return *names, encoded, encode_terms(terms), metadata, callback

@@ -95,7 +95,7 @@ function admission.tenant(tag, tenant, terms, now)
     {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved'})
   local stored = redis.call('HMGET', tag .. ':stored:tenants', tenant, '')
   return {
-    stored = tonumber(stored[1] or 0), all_stored = tonumber(stored[2] or 0),
+    stored = whole_number(stored[1] or 0) or 0, all_stored = whole_number(stored[2] or 0) or 0,
     requests = level(found.requests, found.requests_ms, terms.requests_per_min, now),
     tokens = level(found.tokens, found.tokens_ms, terms.tokens_per_min, now),
     reserved = found.reserved,

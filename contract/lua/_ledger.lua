@@ -216,19 +216,21 @@ function ledger.settle(tag, job, status)
 end
 
 -- Counts a new job's bytes with what is stored of its tenant, and of all (field ''). What is stored
--- of each job is noted too: its record may expire before it is forgotten.
+-- of each job, and whose it is, is noted too: its record may expire before it is forgotten.
 function ledger.store(tag, job, bytes)
-  redis.call('HSET', tag .. ':stored:jobs', job.id, bytes)
+  redis.call('HSET', tag .. ':stored:jobs', job.id, bytes .. ' ' .. job.tenant)
   for _, name in ipairs({job.tenant, ''}) do
     redis.call('HINCRBY', tag .. ':stored:tenants', name, bytes)
   end
 end
 
 -- A job is forgotten.
-function ledger.unstore(tag, id, tenant)
-  local bytes = redis.call('HGET', tag .. ':stored:jobs', id)
-  if not bytes then return end
+function ledger.unstore(tag, id)
+  local noted = redis.call('HGET', tag .. ':stored:jobs', id)
+  if not noted then return end
   redis.call('HDEL', tag .. ':stored:jobs', id)
+  local bytes, tenant = string.match(noted, '^(%d+) (.+)$')
+  if not bytes or #bytes > 15 then return end  -- no function has written this
   for _, name in ipairs({tenant, ''}) do
     if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then
       redis.call('HDEL', tag .. ':stored:tenants', name)

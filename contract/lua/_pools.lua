@@ -14,7 +14,7 @@ local pools = {}
 local function numbers(key, names)
   local found = {}
   for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do
-    found[names[i]] = tonumber(value or 0)
+    found[names[i]] = tonumber(value or 0) or 0
   end
   return found
 end

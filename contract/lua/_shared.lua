@@ -228,7 +228,7 @@ local function forget(tag, id, tenant, has_objects, entry)
   redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
   redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
   redis.call('ZREM', tag .. ':kept', entry)
-  ledger.unstore(tag, id, tenant)
+  ledger.unstore(tag, id)
   if has_objects then redis.call('SADD', tag .. ':litter', id) end
 end
 

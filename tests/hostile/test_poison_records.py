@@ -73,6 +73,12 @@ async def test_a_record_without_its_words_is_forgotten(
     await functions.sweep()
     left = [key async for key in redis_client.scan_iter(match=keys.job("*"))]
     assert left == [keys.job(sound.id).encode()]
+    assert await redis_client.hkeys(keys.stored("jobs")) == [sound.id.encode()]
+    sums = await redis_client.hgetall(keys.stored("tenants"))
+    assert sums[b"t"] == sums[b""]
+    assert int(sums[b""]) > 0
+    await redis_client.hset(keys.stored("tenants"), mapping={"t": "x", "": "x"})
+    await functions.submit(make_job(), make_submission(max_tenant_stored_bytes=10**6))
 
 
 async def test_a_log_of_another_type_is_begun_anew(

@@ -298,8 +298,9 @@ class Audit:
         )
         stored: Any = self.client.hgetall(self.keys.stored("jobs"))
         sums: Counter[str] = Counter()
-        for raw_id, num_bytes in stored.items():
-            [owner] = [tenant for tenant in found if raw_id.decode() in found[tenant]]
+        for raw_id, noted in stored.items():
+            num_bytes, _, owner = noted.decode().partition(" ")
+            assert raw_id.decode() in found.get(owner, {}), f"I11: stored:jobs {raw_id}: {owner}"
             sums[owner] += int(num_bytes)
             sums[""] += int(num_bytes)
         held: Any = self.client.hgetall(self.keys.stored("tenants"))
