@@ -7,11 +7,10 @@ import logging
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import ResponseError
 
 from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
 from contract.connection import broker_errors
-from contract.errors import WireError
+from contract.errors import WireError, wire_errors
 from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
 from contract.redis_clock import now_ms
@@ -61,12 +60,11 @@ class Catalogue:
     async def _names(self) -> set[bytes]:
         """Empty where the list has been overwritten by something else."""
         try:
-            with broker_errors():
+            with wire_errors("list of models"), broker_errors():
                 names: Any = await self._client.smembers(self._keys.models)
-        except ResponseError as exc:
-            reason = _wrong_type(exc)
+        except WireError as exc:
             if self._has_list:
-                log.error("the list of models cannot be read: %s", reason)
+                log.error("%s", exc)
             self._has_list, names = False, ()
         else:
             self._has_list = True
@@ -92,30 +90,15 @@ class Catalogue:
     async def num_live_workers(self, model: str) -> int:
         """Workers of a model that were heard of lately. Raises WireError."""
         since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
-        try:
-            with broker_errors():
-                return await self._client.zcount(self._keys.workers(model), since_ms, "+inf")
-        except ResponseError as exc:
-            raise _wrong_type(exc) from exc
+        with wire_errors("list of workers"), broker_errors():
+            return await self._client.zcount(self._keys.workers(model), since_ms, "+inf")
 
     async def _read(self, key: str, max_bytes: int) -> bytes:
         """A string of Redis, empty where there is none: no more of it than is allowed comes over
         the wire. Raises WireError.
         """
-        try:
-            with broker_errors():
-                raw: Any = await self._client.getrange(key, 0, max_bytes)
-        except ResponseError as exc:
-            raise _wrong_type(exc) from exc
+        with wire_errors("card or tokenizer"), broker_errors():
+            raw: Any = await self._client.getrange(key, 0, max_bytes)
         if len(raw) > max_bytes:
             raise WireError(f"it is longer than {max_bytes} bytes")
         return bytes(raw)
-
-
-def _wrong_type(exc: ResponseError) -> WireError:
-    """What a reply about a key of another type is to readers. Raises the error where it is about
-    anything else.
-    """
-    if "WRONGTYPE" not in str(exc):
-        raise exc
-    return WireError("its key holds another type")

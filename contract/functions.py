@@ -301,9 +301,10 @@ class Functions:
                 raise AssertionError(f"delete: unknown reply {reply!r}")
 
     async def glance(self, model: str, lanes: Sequence[str]) -> Glance:
-        """A model's lanes, workers and totals at one moment."""
+        """A model's lanes, workers and totals at one moment. Raises WireError."""
         reply = await self._call("glance", model, *lanes, reads=True)
-        return replies.glance(lanes, reply)
+        with wire_errors("state of a model"):
+            return replies.glance(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a

@@ -9,8 +9,6 @@ import time
 from collections import OrderedDict
 from functools import partial
 
-from redis.exceptions import ResponseError
-
 from contract.catalogue import Catalogue
 from contract.errors import WireError
 from contract.functions import Functions
@@ -132,11 +130,9 @@ class KnownModels:
                 found[name] = await self._door.call(
                     partial(self._functions.glance, name, card.lanes)
                 )
-            except (WireError, ResponseError, ValueError, TypeError, AttributeError) as exc:
-                # A worker wrote something that neither the function nor its reader expects.
+            except WireError as exc:
                 spoiled.add(name)
                 if name not in self._spoiled:
-                    kind = type(exc).__name__
-                    log.error("model left out of the metrics: %s model=%s", kind, name)
+                    log.error("model left out of the metrics: %s model=%s", exc, name)
         self._spoiled = frozenset(spoiled)
         return found
