@@ -17,7 +17,6 @@ from typing import Any
 
 import redis.asyncio
 
-from bench.spread import percentile
 from bench.submit import make_job
 from contract.calls import Append, Claimed, Submission
 from contract.connection import connect
@@ -25,6 +24,7 @@ from contract.events import ChoiceDelta, Tokens
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
+from infra.bench.spread import percentile
 from infra.embedded_redis import EmbeddedRedis
 
 NUM_JOBS = (1, 32, 64, 128, 256)

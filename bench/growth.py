@@ -21,7 +21,7 @@ import torch
 from contract.jobs import SamplingParams
 from workers.engine.model import Chunk, ModelRefused, Sample
 from workers.engine.sequence import Sequence
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import Demand, Shape, demand_of, shape_of

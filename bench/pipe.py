@@ -22,14 +22,14 @@ from typing import Any
 import httpx
 
 from bench.bare_caller import BareCaller
-from bench.calls import Caller, Outcome
-from bench.engine import run_workload, warm_up
-from bench.load import Load, LoadRun, run_load
 from bench.processor_time import ProcessorTime
-from bench.workloads import Workload, log_uniform_workload
+from infra.bench.engine import run_workload, warm_up
+from infra.bench.http_calls import Caller, Outcome
+from infra.bench.load import Load, LoadRun, run_load
+from infra.bench.workloads import Workload, log_uniform_workload
 from workers.engine.engine import Engine
-from workers.engine_setup import build_engine
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineOptions
 
 _READY = "batchway is ready: "
 _END_S = 30.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 # A part's name by what its command line holds; the first that fits.
 _PARTS = {
-    "engine": "workers.engine_process",
+    "engine": "workers.engine_process.engine_loop",
     "worker's supervisor": "infra worker",
     "gateway": "infra gateway",
     "Redis": "redis",

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.engine import run_workload
-from bench.workloads import log_uniform_workload
 from contract.jobs import SamplingParams
+from infra.bench.engine import run_workload
+from infra.bench.workloads import log_uniform_workload
+from infra.demo_model import demo_model_path
 from infra.tables import table
-from models import demo_model_path
-from models.training.documents import answer_ids, prompt_ids
-from models.training.draws import FAMILIES
-from models.training.evaluate import held_out
+from training.documents import answer_ids, prompt_ids
+from training.draws import FAMILIES
+from training.evaluate import held_out
 from workers.engine.model import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
-from workers.engine_setup import build_engine
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import shape_of

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from bench.spread import percentile
 from contract.jobs import SamplingParams
+from infra.bench.spread import percentile
 from workers.engine.engine import Engine
 from workers.engine.model import Chunk, Padding, Row, Sample
 from workers.engine.request import Request
-from workers.engine_setup import build_engine
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineOptions
 
 RUNNING = (16, 64, 256)
 WAITING = (0, 1_000, 10_000)

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from contract.callbacks import Callback
-from contract.errors import JobRefused
+from contract.errors import JobRefused, RateLimits
 from contract.events import LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 
@@ -74,21 +74,6 @@ class Position(msgspec.Struct, frozen=True):
     num_jobs_ahead: int = 0
     num_tokens_ahead: int = 0
     eta_s: float | None = None
-
-
-class RateLimit(msgspec.Struct, frozen=True):
-    """A limit per minute: what is left of it, and when all of it will be there again."""
-
-    limit: int
-    remaining: int
-    reset_s: float
-
-
-class RateLimits(msgspec.Struct, frozen=True):
-    """A tenant's limits per minute as they stand after a call; None: it has no such limit."""
-
-    requests: RateLimit | None = None
-    tokens: RateLimit | None = None
 
 
 class Submitted(msgspec.Struct, frozen=True):

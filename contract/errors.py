@@ -11,10 +11,8 @@ BatchwayError
 
 from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from contract.calls import RateLimits
+import msgspec
 
 
 class ErrorCode(StrEnum):
@@ -106,6 +104,21 @@ def unreadable(function: str, exc: Exception) -> WireError:
     return WireError(f"function {function}: a key holds {kind} than the functions write")
 
 
+class RateLimit(msgspec.Struct, frozen=True):
+    """A limit per minute: what is left of it, and when all of it will be there again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+class RateLimits(msgspec.Struct, frozen=True):
+    """A tenant's limits per minute as they stand after a call; None: it has no such limit."""
+
+    requests: RateLimit | None = None
+    tokens: RateLimit | None = None
+
+
 class JobRefused(BatchwayError):
     """The broker or the engine did not take the job.
 
@@ -120,7 +133,7 @@ class JobRefused(BatchwayError):
         *,
         limit: str = "",
         retry_after_s: float | None = None,
-        rates: "RateLimits | None" = None,
+        rates: RateLimits | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code

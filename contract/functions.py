@@ -34,13 +34,13 @@ from contract.codec import decode_entry
 from contract.connection import broker_errors
 from contract.errors import BrokerFull, ErrorCode, unreadable, wire_errors
 from contract.events import LogEntry
-from contract.glance import Glance
+from contract.fleet_snapshot import FleetSnapshot
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import LIBRARY
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 from contract.steps import decode_verdicts, encode_items
-from contract.terms import asked
+from contract.submit_arguments import asked
 
 log = logging.getLogger("batchway.redis")
 
@@ -300,11 +300,11 @@ class Functions:
             case reply:
                 raise AssertionError(f"delete: unknown reply {reply!r}")
 
-    async def glance(self, model: str, lanes: Sequence[str]) -> Glance:
+    async def snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
         """A model's lanes, workers and totals at one moment. Raises WireError."""
-        reply = await self._call("glance", model, *lanes, reads=True)
+        reply = await self._call("snapshot", model, *lanes, reads=True)
         with wire_errors("state of a model"):
-            return replies.glance(lanes, reply)
+            return replies.snapshot(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a

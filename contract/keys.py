@@ -147,8 +147,8 @@ class Keys(msgspec.Struct, frozen=True):
         return f"{self.tag}:kept"
 
     @property
-    def litter(self) -> str:
-        return f"{self.tag}:litter"
+    def orphaned(self) -> str:
+        return f"{self.tag}:orphaned"
 
     @property
     def object_store(self) -> str:

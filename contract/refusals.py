@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from contract.calls import Position, RateLimit, RateLimits, Submission
-from contract.errors import ErrorCode, JobRefused
+from contract.calls import Position, Submission
+from contract.errors import ErrorCode, JobRefused, RateLimit, RateLimits
 from contract.jobs import Job
 
 UNKNOWN_MS = -1

@@ -8,7 +8,7 @@ from typing import Any
 from contract.calls import Append, Claimed, Correction, JobView, Swept, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
 from contract.errors import ErrorCode, WireError, wire_errors
-from contract.glance import Glance, LaneSight, WorkerSight
+from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 from contract.refusals import decode_position
 
@@ -129,11 +129,11 @@ def _shown(word: str) -> str:
     return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
-def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:
-    """The reply of `glance`."""
+def snapshot(lanes: Sequence[str], reply: list[Any]) -> FleetSnapshot:
+    """The reply of `snapshot`."""
     now_ms, totals, seen, workers, deliveries = reply
-    sights = [LaneSight(a, b, c, d, wait_ms / 1000) for a, b, c, d, wait_ms in seen]
-    return Glance(
+    sights = [LaneSnapshot(a, b, c, d, wait_ms / 1000) for a, b, c, d, wait_ms in seen]
+    return FleetSnapshot(
         now_ms / 1000,
         dict(zip(lanes, sights, strict=True)),
         tuple(_worker(*row) for row in workers),
@@ -142,10 +142,10 @@ def glance(lanes: Sequence[str], reply: list[Any]) -> Glance:
     )
 
 
-def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSight:
+def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
     names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks")
-    return WorkerSight(
+    return WorkerSnapshot(
         incarnation.decode(), seen_ms / 1000, *(int(info.get(name, 0)) for name in names)
     )
 

@@ -7,6 +7,7 @@ from typing import Self
 
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
+from contract.payloads.opening import open_store
 from gateway.lane_bounds import (
     TENANT_SHARE,
     LaneBound,
@@ -15,7 +16,6 @@ from gateway.lane_bounds import (
     stored_bytes_beside,
     tokens_in,
 )
-from payloads.opening import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     # By name: whoever imports the command line loads no model.
     let_threads_wait_awake()
-    command = importlib.import_module(f"bench.{options.bench}_command")
+    command = importlib.import_module(f"infra.bench.{options.bench}_command")
     status: int = command.run(options)
     return status
 

@@ -121,7 +121,7 @@ def _gateway(options: argparse.Namespace) -> int:
     else:
         listener = socket.socket(fileno=options.listen_fd)
 
-    from gateway.server import serve
+    from gateway.http.server import serve
     from infra.lifeline import end_with_parent
 
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
@@ -147,7 +147,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
 
 def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
     """The listening socket, before anything else is started."""
-    from gateway.listener import UnsafeBinding, bind, is_loopback
+    from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
         has_keys = not is_loopback(options.host) and _has_keys(settings)
@@ -189,7 +189,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     from infra.lifeline import end_with_parent
     from workers.settings import WorkerSettings
-    from workers.supervisor import run_worker
+    from workers.supervisor.supervisor import run_worker
 
     settings = WorkerSettings(
         redis_url=url,

@@ -5,8 +5,8 @@ import importlib
 from pathlib import Path
 
 from infra import options as opts
+from infra.demo_model import demo_model_path
 from infra.option_values import integer, lengths, number
-from models import demo_model_path
 
 _LOADS = [0.5, 0.8]
 
@@ -113,6 +113,6 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 def run_compare(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     # By name: whoever imports the command line loads no model.
-    command = importlib.import_module("bench.compare_command")
+    command = importlib.import_module("infra.bench.compare_command")
     status: int = command.run(options)
     return status

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
-from payloads.opening import open_store
+from contract.payloads.opening import open_store
 from workers.settings import LANES
-from workers.spot_notice import BadNoticeSource, SpotNotice
+from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 

@@ -13,6 +13,7 @@ from typing import get_args
 from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
 from infra.computing_options import add_computing_options, add_quantization_option
+from infra.demo_model import demo_model_path
 from infra.option_values import (
     integer,
     lanes,
@@ -23,9 +24,8 @@ from infra.option_values import (
     redis_url,
     spot_notice,
 )
-from models import demo_model_path
-from workers.batching import StrategyName, StrategyOptions
-from workers.messages import EngineOptions
+from workers.ipc.batching import StrategyName, StrategyOptions
+from workers.ipc.messages import EngineOptions
 from workers.settings import LANES, WorkerSettings
 
 LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone

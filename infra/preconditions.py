@@ -10,11 +10,11 @@ from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
 from contract.keys import Keys
 from contract.known_store import known_store
+from contract.payloads.directory import DirectoryStore
+from contract.payloads.opening import open_store
+from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
 from infra.running_up import RunningUp, running_ups
-from payloads.directory import DirectoryStore
-from payloads.opening import open_store
-from payloads.store import PayloadUnavailable
 
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "httptools", "tokenizers", "jinja2", "prometheus_client"),

@@ -34,14 +34,14 @@ _READ_COMMANDS = (
 # Families of keys: what follows the tag, see contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
-    "lengths line litter log out outbox own poison q quarantine recount run runid stored tenant "
+    "lengths line orphaned log out outbox own poison q quarantine recount run runid stored tenant "
     "totals"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
 _API_KEYS = "api_keys api_key key_pepper"
 
-_READING_FUNCTIONS = "read list quote outbox_dead glance"
+_READING_FUNCTIONS = "read list quote outbox_dead snapshot"
 _GATEWAY_FUNCTIONS = (
     "submit cancel delete detach reprioritise attend sweep outbox_replay " + _READING_FUNCTIONS
 )
@@ -93,7 +93,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "pool": RedisRole(
             purpose="the pool on AWS: looks at the queue, tells workers to drain",
-            functions="drain glance",
+            functions="drain snapshot",
             commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
             "xinfo|groups xrange zrange zrangebyscore",
             keeps="worker",
@@ -159,7 +159,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
-    "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox "
+    "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
     "memory models api_keys key_pepper clock_offset object_store"
 )
 

@@ -14,7 +14,7 @@ from contract.connection import connect
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from gateway.job_objects import PUBLIC_STATUSES, public_status
+from gateway.jobs.job_objects import PUBLIC_STATUSES, public_status
 from infra import option_values
 from infra.tables import date, table, write
 from workers.settings import LANES

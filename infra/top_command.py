@@ -92,8 +92,8 @@ def _fetch(options: argparse.Namespace) -> str:
 def _show_once(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from contract.telemetry.metrics_reader import Page, look
     from infra.top_screen import screen
-    from telemetry.sight import Page, look
 
     sight = look(Page.parse(_fetch(options)))
     console = Console(width=None if sys.stdout.isatty() else _PICTURE_COLUMNS)
@@ -104,8 +104,8 @@ def _show_once(options: argparse.Namespace) -> None:
 
 def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
     """What shows the time since it was called last."""
+    from contract.telemetry.metrics_reader import Page, look
     from infra.top_screen import screen
-    from telemetry.sight import Page, look
 
     before: tuple[float, Page] | None = None
 

@@ -1,11 +1,11 @@
-"""What `batchway top` shows, drawn with rich. Knows a Sight, not where it comes from."""
+"""What `batchway top` shows, drawn with rich. Knows a MetricsReader, not where it comes from."""
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from telemetry.sight import CLASSES, EngineRow, LaneRow, Sight, WorkerRow
+from contract.telemetry.metrics_reader import CLASSES, EngineRow, LaneRow, MetricsReader, WorkerRow
 
 _STALE_S = 7.5  # two heartbeats missed, and some
 _OLD_S = 60.0
@@ -14,13 +14,13 @@ _CLASS_STYLES = {"decode": "green", "mixed": "yellow", "prefill": "blue"}
 _BAR_CELLS = 12
 
 
-def screen(sight: Sight, where: str) -> RenderableType:
+def screen(sight: MetricsReader, where: str) -> RenderableType:
     """One look, top to bottom: what callers see, what workers hold, what steps were like."""
     return Group(_head(sight, where), _lanes(sight.lanes), _workers(sight.workers),
                  _engines(sight.engines))  # fmt: skip
 
 
-def _head(sight: Sight, where: str) -> Text:
+def _head(sight: MetricsReader, where: str) -> Text:
     span = "since counting began" if sight.window_s is None else f"last {sight.window_s:.0f} s"
     text = Text.assemble(("batchway top", "bold"), f"  {where}  {span}  ")
     text.append(f"{sight.open_streams} open streams")

@@ -1,7 +1,7 @@
 """A real engine process around the hash model: `python -m tests.hash_engine --fd N --options JSON`.
 
-Takes what `workers.engine_process` takes. The model's own options come as JSON in the variable
-HASH_MODEL, which children inherit through a supervisor that knows nothing of it.
+Takes what `workers.engine_process.engine_loop` takes. The model's own options come as JSON in the
+variable HASH_MODEL, which children inherit through a supervisor that knows nothing of it.
 """
 
 import os
@@ -16,10 +16,10 @@ import msgspec
 
 from contract.jobs import TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
-from workers import engine_process
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import Chunk, ModelRefused, Padding, Row
-from workers.messages import EngineOptions
+from workers.engine_process import engine_loop as engine_process
+from workers.ipc.messages import EngineOptions
 
 HASH_MODEL_VARIABLE = "HASH_MODEL"
 

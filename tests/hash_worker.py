@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.settings import WorkerSettings
-from workers.supervisor import run_worker
+from workers.supervisor.supervisor import run_worker
 
 
 def hash_worker_settings(redis_url: str, **overrides: Any) -> WorkerSettings:

@@ -17,8 +17,8 @@ from typing import Any, get_args
 import msgspec
 import yaml  # type: ignore[import-untyped]  # its types are a package of their own
 
-from workers.batching import LaneOptions, StrategyName, StrategyOptions
-from workers.messages import EngineOptions
+from workers.ipc.batching import LaneOptions, StrategyName, StrategyOptions
+from workers.ipc.messages import EngineOptions
 
 FILE_NAME = "batching.yaml"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.jobs import DEFAULT_LANES
-from workers.lane_shares import LaneTerms, lane_terms
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
+from workers.supervisor.lane_shares import LaneTerms, lane_terms
 
 LANES = DEFAULT_LANES
 
@@ -28,7 +28,7 @@ class WorkerSettings:
     drain_s: float = 30.0  # on SIGTERM, how long until this process has ended
     drain_release_s: float = 10.0  # before that, what still runs is given back
     spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none
-    engine_module: str = "workers.engine_process"  # run as `python -m`
+    engine_module: str = "workers.engine_process.engine_loop"  # run as `python -m`
     object_store: str = ""  # a directory or s3://…; '': none
     object_min_bytes: int = 16 * 1024  # results below this stay in Redis
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.engine import run_workload
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload
 from contract.jobs import SamplingParams
+from infra.bench.engine import run_workload
 from workers.engine.model import Chunk
 from workers.engine.sequence import Sequence
 from workers.model.attention.interface import AttentionFlags, Span

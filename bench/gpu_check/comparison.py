@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from bench.engine import run_workload
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload, random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
-from bench.spread import percentile
-from bench.workloads import Workload, WorkloadRequest
-from workers.batching import StrategyName
+from infra.bench.engine import run_workload
+from infra.bench.spread import percentile
+from infra.bench.workloads import Workload, WorkloadRequest
+from workers.ipc.batching import StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.engine import make_request, run_workload
 from bench.gpu_check.machine import Roofs
 from bench.gpu_check.served import Served, closed_workload
+from infra.bench.engine import make_request, run_workload
 
 
 @dataclass(frozen=True, slots=True)

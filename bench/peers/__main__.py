@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from bench.models import SIZES, make_model
-from bench.workloads import log_uniform_workload, write_workload
+from infra.bench.workloads import log_uniform_workload, write_workload
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "batchway"

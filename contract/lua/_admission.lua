@@ -1,4 +1,4 @@
--- Whether a job may come in, and when it would start. Reads only; contract/admission.py says the
+-- Whether a job may come in, and when it would start. Reads only; tests/model/reference_admission.py says the
 -- same in Python.
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}

@@ -1,4 +1,4 @@
--- The workers of a model, and how fast a lane of theirs is drained; contract/pools.py says the same
+-- The workers of a model, and how fast a lane of theirs is drained; tests/model/reference_pools.py says the same
 -- in Python. `pool:<model>` has what a worker does and holds on average, the lanes, most urgent
 -- first, their minimum shares, and of each lane `used:<lane>`: `<window> <tokens that were handed
 -- out in it> <in the window before>`.

@@ -1,5 +1,5 @@
 -- When those who are refused shall come again: not all at once, but one after another as room for
--- them comes, the lines (a tenant in a lane) in turns. contract/promises.py says the same in Python.
+-- them comes, the lines (a tenant in a lane) in turns. tests/model/reference_promises.py says the same in Python.
 -- `promised:<model>` has for each line when the next of it may come (ms); what is past is no more.
 
 local FIRST_COMERS = 2  -- half of the drain rate is theirs; the other half is promised

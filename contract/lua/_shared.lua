@@ -223,13 +223,13 @@ local function kept_entry(job)
   return job.id .. ' ' .. (job.has_objects and '1' or '0') .. ' ' .. job.tenant
 end
 
--- Forgets a job that has ended; what it keeps in the object store becomes litter.
+-- Forgets a job that has ended; what it keeps in the object store becomes orphaned.
 local function forget(tag, id, tenant, has_objects, entry)
   redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
   redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
   redis.call('ZREM', tag .. ':kept', entry)
   ledger.unstore(tag, id)
-  if has_objects then redis.call('SADD', tag .. ':litter', id) end
+  if has_objects then redis.call('SADD', tag .. ':orphaned', id) end
 end
 
 -- Forgets a job whose record load_job cannot read: no function could do anything with it.

@@ -1,6 +1,6 @@
 -- What has happened to a model's jobs since counting began, by lane: hash totals:<model>, whole
 -- numbers that never fall. A field is `<metric>:<lane>[:<label>]`; a histogram's are `…:<bucket>`,
--- from 1 on, the one past the last bound being +Inf, and `…:sum` (us). telemetry/metrics.py names
+-- from 1 on, the one past the last bound being +Inf, and `…:sum` (us). contract/telemetry/metrics.py names
 -- them all. Counted where it happens, so that neither a worker's nor a gateway's death loses any.
 local TOTALS_TTL_MS = 30 * 24 * 3600 * 1000
 local TOLD_TTL_MS = 24 * 3600 * 1000

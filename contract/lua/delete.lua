@@ -1,5 +1,5 @@
 -- delete: forgets a job that has ended, for its owner: record, log, place in the tenant's list. What
--- it keeps in the object store becomes litter, which somebody who knows the store takes away.
+-- it keeps in the object store becomes orphaned; a part with access to the store deletes it.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant
 -- reply {'DELETED'}   {status} it has not ended   {'NOT_FOUND'} or not theirs, or deleted before

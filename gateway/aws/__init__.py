@@ -1,4 +1,4 @@
-"""The gateway on AWS Lambda: what wakes it and what it answers. The app itself is `gateway.app`.
+"""The gateway on AWS Lambda: its events and answers. The app itself is `gateway.http.app`.
 
 Somebody waits for its imports, so whatever is imported after this package is put off or left out:
 

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping
 
-from gateway.schemas import ChatBody, CompletionBody, JobBody, JobChange
+from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
 
 _STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
 _BY_A_REQUEST = "on-demand"

@@ -11,12 +11,12 @@ from typing import Any
 
 from mangum import Mangum
 
-from gateway.app import create_app
 from gateway.aws import imports_are_done
 from gateway.aws.ahead import load_ahead
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
-from gateway.patience import TIME_LEFT
+from gateway.http.app import create_app
+from gateway.jobs.patience import TIME_LEFT
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")

@@ -18,11 +18,11 @@ from mangum.types import ASGI
 from starlette.types import Message
 
 from contract import tasks
-from gateway.app import create_app
 from gateway.aws import imports_are_done
 from gateway.aws.environment import load_settings
 from gateway.aws.runtime_api import Invocation, RuntimeApi, RuntimeApiError, StreamedAnswer
-from gateway.patience import TIME_LEFT
+from gateway.http.app import create_app
+from gateway.jobs.patience import TIME_LEFT
 
 log = logging.getLogger("batchway.gateway")
 

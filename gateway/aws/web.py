@@ -8,7 +8,7 @@ import os
 
 from gateway.aws import imports_are_done
 from gateway.aws.environment import load_settings
-from gateway.server import serve
+from gateway.http.server import serve
 
 DEFAULT_PORT = 8080
 

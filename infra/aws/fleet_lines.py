@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from contract.glance import Glance, LaneSight
-from telemetry.metrics import LATENCY_BOUNDS_S
+from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot
+from contract.telemetry.metrics import LATENCY_BOUNDS_S
 
 NAMESPACE = "batchway"
 MAX_VALUES = 100  # of one metric in one line
@@ -34,12 +34,12 @@ class FleetLines:
     model: str
     _told: Mapping[str, int] | None = field(default=None)
 
-    def lines(self, glance: Glance) -> Iterator[str]:
-        before = glance.totals if self._told is None else self._told
-        gained = {f: max(0, value - before.get(f, 0)) for f, value in glance.totals.items()}
-        self._told = glance.totals
-        for lane, sight in glance.lanes.items():
-            yield self._line(lane, _values(lane, sight, gained), int(glance.now_s * 1000))
+    def lines(self, snapshot: FleetSnapshot) -> Iterator[str]:
+        before = snapshot.totals if self._told is None else self._told
+        gained = {f: max(0, value - before.get(f, 0)) for f, value in snapshot.totals.items()}
+        self._told = snapshot.totals
+        for lane, sight in snapshot.lanes.items():
+            yield self._line(lane, _values(lane, sight, gained), int(snapshot.now_s * 1000))
 
     def _line(self, lane: str, values: dict[str, float | list[float]], at_ms: int) -> str:
         about = {
@@ -52,7 +52,7 @@ class FleetLines:
 
 
 def _values(
-    lane: str, sight: LaneSight, gained: Mapping[str, int]
+    lane: str, sight: LaneSnapshot, gained: Mapping[str, int]
 ) -> dict[str, float | list[float]]:
     values: dict[str, float | list[float]] = {
         "WaitingJobs": sight.num_queued,

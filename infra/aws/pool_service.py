@@ -101,8 +101,8 @@ class PoolService:
             )  # fmt: skip
             await asyncio.to_thread(self.workforce.resize, decision.num_workers)
         await self._retire(sight, decision.num_to_retire)
-        glance = await self.functions.glance(self.watch.model, self.watch.lanes)
-        lines = [self._metrics(sight, decision), *self.fleet.lines(glance)]
+        snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
+        lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
         await asyncio.to_thread(self._tell_all, lines)
         return decision
 

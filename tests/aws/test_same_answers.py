@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import create_app
+from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke, running_function

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 BY_A_SNAPSHOT = {"AWS_LAMBDA_INITIALIZATION_TYPE": "snap-start"}
 HEAVY = {
-    "boto3", "botocore", "gateway.openapi", "httpx", "jinja2", "numpy",
+    "boto3", "botocore", "gateway.http.openapi", "httpx", "jinja2", "numpy",
     "prometheus_client", "pydantic.v1", "rq", "tokenizers", "torch", "uvicorn",
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ print(json.dumps({"loaded": loaded, "built": built}))
 
 DOCUMENT = """
 import json
-from gateway.app import create_app
+from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
 
 print(json.dumps(create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()))
@@ -61,7 +61,7 @@ def cold() -> Any:
 
 def test_a_cold_start_loads_nothing_that_can_wait(cold: Any) -> None:
     """Tokenizers, templates, pages for Prometheus, clients of AWS: none is needed yet."""
-    assert "gateway.app" in cold["loaded"]
+    assert "gateway.http.app" in cold["loaded"]
     assert not sorted(HEAVY.intersection(cold["loaded"]))
 
 
@@ -75,7 +75,7 @@ def test_what_a_first_call_needs_is_in_the_snapshot() -> None:
     """Where nobody waits, tokenizers, templates and bodies are there before the first call."""
     ahead = said(START, BY_A_SNAPSHOT)
     assert "tokenizers.decoders" in ahead["loaded"]
-    assert ahead["built"].count("gateway.schemas") >= 4
+    assert ahead["built"].count("gateway.openai.schemas") >= 4
 
 
 @pytest.mark.parametrize("entry", ["handler", "housekeeper", "stream_loop", "web"])

@@ -10,7 +10,7 @@ import pytest
 
 from contract.functions import Functions
 from contract.jobs import JobStatus
-from gateway.app import create_app
+from gateway.http.app import create_app
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
 from tests.aws.runtime_server import RuntimeServer, looping

@@ -8,20 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.compare import Contestant, Heat, compare, num_unlike
-from bench.compare_command import tell
-from bench.compare_plot import draw_comparison
-from bench.compare_report import comparison_tables, summarise_heats
-from bench.engine import EngineRun, Timeline
-from bench.workloads import Workload, WorkloadRequest, log_uniform_workload
 from contract.jobs import SamplingParams
+from infra.bench.compare import Contestant, Heat, compare, num_unlike
+from infra.bench.compare_command import tell
+from infra.bench.compare_plot import draw_comparison
+from infra.bench.compare_report import comparison_tables, summarise_heats
+from infra.bench.engine import EngineRun, Timeline
+from infra.bench.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.cli import main
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from tests.tiny_models import save_tiny_model
 from workers.engine.engine import Engine
 from workers.engine.strategy import Strategy
-from workers.engine_setup import limits_of
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import limits_of
+from workers.ipc.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
 from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching

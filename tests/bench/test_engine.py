@@ -7,23 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.engine import Timeline, run_workload
-from bench.spread import percentile
-from bench.workloads import (
+from contract.jobs import SamplingParams
+from infra.bench.engine import Timeline, run_workload
+from infra.bench.spread import percentile
+from infra.bench.workloads import (
     BadWorkload,
     Workload,
     WorkloadRequest,
     log_uniform_workload,
     read_workload,
 )
-from contract.jobs import SamplingParams
 from infra.cli import main
 from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.fakes import HashModel, expected_output
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from workers.engine.engine import Engine
-from workers.engine_setup import limits_of
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import limits_of
+from workers.ipc.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
 
 

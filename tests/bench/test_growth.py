@@ -7,7 +7,7 @@ import pytest
 
 from bench.growth import fill_cache, main, make_streams, measure_growth
 from tests.tiny_models import save_tiny_model
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.arrivals import BadTrace, draw_arrivals, read_trace
-from bench.calls import Call, Caller, Outcome
-from bench.load import Load, LoadRun, run_load
-from bench.progress import progress_line
-from bench.serve_command import make_loads
-from bench.serve_plot import draw_runs
-from bench.serve_report import Slo, load_tables, summarise_load, write_csv
-from bench.workloads import Workload, WorkloadRequest
+from infra.bench.arrivals import BadTrace, draw_arrivals, read_trace
+from infra.bench.http_calls import Call, Caller, Outcome
+from infra.bench.load import Load, LoadRun, run_load
+from infra.bench.progress import progress_line
+from infra.bench.serve_command import make_loads
+from infra.bench.serve_plot import draw_runs
+from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
+from infra.bench.workloads import Workload, WorkloadRequest
 from infra.parser import build_parser
 from tests.bench import scripted_server as script
 from tests.bench.scripted_server import ScriptedServer, WatchedClock

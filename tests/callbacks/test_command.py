@@ -81,7 +81,7 @@ async def test_a_delivery_is_one_line_of_the_log(
                 await receiver.until(lambda n=number: len(receiver.messages) == n)  # type: ignore[misc]
 
             async def are_noted() -> bool:
-                return (await functions.glance("m", [])).deliveries == {"delivered": 2}
+                return (await functions.snapshot("m", [])).deliveries == {"delivered": 2}
 
             await until(are_noted)
             process.send_signal(signal.SIGTERM)

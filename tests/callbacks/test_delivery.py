@@ -123,7 +123,7 @@ async def test_failures_are_tried_again_under_the_same_id(
         await receiver.until(lambda: bool(receiver.accepted()))
     assert len({message.id for message in receiver.messages}) == 1
     assert [message.was_accepted for message in receiver.messages] == [False] * 4 + [True]
-    deliveries = (await functions.glance("m", [])).deliveries
+    deliveries = (await functions.snapshot("m", [])).deliveries
     assert deliveries == {"retry": 4, "delivered": 1}
     assert len({json.dumps(message.body) for message in receiver.messages}) == 1
 
@@ -214,7 +214,7 @@ async def test_a_flood_of_unreadable_urls_is_given_up_and_holds_up_nobody(
 
         await until(all_dead)
     assert {letter.record.attempt for letter in await outbox.dead("flood", limit=num_jobs)} == {1}
-    deliveries = (await functions.glance("m", [])).deliveries
+    deliveries = (await functions.snapshot("m", [])).deliveries
     assert deliveries == {"dead": num_jobs, "delivered": 1}
 
 
@@ -243,7 +243,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
             await receiver.until(lambda: len(receiver.messages) == 1)
 
             async def is_counted() -> bool:
-                deliveries = (await functions.glance("m", [])).deliveries
+                deliveries = (await functions.snapshot("m", [])).deliveries
                 return deliveries == {"dead": 1, "delivered": 1}
 
             await until(is_counted)

@@ -17,7 +17,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.tasks import end
-from gateway.auth import DEFAULT_TENANT
+from gateway.http.auth import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.callers import Callers, Client
@@ -42,8 +42,8 @@ _SWEEP_JOBS = 1000
 _NUM_QUESTIONS = 6  # of the demo model
 _DEMO_WORKER: Mapping[str, Any] = {
     "served_model_name": "demo",
-    "engine_module": "workers.engine_process",
-    "engine": {"model_path": "models/demo", "num_threads": 1, "kv_memory_bytes": 2**26},
+    "engine_module": "workers.engine_process.engine_loop",
+    "engine": {"model_path": "infra/demo_model", "num_threads": 1, "kv_memory_bytes": 2**26},
 }
 
 

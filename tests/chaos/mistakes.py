@@ -19,7 +19,7 @@ class Mistake(StrEnum):
 
 def plant_in_worker() -> None:
     """Makes this process's worker err, where it shall."""
-    from workers.held_job import HeldJob
+    from workers.supervisor.held_job import HeldJob
 
     if os.environ[VARIABLE] == Mistake.WORKER_FORGETS_THE_LOG:
         setattr(HeldJob, "replay", _forget)  # noqa: B010 - a mistake has no type
@@ -27,7 +27,7 @@ def plant_in_worker() -> None:
 
 def plant_in_gateway() -> None:
     """Makes this process's gateway err, where it shall."""
-    from gateway.cursor import Cursor
+    from gateway.redis.cursor import Cursor
 
     if os.environ[VARIABLE] == Mistake.GATEWAY_SKIPS_AN_EVENT:
         next_of = Cursor.next_of

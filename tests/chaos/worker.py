@@ -13,7 +13,7 @@ import msgspec
 from infra.lifeline import end_with_parent
 from tests.chaos.mistakes import plant_in_worker
 from tests.hash_worker import hash_worker_settings
-from workers.supervisor import run_worker
+from workers.supervisor.supervisor import run_worker
 
 if __name__ == "__main__":
     logging.basicConfig(

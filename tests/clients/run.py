@@ -98,7 +98,7 @@ def exercise(client: Client, url: str) -> list[dict[str, Any]]:
         | {
             "CLIENTS_URL": url,
             "CLIENTS_NODE": str(ENVIRONMENTS / "openai-node"),
-            "CLIENTS_TOKENIZER": str(ROOT / "models/demo"),
+            "CLIENTS_TOKENIZER": str(ROOT / "infra/demo_model"),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
     )

@@ -14,11 +14,9 @@ from msgspec import structs
 
 from contract.calls import Append, Submission, TenantLimits, WorkerCapacity
 from contract.errors import ErrorCode, JobRefused
-from contract.fairness import MAX_PASSED
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.reference import Reference
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import (
     append,
@@ -29,6 +27,8 @@ from tests.contract.some_calls import (
     tokens,
 )
 from tests.contract.submitter import COST, hammer
+from tests.model.reference import Reference
+from tests.model.reference_fairness import MAX_PASSED
 
 pytestmark = pytest.mark.anyio
 

@@ -181,7 +181,7 @@ async def test_drift_is_set_right_and_told(
     assert len(caplog.messages) == len(found)
     for it in found:
         assert any(it.key in line and it.field in line for line in caplog.messages)
-    totals = (await functions.glance("m", [])).totals
+    totals = (await functions.snapshot("m", [])).totals
     assert totals[f"corrections_total:{found[0].kind}"] > 0
     assert sum(n for name, n in totals.items() if name.startswith("corrections_")) == len(found)
     if name != "a lease":  # it lapses at once, which is another step

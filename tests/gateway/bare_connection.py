@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from contract.tasks import end
-from gateway.connections import ConnectionConfig, PatientProtocol
+from gateway.http.connections import ConnectionConfig, PatientProtocol
 
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 REFUSED = b"Invalid HTTP request received."

@@ -12,8 +12,8 @@ import redis.asyncio
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.tasks import end
-from gateway.listener import bind
-from gateway.server import build_server
+from gateway.http.listener import bind
+from gateway.http.server import build_server
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker, publish_model

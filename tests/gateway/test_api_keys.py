@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.api_keys import ApiKey, ApiKeys, KeyTerms, Pepper, Scope
 from contract.keys import Keys
-from gateway.key_ring import REMEMBERED_S, KeyRing
+from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -262,7 +262,7 @@ async def test_guessed_prefixes_do_not_fill_the_memory(
     api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest are dropped; what is no key at all is not even looked up."""
-    monkeypatch.setattr("gateway.key_ring.MAX_REMEMBERED", 3)
+    monkeypatch.setattr("gateway.redis.key_ring.MAX_REMEMBERED", 3)
     found: list[str] = []
     real = api_keys.find
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from contract.errors import BrokerUnavailable
-from gateway.breaker import Breaker
+from gateway.redis.breaker import Breaker
 
 
 def fail(breaker: Breaker) -> None:

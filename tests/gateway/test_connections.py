@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.limits import MAX_HEADER_BYTES
+from gateway.http.limits import MAX_HEADER_BYTES
 from tests.gateway.bare_connection import LAST, REFUSED, answer, bodies, connected, echo, streaming
 
 pytestmark = pytest.mark.anyio

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ErrorCode
-from gateway.app import create_app
-from gateway.errors import STATUS_BY_CODE
-from gateway.routes import chat, completions, health, job_lists, jobs, models, objects, quotes
-from gateway.routing import Route
+from gateway.http import health
+from gateway.http.app import create_app
+from gateway.http.errors import STATUS_BY_CODE
+from gateway.http.routing import Route
+from gateway.jobs import job_lists, job_routes, objects, quotes
+from gateway.openai import chat, completions, models
+from gateway.openai.unsupported import UNSUPPORTED
 from gateway.settings import GatewaySettings, variable
-from gateway.unsupported import UNSUPPORTED
 
 DOCS = Path(__file__).parents[2] / "docs"
 GATEWAY = Path(__file__).parents[2] / "gateway"
@@ -40,7 +42,7 @@ def test_every_code_of_the_gateway_is_documented() -> None:
 def test_every_route_is_documented() -> None:
     """Method and path."""
     text = (DOCS / "api.md").read_text()
-    modules = (chat, completions, health, job_lists, jobs, models, objects, quotes)
+    modules = (chat, completions, health, job_lists, job_routes, models, objects, quotes)
     for router in (module.router for module in modules):
         for route in router.routes:
             assert isinstance(route, Route)  # the one whose endpoints are called

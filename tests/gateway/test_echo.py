@@ -180,7 +180,7 @@ async def test_an_echo_of_a_real_model_is_scored_as_teacher_forced(
     engine = {"model_path": str(save_tiny_model("llama", tmp_path)), "max_num_batched_tokens": 8}
     settings: dict[str, Any] = {
         "engine": engine | {"device": "cpu"},
-        "engine_module": "workers.engine_process",
+        "engine_module": "workers.engine_process.engine_loop",
     }
     prompt = [7 + 13 * i % 200 for i in range(30)]
     body = {"model": "m", "prompt": prompt, "max_tokens": 4, "n": 2, "ignore_eos": True}

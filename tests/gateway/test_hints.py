@@ -11,9 +11,9 @@ from contract.connection import connect
 from contract.events import LogEntry
 from contract.functions import Functions
 from contract.keys import Keys
-from gateway import broker
-from gateway.broker import Broker
-from gateway.hints import Hints
+from gateway.redis import broker
+from gateway.redis.broker import Broker
+from gateway.redis.hints import Hints
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.front import Front
-from gateway.limits import Limits
-from gateway.metrics import GatewayMetrics
+from contract.telemetry.tracing import Tracing
+from gateway.http.limits import Limits
+from gateway.http.metrics import GatewayMetrics
+from gateway.http.middleware import Middleware
+from gateway.http.sse import SseResponse
 from gateway.settings import GatewaySettings
-from gateway.sse import SseResponse
-from telemetry.tracing import Tracing
 from tests.gateway.bare_connection import connected
 
 pytestmark = pytest.mark.anyio
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.anyio
 MAX_BODY_BYTES = 100
 
 
-def front_of(routes: ASGIApp, metrics: GatewayMetrics | None = None) -> Front:
+def front_of(routes: ASGIApp, metrics: GatewayMetrics | None = None) -> Middleware:
     settings = GatewaySettings(
         redis_url="redis://nowhere", allowed_hosts=("*",), max_body_bytes=MAX_BODY_BYTES
     )
     counted = metrics or GatewayMetrics()
-    return Front(routes, Limits(settings), counted, Tracing("test"), lambda: 0.0)
+    return Middleware(routes, Limits(settings), counted, Tracing("test"), lambda: 0.0)
 
 
 async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(

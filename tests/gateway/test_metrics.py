@@ -8,10 +8,10 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
-from gateway.metrics import MAX_TENANTS, GatewayMetrics
+from contract.telemetry.families import gateway_families
+from contract.telemetry.text import page
+from gateway.http.metrics import MAX_TENANTS, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
-from telemetry.families import gateway_families
-from telemetry.text import page
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.telemetry.test_exactness import page_of, summed

@@ -30,9 +30,9 @@ from contract.jobs import new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
 from contract.tasks import end
-from gateway.app import create_app
-from gateway.openapi import OPERATIONS
-from gateway.schemas import ChatBody, CompletionBody, JobBody, JobChange
+from gateway.http.app import create_app
+from gateway.http.openapi import OPERATIONS
+from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -205,12 +205,12 @@ def test_a_gateway_starts_without_the_document() -> None:
     """It is made when it is first asked for: functions start faster without."""
     code = """
 import sys
-from gateway.app import create_app
-from gateway.schemas import ChatBody, CompletionBody, JobBody, JobChange
+from gateway.http.app import create_app
+from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
 from gateway.settings import GatewaySettings
 app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
-assert "gateway.openapi" not in sys.modules
+assert "gateway.http.openapi" not in sys.modules
 assert app.openapi() is app.openapi()
-assert "gateway.openapi" in sys.modules
+assert "gateway.http.openapi" in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -15,9 +15,9 @@ from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.keys import Keys
 from contract.tasks import end
-from gateway.breaker import Breaker
-from gateway.broker import Broker
-from gateway.log_items import Idle
+from gateway.redis.breaker import Breaker
+from gateway.redis.broker import Broker
+from gateway.redis.log_items import Idle
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway

@@ -13,12 +13,13 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.calls import RateLimit, RateLimits, WorkerCapacity
+from contract.calls import WorkerCapacity
+from contract.errors import RateLimit, RateLimits
 from contract.fitness import max_memory
 from contract.keys import Keys
-from gateway.app import create_app
+from gateway.http.app import create_app
+from gateway.http.load_headers import JITTER, rate_headers, retry_after
 from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
-from gateway.load_headers import JITTER, rate_headers, retry_after
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings

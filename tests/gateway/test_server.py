@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from gateway.listener import bind
+from gateway.http.listener import bind
 from tests.gateway.conftest import make_settings
 
 pytestmark = pytest.mark.anyio

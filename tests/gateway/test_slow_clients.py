@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from contract.tasks import end
-from gateway.connections import network_of
-from gateway.server import allow_many_files
+from gateway.http.connections import network_of
+from gateway.http.server import allow_many_files
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker

@@ -16,9 +16,9 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.keys import Keys
-from gateway.chat_template import ChatTemplate, Refused
-from gateway.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
-from gateway.template_process import TemplateLimits, TemplateProcess
+from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
+from gateway.openai.chat_template import ChatTemplate, Refused
+from gateway.openai.template_process import TemplateLimits, TemplateProcess
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -290,7 +290,7 @@ def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
 
 _KILLED_GATEWAY = """
 import asyncio, os, signal
-from gateway.template_process import TemplateLimits, TemplateProcess
+from gateway.openai.template_process import TemplateLimits, TemplateProcess
 
 async def main():
     idle, busy = [TemplateProcess("m", {source!r}, {{}}, TemplateLimits(cpu_s=1)) for _ in range(2)]

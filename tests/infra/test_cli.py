@@ -19,7 +19,7 @@ from infra.parser import build_parser
 from infra.preconditions import check_store
 from infra.running_up import RunningUp, leave_note
 from tests.infra.command_line import COMMANDS, command_options
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.settings import LANES
 
 ROOT = Path(__file__).resolve().parents[2]

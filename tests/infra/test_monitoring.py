@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from telemetry.metrics import METRICS, exported_names
+from contract.telemetry.metrics import METRICS, exported_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALERTS = ROOT / "infra" / "monitoring" / "alerts.yml"

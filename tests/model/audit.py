@@ -18,8 +18,8 @@ from contract.events import End, LogEntry, Tokens
 from contract.functions import FIRST_HASH
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
-from contract.reference import MAX_RELEASES
 from tests.model.findings import Record, members, same
+from tests.model.reference import MAX_RELEASES
 
 TERMINAL = {status.value for status in TERMINAL_STATUSES}
 

@@ -43,7 +43,7 @@ REPLIES = {
     "submit": ("new", "known", "idempotency_mismatch", "memory_full", *REFUSALS),
     "quote": ("OK", *REFUSALS),
     "read": ("place", "nothing"),
-    "glance": ("totals",),
+    "snapshot": ("totals",),
     "claim": ("job", "alone", "nothing"),
     "mine": ("job", "nothing"),  # and "alone", seldom
     "append": (

@@ -45,9 +45,9 @@ from contract.jobs import (
 )
 from contract.keys import Keys
 from contract.library import library_source
-from contract.reference import Reference
 from tests.model.audit import Audit
 from tests.model.postmen import Postmen
+from tests.model.reference import Reference
 
 LANES = ("interactive", "standard")
 MIN_SHARES = {"standard": 0.3}
@@ -423,27 +423,27 @@ class World:
             waits: Any = self.client.lrange(self.keys.calibration("m", lane), 0, -1)
             noted = self.reference.calibrations.get(("m", lane), [])
             assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
-        self._compare_glance()
-        litter: Any = self.client.smembers(self.keys.litter)
-        forgotten = {job_id.decode() for job_id in litter}
-        assert forgotten == self.reference.litter, forgotten ^ self.reference.litter
+        self._compare_snapshot()
+        orphaned: Any = self.client.smembers(self.keys.orphaned)
+        forgotten = {job_id.decode() for job_id in orphaned}
+        assert forgotten == self.reference.orphaned, forgotten ^ self.reference.orphaned
 
-    def _compare_glance(self) -> None:
+    def _compare_snapshot(self) -> None:
         """What metrics show: totals as the reference has counted, lanes as its records are."""
         self.hold_clock()
-        glance = self.loop.run_until_complete(self.functions.glance("m", LANES))
+        snapshot = self.loop.run_until_complete(self.functions.snapshot("m", LANES))
         there = {
             field: value
-            for field, value in glance.totals.items()
+            for field, value in snapshot.totals.items()
             if value and not field.rpartition(":")[2].isdigit()  # of a bucket
         }
         assert there == self.reference.totals["m"], "totals"
-        for lane, sight in glance.lanes.items():
+        for lane, sight in snapshot.lanes.items():
             states = [r.state for r in self.reference.records.values() if r.lane == lane]
             num_queued = states.count(JobStatus.QUEUED)
             num_running = sum(state not in TERMINAL_STATUSES for state in states) - num_queued
             assert (sight.num_queued, sight.num_running) == (num_queued, num_running), lane
-        self.replies["glance totals"] += 1
+        self.replies["snapshot totals"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:
         """Compares what is said of a job's place."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import redis.asyncio
 
-from bench.spread import percentile
 from contract.tasks import end
 from gateway.lane_bounds import INTERACTIVE_TARGET_S
+from infra.bench.spread import percentile
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings

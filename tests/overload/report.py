@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.spread import percentile
-from gateway.errors import STATUS_BY_CODE
+from gateway.http.errors import STATUS_BY_CODE
+from infra.bench.spread import percentile
 from tests.overload.arrivals import FLOOD, MAX_JOB_TOKENS, Ask
 from tests.overload.callers import Call
 from tests.overload.system import BATCH_SHARE, TTFT_TARGET_S

@@ -16,10 +16,10 @@ from typing import Any
 
 import redis.asyncio
 
-from bench.spread import percentile
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.functions import Functions
 from contract.keys import Keys
+from infra.bench.spread import percentile
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings
@@ -123,7 +123,7 @@ class _Tenants:
         return TenantsReport(self.options, self.jobs, alone, flooded, rates, num_displaced)
 
     async def _totals(self) -> tuple[int, int]:
-        totals = (await self.functions.glance("demo", [])).totals
+        totals = (await self.functions.snapshot("demo", [])).totals
         num_tokens = totals.get(f"generation_tokens_total:{_LANE}", 0)
         return num_tokens, totals.get("num_preemptions_total", 0)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from payloads.directory import DirectoryStore
-from payloads.opening import open_store
-from payloads.s3 import S3Store
+from contract.payloads.directory import DirectoryStore
+from contract.payloads.opening import open_store
+from contract.payloads.s3 import S3Store
 from tests.payloads.bucket import CREDENTIALS, make_bucket, running_s3
 
 

@@ -11,10 +11,10 @@ from msgspec import structs
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.payloads.directory import DirectoryStore
+from contract.payloads.opening import open_store
+from contract.payloads.store import PayloadLost
 from infra.embedded_redis import EmbeddedRedis
-from payloads.directory import DirectoryStore
-from payloads.opening import open_store
-from payloads.store import PayloadLost
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -120,7 +120,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
                 gone = await http.get(httpx.URL(url).join(job["result_url"]))
                 assert gone.status_code in (404, 500)
-                assert await redis_client.scard(keys.litter) == 0
+                assert await redis_client.scard(keys.orphaned) == 0
 
 
 async def test_what_is_lost_fails_its_job_alone(

@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from contract.jobs import ObjectRef
-from payloads.directory import DirectoryStore
-from payloads.opening import open_store
-from payloads.s3 import S3Store
-from payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
+from contract.payloads.directory import DirectoryStore
+from contract.payloads.opening import open_store
+from contract.payloads.s3 import S3Store
+from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
 
 JOB = "job-0-" + "0" * 32
 OTHER = "job-0-" + "1" * 32

@@ -6,8 +6,8 @@ from contract.jobs import Job
 from tests.resume.local_worker import LocalWorker
 from tests.resume.logged_job import LoggedJob
 from workers.engine.model import LoadedModel
-from workers.held_job import HeldJob
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
+from workers.supervisor.held_job import HeldJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from tokenizers import Tokenizer
 
 from contract.jobs import TokenizerFiles
 from tests.resume.logged_job import LoggedJob
-from workers.channel import Channel
 from workers.engine.model import LoadedModel
-from workers.engine_process import EngineLoop
-from workers.engine_setup import build_engine
-from workers.held_job import HeldJob
-from workers.messages import (
+from workers.engine_process.engine_loop import EngineLoop
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.channel import Channel
+from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
     FromEngine,
@@ -30,6 +29,7 @@ from workers.messages import (
     decoder_to_engine,
     encode_frame,
 )
+from workers.supervisor.held_job import HeldJob
 
 
 class LocalWorker(Channel):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from contract.jobs import Job
-from models import demo_model_path
+from infra.demo_model import demo_model_path
 from tests.resume.interruptions import Workers
 from tests.resume.local_worker import tokenizer_of
 from tests.resume.logged_job import new_job
 from tests.resume.near_ties import Judge, same_logprobs
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
 from workers.model.runner import ModelRunner
 

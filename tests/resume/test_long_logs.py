@@ -10,8 +10,8 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
-from workers import lane
-from workers.lane import Lane
+from workers.supervisor import worker_broker
+from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ async def test_a_long_log_is_read_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In order, without a gap, also where it ends with a page."""
-    monkeypatch.setattr(lane, "_READ_EVENTS", PAGE)
+    monkeypatch.setattr(worker_broker, "_READ_EVENTS", PAGE)
     job = await Caller(functions, redis_client, keys).submit("a story", max_tokens=100)
     [claimed] = await functions.claim(
         "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=1000
@@ -36,7 +36,7 @@ async def test_a_long_log_is_read_whole(
     events = [Tokens((ChoiceDelta(0, k, (65 + k % 26,), "x"),)) for k in range(num_events)]
     for number, event in enumerate(events, start=1):
         await functions.append("w1", [Append(job.id, claimed.epoch, number, event, 1)], lease_s=10)
-    reader = Lane(hash_worker_settings(redis_server.url), "w2")
+    reader = WorkerBroker(hash_worker_settings(redis_server.url), "w2")
 
     log = await reader.read_log(job.id, TENANT)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench.engine import run_workload, warm_up
-from bench.workloads import Workload, WorkloadRequest
 from contract.calls import Append, Claimed, Submission
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
@@ -22,14 +20,16 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import library_source
+from infra.bench.engine import run_workload, warm_up
+from infra.bench.workloads import Workload, WorkloadRequest
+from infra.demo_model import demo_model_path
 from infra.embedded_redis import EmbeddedRedis
 from infra.tables import table, write
-from models import demo_model_path
 from tests.fakes import hash_tokenizer
-from workers.engine_setup import build_engine
-from workers.held_job import HeldJob
-from workers.messages import EngineLoad, EngineOptions
-from workers.meter import Meter
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineLoad, EngineOptions
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.meter import Meter
 
 _BATCHES = (1, 8, 32, 128)
 _PROMPT_TOKENS = 64

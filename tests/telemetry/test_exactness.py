@@ -161,7 +161,7 @@ async def test_a_heartbeat_that_comes_twice_or_late_counts_once(functions: Funct
     async def beat(incarnation: str, num: int) -> int:
         counted = {"num_preemptions_total": num}
         await functions.heartbeat(incarnation, "m", [], lease_s=2, info="", counted=counted)
-        return (await functions.glance("m", [])).totals["num_preemptions_total"]
+        return (await functions.snapshot("m", [])).totals["num_preemptions_total"]
 
     assert await beat("w1", 5) == 5
     assert await beat("w1", 5) == 5

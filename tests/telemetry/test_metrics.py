@@ -7,10 +7,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.library import library_source
-from telemetry.counts import Counts
-from telemetry.families import counted_families
-from telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Source
-from telemetry.text import page
+from contract.telemetry.counts import Counts
+from contract.telemetry.families import counted_families
+from contract.telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Source
+from contract.telemetry.text import page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -36,7 +36,9 @@ def test_redis_and_python_know_the_same_buckets() -> None:
 def test_every_field_that_redis_counts_is_a_metric() -> None:
     """What the functions and the meter write is shown, and nothing that is shown is unwritten."""
     lua = library_source()
-    meter = (ROOT / "workers" / "meter.py").read_text() + (ROOT / "workers/leases.py").read_text()
+    meter = (ROOT / "workers/supervisor/meter.py").read_text() + (
+        ROOT / "workers/supervisor/leases.py"
+    ).read_text()
     for metric in METRICS.values():
         if metric.source is Source.JOBS:
             assert f"'{metric.name}" in lua, metric.name

@@ -1,22 +1,22 @@
 """What a page of metrics says when it is read again: sums, gains, quantiles."""
 
-from contract.glance import Glance, LaneSight, WorkerSight
-from telemetry.counts import Counts
-from telemetry.families import counted_families, fleet_families
-from telemetry.metrics import Source
-from telemetry.sight import Page, look, quantile
-from telemetry.text import page
+from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
+from contract.telemetry.counts import Counts
+from contract.telemetry.families import counted_families, fleet_families
+from contract.telemetry.metrics import Source
+from contract.telemetry.metrics_reader import Page, look, quantile
+from contract.telemetry.text import page
 
-LANE = LaneSight(
+LANE = LaneSnapshot(
     num_queued=3, queued_tokens=700, num_running=2, running_tokens=90, oldest_wait_s=4.5
 )
-WORKER = WorkerSight("w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25)
+WORKER = WorkerSnapshot("w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25)
 
 
 def page_of(counts: Counts) -> Page:
-    glance = Glance(0.0, {"standard": LANE}, (WORKER,), counts.fields, {})
+    snapshot = FleetSnapshot(0.0, {"standard": LANE}, (WORKER,), counts.fields, {})
     families = [*counted_families({"m": counts.fields}, Source.JOBS, Source.ENGINES)]
-    return Page.parse(page([*families, *fleet_families({"m": glance})]).decode())
+    return Page.parse(page([*families, *fleet_families({"m": snapshot})]).decode())
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:

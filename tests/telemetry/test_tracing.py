@@ -12,8 +12,8 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.telemetry.tracing import Tracing
 from infra.embedded_redis import EmbeddedRedis
-from telemetry.tracing import Tracing
 from tests.callbacks.office import offices
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until

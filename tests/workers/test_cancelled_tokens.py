@@ -14,14 +14,14 @@ from contract.tasks import end
 from tests.fakes import hash_tokenizer
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
-from workers.engine_keeper import EngineKeeper
-from workers.held_job import HeldJob
-from workers.holding import EngineLink, Holding
-from workers.lane import Lane
-from workers.messages import StopJob, ToEngine, TokenOut
-from workers.meter import Meter
-from workers.publisher import Publisher
-from workers.results import ResultKeeper
+from workers.ipc.messages import StopJob, ToEngine, TokenOut
+from workers.supervisor.engine_keeper import EngineKeeper
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.meter import Meter
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.results import ResultKeeper
+from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     """One token was computed while the caller cancelled, one more while its append was refused."""
     caller = Caller(functions, redis_client, keys)
     settings = hash_worker_settings(redis_server.url)
-    lane, engine = Lane(settings, "w1"), Engine()
+    lane, engine = WorkerBroker(settings, "w1"), Engine()
     link = EngineLink(settings.engine_options(), client=engine)  # type: ignore[arg-type]
     holding = Holding(link)
     publisher = Publisher(lane, holding, ResultKeeper(None, 0, lane))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.batching import LaneOptions, StrategyOptions
 from workers.configuration import ConfigurationError, find, load, parse
-from workers.messages import EngineOptions
+from workers.ipc.batching import LaneOptions, StrategyOptions
+from workers.ipc.messages import EngineOptions
 
 FULL = """\
 # Everything there is.

@@ -17,8 +17,8 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, fleet, until
 from tests.workers.test_supervisor import SLOW, assert_exact, children_of, is_alive
-from workers.drain import Drain
-from workers.spot_notice import BadNoticeSource, SpotNotice
+from workers.supervisor.drain import Drain
+from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

@@ -14,8 +14,8 @@ from tests.workers.test_engine_process import (
     start_message,
     tokens_of,
 )
-from workers.batching import StrategyOptions
-from workers.messages import EngineLoad, FromEngine, Reconfigure, StartJob, TokenOut
+from workers.ipc.batching import StrategyOptions
+from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StartJob, TokenOut
 
 __all__ = ["start_engine"]
 

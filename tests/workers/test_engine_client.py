@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from workers.engine_client import EngineClient
-from workers.messages import (
+from workers.ipc.engine_client import EngineClient
+from workers.ipc.messages import (
     EngineLoad,
     EngineOptions,
     FromEngine,

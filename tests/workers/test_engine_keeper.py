@@ -12,12 +12,12 @@ from contract.calls import Append, Verdict
 from contract.jobs import FinishReason
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
-from workers.engine_keeper import EngineKeeper
-from workers.holding import EngineLink, Holding
-from workers.messages import EngineLoad, FromEngine, TokenOut
-from workers.meter import Meter
-from workers.publisher import Publisher
-from workers.results import ResultKeeper
+from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
+from workers.supervisor.engine_keeper import EngineKeeper
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.meter import Meter
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.results import ResultKeeper
 
 pytestmark = pytest.mark.anyio
 

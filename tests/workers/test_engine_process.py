@@ -15,10 +15,10 @@ from contract.errors import ErrorCode
 from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
-from workers.channel import Channel, PeerGone
 from workers.engine.request import ErrorCode as EngineErrorCode
-from workers.engine_process import ExitCode, describe_exception
-from workers.messages import (
+from workers.engine_process.engine_loop import ExitCode, describe_exception
+from workers.ipc.channel import Channel, PeerGone
+from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     EngineOptions,

@@ -1,8 +1,8 @@
 """From options to the engine's parts."""
 
-from workers.batching import LaneOptions, StrategyOptions
-from workers.engine_setup import lanes_of, strategies_of
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import lanes_of, strategies_of
+from workers.ipc.batching import LaneOptions, StrategyOptions
+from workers.ipc.messages import EngineOptions
 from workers.strategies.continuous import ContinuousBatching
 from workers.strategies.dynamic import DynamicBatching
 from workers.strategies.static import StaticBatching

@@ -9,7 +9,7 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_job, make_submission, tokens
 from tests.hash_worker import hash_worker_settings
-from workers.lane import Lane
+from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def test_appends_renew_leases_once_in_a_twentieth_of_one(
     await functions.submit(job, make_submission())
     await functions.claim("w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)
     clock = Clock()
-    lane = Lane(hash_worker_settings(redis_server.url, lease_s=LEASE_S), "w1", clock)
+    lane = WorkerBroker(hash_worker_settings(redis_server.url, lease_s=LEASE_S), "w1", clock)
     contacts_s, were_renewed = [], []
     for number, after_s in enumerate((0.0, 4.9, 0.1, 4.9), start=1):
         clock.now_s += after_s

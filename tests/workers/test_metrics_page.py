@@ -15,8 +15,8 @@ from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 from tests.hash_worker import hash_worker_settings
 from tests.telemetry.test_exactness import page_of, summed
-from workers.meter import Meter
-from workers.metrics_page import MetricsPage, MetricsUnservable
+from workers.supervisor.meter import Meter
+from workers.supervisor.metrics_page import MetricsPage, MetricsUnservable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models import demo_model_path
+from infra.demo_model import demo_model_path
 from tests.workers.engine.test_block_manager import sequence_of
 from workers.engine.model import Chunk
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.native.kernels import Kernels
 from workers.profiling.command import CannotProfile, Profile, take_profile

@@ -12,7 +12,7 @@ from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, until
 from tests.workers.test_supervisor import assert_exact, caller
 from workers import configuration
-from workers.supervisor import EXIT_LOAD_FAILED
+from workers.supervisor.supervisor import EXIT_LOAD_FAILED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

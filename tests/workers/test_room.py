@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from contract.calls import Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
-from workers.batching import LaneOptions, StrategyOptions
-from workers.held_job import HeldJob
-from workers.holding import EngineLink, Holding
-from workers.lane_shares import LaneTerms
-from workers.messages import ChoiceEnded, EngineLoad, EngineOptions, Ready, TokenOut
+from workers.ipc.batching import LaneOptions, StrategyOptions
+from workers.ipc.messages import ChoiceEnded, EngineLoad, EngineOptions, Ready, TokenOut
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.lane_shares import LaneTerms
 
 NUM_PLACES = 4
 READY = Ready(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)

@@ -1,9 +1,9 @@
 """What a worker says of its speed, and the lanes it claims from. The clock is the tests' own."""
 
-from workers.batching import LaneOptions
-from workers.lane_shares import lane_terms
+from workers.ipc.batching import LaneOptions
 from workers.settings import LANES
-from workers.speed import Speed
+from workers.supervisor.lane_shares import lane_terms
+from workers.supervisor.speed import Speed
 
 
 def rate(speed: Speed) -> float:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from workers.step_clock import StepClock
+from workers.supervisor.step_clock import StepClock
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.fakes import EOS_ID, encode_text, hash_tokenizer
-from workers.text import ChoiceText
+from workers.supervisor.text import ChoiceText
 
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from workers.watchdog import Watchdog
+from workers.supervisor.watchdog import Watchdog
 
 pytestmark = pytest.mark.anyio
 

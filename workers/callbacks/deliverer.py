@@ -12,9 +12,9 @@ from contract.callbacks import Callback, CallbackKind, is_open_target
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.outbox import Outbox, OutboxRecord, Taken
-from payloads.results import decode_log
-from payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
-from telemetry.tracing import Tracing, parent_of, traceparent_of
+from contract.payloads.results import decode_log
+from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
+from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s

@@ -20,8 +20,8 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
 from contract.outbox import Outbox, Taken
-from payloads.opening import open_store
-from telemetry.tracing import Tracing
+from contract.payloads.opening import open_store
+from contract.telemetry.tracing import Tracing
 from workers.callbacks.deliverer import SERVICE, Deliverer
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.guard import Guard

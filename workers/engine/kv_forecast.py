@@ -1,7 +1,7 @@
 """How many blocks the running sequences will need at most, if outputs go on as predicted.
 
 After LightLLM's Past-Future scheduler (ASPLOS 2025). Counts blocks; leaves prediction to a
-LengthPredictor and the verdict to the gate.
+LengthPredictor and the verdict to the admission check.
 """
 
 from collections.abc import Collection

@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Iterator
 
 from workers.engine.lanes import Lanes
-from workers.engine.line import Rank, WaitingLine
 from workers.engine.policies import Policy
 from workers.engine.sequence import Sequence
+from workers.engine.waiting_queue import Rank, WaitingQueue
 
 
 class Order:
@@ -19,7 +19,7 @@ class Order:
     def __init__(
         self,
         running: Collection[Sequence],
-        line: WaitingLine,
+        line: WaitingQueue,
         lanes: Lanes,
         policy: Policy,
         now_s: float,

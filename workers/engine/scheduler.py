@@ -1,28 +1,27 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
-Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. Leaves
-running to the model, endings to the engine, order to lanes and policy, room to `Gate`, to `Books`
-what was computed, and to the engine who may ask for it. Over 300 lines: what a step gives to whom
-is one calculation.
+Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. The order
+comes from lanes and policy, the verdict on room from `AdmissionCheck`; `Books` records what was
+computed. Over 300 lines: dividing one step is one calculation.
 """
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
+from workers.engine.admission_check import AdmissionCheck, Verdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.books import Books
 from workers.engine.cost_model import CostModel
-from workers.engine.gate import Gate, Verdict
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
 from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.line import WaitingLine
 from workers.engine.model import Padding
 from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running
 from workers.engine.sequence import Account, Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
+from workers.engine.waiting_queue import WaitingQueue
 
 _SMALL_SHARE = 1 / 8  # of the budget, which streams may take before anyone's turn
 
@@ -54,8 +53,10 @@ class Scheduler:
         self._below_share_now: Collection[Account] = ()
         self._below_share_at = (0, 0)  # changes of those who run and wait, when it was found
         self._was_refused = False  # whether the last step had no room for somebody
-        self._waiting = WaitingLine(self._lanes, policy)
-        self._gate = Gate(blocks, limits, self._lanes, lengths or KnownOnly(), self._running)
+        self._waiting = WaitingQueue(self._lanes, policy)
+        self._admission = AdmissionCheck(
+            blocks, limits, self._lanes, lengths or KnownOnly(), self._running
+        )
 
     @property
     def running(self) -> list[Sequence]:
@@ -76,7 +77,7 @@ class Scheduler:
 
     def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
         """From the next step on; what runs goes on."""
-        self._limits = self._gate.limits = limits
+        self._limits = self._admission.limits = limits
         self._lanes.replace(lanes, limits.max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
@@ -179,7 +180,7 @@ class Scheduler:
         first_priority = self._waiting.first_priority
         if first_priority is None:
             return False
-        if self._gate.has_room:
+        if self._admission.has_room:
             return True
         lanes = {lane for lane, _ in self._running.by_account}
         if any(self._lanes.priority_of(lane) > first_priority for lane in lanes):
@@ -220,7 +221,7 @@ class Scheduler:
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
         was_refused, self._was_refused = self._was_refused, False
-        if not plan.is_full and (was_refused or not self._gate.has_room):
+        if not plan.is_full and (was_refused or not self._admission.has_room):
             self._admit_below_share(plan, now_s)
         for lane, num_owed in self._lanes.owed().items():
             self._serve(plan, order, order.walk(lane), num_owed, now_s)
@@ -267,12 +268,12 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Lets the candidate in, or not; returns whether others may be asked after it."""
-        verdict, entry = self._gate.ask(plan, candidate)
+        verdict, entry = self._admission.ask(plan, candidate)
         while entry is not None and entry.victims:
             for victim in entry.victims:
                 self._take_blocks(plan, victim, now_s)
             # What victims shared, with each other or with the candidate, is known only now.
-            verdict, entry = self._gate.ask(plan, candidate)
+            verdict, entry = self._admission.ask(plan, candidate)
         if entry is None:
             self._was_refused |= verdict is Verdict.NO_ROOM
             is_overdue = self._lanes.is_overdue(candidate.account)
@@ -281,7 +282,7 @@ class Scheduler:
         self._running.add(candidate)
         if candidate.started_s is None:
             candidate.started_s = now_s
-        copy_from = self._gate.enter(plan, candidate, entry)
+        copy_from = self._admission.enter(plan, candidate, entry)
         self._hand_out(plan, candidate, now_s, copy_from)
         return True
 
@@ -335,7 +336,7 @@ class Scheduler:
         return max(
             below,
             key=lambda s: (
-                not self._gate.is_pinned(s),
+                not self._admission.is_pinned(s),
                 self._lanes.level(s),
                 -s.num_computed,
                 self._rank(s, now_s),
@@ -345,11 +346,11 @@ class Scheduler:
 
     def _rank(self, sequence: Sequence, now_s: float) -> Key:
         """Who may take blocks from whom: from those of higher rank. Differs between any two."""
-        if self._gate.is_pinned(sequence):
+        if self._admission.is_pinned(sequence):
             return (0.0, sequence.arrival)
         return (1.0, *self.place(sequence, now_s))
 
     def _take_blocks(self, plan: StepPlan, victim: Sequence, now_s: float) -> None:
         plan.take_back(victim)
-        self._gate.forget(victim)
+        self._admission.forget(victim)
         self.preempt(victim, now_s)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workers.engine.model import ModelRefused
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.int8_weights import quantize
 from workers.model.memory import default_kv_bytes
 from workers.model.processor import Processor

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from contract.jobs import TokenizerFiles
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import (

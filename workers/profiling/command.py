@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from workers.engine.model import ModelRefused
-from workers.engine_setup import build_engine
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import Shape, shape_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.spread import spread
+from infra.bench.spread import spread
 
 
 def arguments() -> argparse.Namespace:
@@ -26,7 +26,7 @@ Request = dict[str, Any]  # prompt_token_ids, max_tokens
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Requests that all come at once, as bench.workloads describes them."""
+    """Requests that all come at once, as infra.bench.workloads describes them."""
     requests: list[Request] = json.loads(path.read_text())["requests"]
     assert not any(request.get("arrival_s") for request in requests), "arrivals are not for peers"
     return requests

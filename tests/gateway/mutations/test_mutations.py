@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from gateway.app import create_app
+from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
 from tests.endurance.command_line import EXIT_INTERRUPTED
 from tests.gateway.mutations.campaign import run_mutations

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.jobs import SamplingParams
+from workers.engine.admission_check import AdmissionCheck, Verdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
-from workers.engine.gate import Gate, Verdict
 from workers.engine.lanes import DEFAULT_LANES, Lanes
 from workers.engine.lengths import CallersCap
 from workers.engine.limits import EngineLimits
@@ -97,7 +97,7 @@ def test_one_is_let_in_at_the_cost_of_as_few_as_make_room(
     for sequence in running:
         blocks.grow(sequence, sequence.num_known)
         sequence.num_computed = sequence.num_known - 1
-    gate = Gate(blocks, limits, lanes, CallersCap(), running_of(running))
+    gate = AdmissionCheck(blocks, limits, lanes, CallersCap(), running_of(running))
 
     verdict, entry = gate.ask(StepPlan(CostModel(), 100), candidate)
 

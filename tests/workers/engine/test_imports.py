@@ -6,8 +6,8 @@ import sys
 MODULES = (
     "workers.engine.engine",
     "workers.strategies.continuous",
-    "workers.messages",
-    "workers.engine_process",
+    "workers.ipc.messages",
+    "workers.engine_process.engine_loop",
     "tests.fakes",
     "tests.hash_engine",
 )

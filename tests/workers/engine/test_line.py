@@ -7,7 +7,6 @@ import pytest
 from contract.jobs import SamplingParams
 from workers.engine.lanes import DEFAULT_LANES, Lanes
 from workers.engine.lengths import CallersCap
-from workers.engine.line import WaitingLine
 from workers.engine.model import Chunk
 from workers.engine.policies import (
     Composed,
@@ -18,6 +17,7 @@ from workers.engine.policies import (
     VirtualTokenCounters,
 )
 from workers.engine.sequence import Sequence
+from workers.engine.waiting_queue import WaitingQueue
 
 POLICIES = {
     "first come": FirstComeFirstServed,
@@ -42,7 +42,7 @@ def test_the_line_is_in_the_order_of_sorting(make_policy: type[Policy], lane: st
     """While some come back, some leave and tenants are served: level, then key, then arrival."""
     draw = random.Random(3)
     lanes, policy = Lanes(DEFAULT_LANES, 100), make_policy()
-    line = WaitingLine(lanes, policy)
+    line = WaitingQueue(lanes, policy)
     present: list[Sequence] = []
     for arrival in draw.sample(range(200), 200):  # those preempted come with an early arrival
         sequence = waiting(arrival, draw)
@@ -68,7 +68,7 @@ def test_who_is_named_may_leave_the_line() -> None:
     """Letting in each one that is named skips nobody, and leaves the line empty."""
     draw = random.Random(4)
     lanes, policy = Lanes(DEFAULT_LANES, 100), FirstComeFirstServed()
-    line = WaitingLine(lanes, policy)
+    line = WaitingQueue(lanes, policy)
     for arrival in range(50):
         sequence = waiting(arrival, draw)
         lanes.arrive(sequence)
@@ -87,7 +87,7 @@ def test_who_has_not_been_let_in_is_counted_and_not_named() -> None:
     """Its strategy keeps it: its lane shows, but nobody asks for a place in its name."""
     draw = random.Random(5)
     lanes = Lanes(DEFAULT_LANES, 100)
-    line = WaitingLine(lanes, FirstComeFirstServed())
+    line = WaitingQueue(lanes, FirstComeFirstServed())
     sequence = waiting(0, draw)
     lanes.arrive(sequence)
     line.add(sequence)

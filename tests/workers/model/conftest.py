@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny_models import save_tiny_model
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
 from workers.model.runner import ModelRunner
 from workers.model.sequential import SequentialRunner

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 
 

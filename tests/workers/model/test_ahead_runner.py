@@ -15,7 +15,7 @@ from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Model, ModelRefused
 from workers.engine.request import Request
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.attention.rows import PreparedRows
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.decode import PrepareRows

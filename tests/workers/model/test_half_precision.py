@@ -15,7 +15,7 @@ from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
 from workers.engine.model import Chunk
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.loader import load_model
 

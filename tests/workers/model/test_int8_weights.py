@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from bench.engine import run_workload
-from bench.workloads import log_uniform_workload
+from infra.bench.engine import run_workload
+from infra.bench.workloads import log_uniform_workload
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
-from workers.engine_setup import build_engine
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
 from workers.model.loader import LoadedModel, ModelRefused, load_model

@@ -23,8 +23,8 @@ from tests.tiny_models import (
     save_tokenizer,
 )
 from tests.workers.model.conftest import paged, sequential
-from workers.engine_setup import limits_of
-from workers.messages import EngineOptions
+from workers.engine_process.engine_setup import limits_of
+from workers.ipc.messages import EngineOptions
 from workers.model import loader
 from workers.model.attention.interface import Span
 from workers.model.attention.reference import ReferenceAttention

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.processors import ISAS
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model import products
 from workers.model.loader import load_model
 from workers.model.native.kernels import DTYPES, Kernels

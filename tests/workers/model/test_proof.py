@@ -14,7 +14,7 @@ from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import make_sequence, run_to_end
 from tests.workers.model.operating import operated
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model import paged as paging
 from workers.model import proof
 from workers.model.attention.packed import PackedAttention

@@ -13,7 +13,7 @@ from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.conftest import LoadFamily, sequential
 from tests.workers.model.driver import make_prompts, make_sequence, run_step, run_to_end
 from workers.engine.model import Chunk
-from workers.messages import EngineOptions
+from workers.ipc.messages import EngineOptions
 from workers.model.loader import ModelRefused, load_model
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
 from workers.model.sequential_probe import choose_continuation

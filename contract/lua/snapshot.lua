@@ -1,0 +1,51 @@
+-- snapshot: a model's lanes, workers and totals at one moment; changes nothing.
+-- KEYS  1 tag
+-- ARGV  1 model  2… lanes
+-- reply {now (ms), {field, total, …} and of all models `corrections_total:<kind>`, one {queued jobs, queued tokens, running jobs, running tokens,
+--        ms since the first waiting job was submitted (0: none waits)} for each lane, in order,
+--        one {incarnation, ms since it was heard of, what it says of itself (JSON)} for each live
+--        worker, {outcome of a callback's attempt, how many, …}}
+local MAX_LINES = 64  -- tenants of a lane whose lines are looked at
+
+local function first_created(tag, key)
+  if redis.call('EXISTS', key) == 0 then return nil end
+  local first = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT', 1)[1]
+  return first
+    and tonumber(redis.call('HGET', tag .. ':job:' .. first[2][2], 'created') or nil)
+end
+
+local function oldest_wait(tag, model, lane, now)
+  local oldest = first_created(tag, lane_key(tag, 'back', model, lane)) or now
+  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, MAX_LINES - 1)
+  for _, tenant in ipairs(tenants) do
+    local created = first_created(tag, lane_key(tag, 'q', model, lane) .. ':' .. tenant)
+    oldest = math.min(oldest, created or now)
+  end
+  return now - oldest
+end
+
+local function snapshot(keys, argv)
+  local tag, model, now = keys[1], argv[1], now_ms(keys[1])
+  local lanes, workers = {}, {}
+  for i = 2, #argv do
+    local counted = redis.call('HMGET', lane_key(tag, 'counters', model, argv[i]), 'queued_jobs',
+      'queued_tokens', 'running_jobs', 'running_tokens')
+    for j = 1, 4 do counted[j] = tonumber(counted[j] or 0) end
+    counted[5] = oldest_wait(tag, model, argv[i], now)
+    table.insert(lanes, counted)
+  end
+  local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf',
+    'BYSCORE', 'WITHSCORES')
+  for i = 1, #live, 2 do
+    local info = redis.call('HGET', tag .. ':worker:' .. live[i], 'info')
+    table.insert(workers, {live[i], now - live[i + 1], info or '{}'})
+  end
+  local counts = redis.call('HGETALL', tag .. ':totals:' .. model)
+  for i, part in ipairs(redis.call('HGETALL', tag .. ':corrections')) do
+    table.insert(counts, i % 2 == 1 and 'corrections_total:' .. part or part)
+  end
+  return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries')}
+end
+redis.register_function{
+  function_name = 'batchway_v1_snapshot', callback = snapshot, flags = {'no-writes'},
+}

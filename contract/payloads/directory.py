@@ -1,0 +1,139 @@
+"""Objects as files of a directory, for installations on one machine or one shared file system.
+
+A file `.store` names the directory and holds the secret of its URLs: a gateway and a worker whose
+directories have the same path but are not the same are told apart.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import urlencode
+
+from contract.jobs import ObjectRef
+from contract.payloads.store import PayloadLost, PayloadUnavailable, check_place, checked, reference
+
+_IDENTITY = ".store"
+_ID_CHARS = 16
+URL_PATH = "/v1/objects/"
+
+
+class DirectoryStore:
+    """Opens nothing before its first call. `path` is made where it is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def name(self) -> str:
+        """Raises PayloadUnavailable."""
+        return f"dir:{self._identity[:_ID_CHARS]}"
+
+    def put(self, key: str, data: bytes) -> ObjectRef:
+        ref = reference(self.name, key, data)
+        path = self._path / key
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _write(partial, data)
+            partial.replace(path)
+            _sync(path.parent)
+        except OSError as exc:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise PayloadUnavailable(f"cannot write an object: {exc.strerror}") from exc
+        return ref
+
+    def get(self, ref: ObjectRef) -> bytes:
+        check_place(self.name, ref)
+        try:
+            return checked(ref, (self._path / ref.key).read_bytes())
+        except FileNotFoundError as exc:
+            raise PayloadLost(f"object {ref.key} is not there") from exc
+        except OSError as exc:
+            raise PayloadUnavailable(f"cannot read an object: {exc.strerror}") from exc
+
+    def delete_job(self, job_id: str) -> None:
+        try:
+            shutil.rmtree(self._path / Path(job_id).name)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            raise PayloadUnavailable(f"cannot delete objects: {exc.strerror}") from exc
+
+    def delete_older(self, age_s: float) -> int:
+        before_s, num_jobs = time.time() - age_s, 0
+        try:
+            for entry in os.scandir(self._path):
+                if entry.is_dir(follow_symlinks=False) and entry.stat().st_mtime < before_s:
+                    self.delete_job(entry.name)
+                    num_jobs += 1
+        except FileNotFoundError:
+            return num_jobs  # somebody else deletes too
+        except OSError as exc:
+            raise PayloadUnavailable(f"cannot list objects: {exc.strerror}") from exc
+        return num_jobs
+
+    def url(self, ref: ObjectRef, ttl_s: float) -> str:
+        fields = {
+            "sha256": ref.sha256,
+            "num_bytes": str(ref.num_bytes),
+            "expires": str(int(time.time() + ttl_s)),
+        }
+        fields["signature"] = self._signature(ref.key, fields)
+        return f"{URL_PATH}{ref.key}?{urlencode(fields)}"
+
+    def opened(self, key: str, query: dict[str, str]) -> ObjectRef | None:
+        """The object that a URL of ours names; None where it is none, or has expired."""
+        names = ("sha256", "num_bytes", "expires")
+        fields = {name: query.get(name, "") for name in names}
+        signature = self._signature(key, fields)
+        if not hmac.compare_digest(signature.encode(), query.get("signature", "").encode()):
+            return None
+        if int(fields["expires"]) < time.time():
+            return None
+        return ObjectRef(self.name, key, fields["sha256"], int(fields["num_bytes"]))
+
+    def _signature(self, key: str, fields: dict[str, str]) -> str:
+        text = "\n".join([key, *(fields[name] for name in sorted(fields))])
+        return hmac.new(self._identity.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+    @cached_property
+    def _identity(self) -> str:
+        """The directory's id and, behind it, its secret; drawn by whoever comes first."""
+        path = self._path / _IDENTITY
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                partial = path.with_name(f"{_IDENTITY}.{secrets.token_hex(8)}.part")
+                _write(partial, secrets.token_hex(_ID_CHARS // 2 + 32).encode())
+                with suppress(FileExistsError):
+                    os.link(partial, path)  # atomic, and refused where somebody was faster
+                partial.unlink()
+            return path.read_text()
+        except OSError as exc:
+            raise PayloadUnavailable(
+                f"cannot use the object store's directory: {exc.strerror}"
+            ) from exc
+
+
+def _write(path: Path, data: bytes) -> None:
+    """To the disk itself: a job that points here is durable, and so must this be."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,128 @@
+"""Makes Prometheus families of counted fields and fleet snapshots."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+
+from contract.calls import CORRECTION_KINDS
+from contract.fleet_snapshot import FleetSnapshot
+from contract.jobs import JobStatus
+from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
+
+Labels = tuple[str, ...]
+
+
+def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) -> Iterator[Family]:
+    """One family for each metric of these sources; `fields` by model. Unknown fields are left out:
+    they are of another version."""
+    for metric in of_sources(*sources):
+        series = {
+            (model, *labels): values
+            for model, counts in fields.items()
+            for labels, values in _series(metric, counts).items()
+        }
+        if metric.kind == "histogram":
+            yield _histogram(metric, series)
+        else:
+            family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+            for labels, values in sorted(series.items()):
+                family.add_metric(labels, values[""])
+            yield family
+
+
+def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str, int]]:
+    """The parts of each series: a counter's one is called '', a histogram's by bucket or `sum`."""
+    series: dict[Labels, dict[str, int]] = {}
+    num_parts = len(metric.labels) + (metric.kind == "histogram")
+    for field, value in counts.items():
+        name, _, rest = field.partition(":")
+        if name != metric.name:
+            continue
+        parts = rest.split(":") if rest else []
+        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # a lane with colons
+            cut = len(parts) - num_parts + 1
+            parts = [":".join(parts[:cut]), *parts[cut:]]
+        if len(parts) != num_parts:
+            continue
+        part = parts.pop() if metric.kind == "histogram" else ""
+        series.setdefault(tuple(parts), {})[part] = value
+    return series
+
+
+def _histogram(metric: Metric, series: Mapping[Labels, Mapping[str, int]]) -> Family:
+    family = HistogramMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+    for labels, values in sorted(series.items()):
+        cumulative, buckets = 0, []
+        for i, bound in enumerate((*metric.bounds, float("inf")), 1):
+            cumulative += values.get(str(i), 0)
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), cumulative))
+        family.add_metric(labels, buckets, values.get("sum", 0) * metric.scale)
+    return family
+
+
+def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Family]:
+    """What one gateway counted of itself, by name and labels."""
+    for name, series in counts.items():
+        metric = METRICS[name]
+        kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+        family = kind(metric.full_name, metric.help, labels=metric.all_labels)
+        for labels, value in sorted(series.items()):
+            family.add_metric(labels, value)
+        yield family
+
+
+def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
+    """Lanes and workers as they are now, by model; callbacks' attempts."""
+    gauges = {
+        metric.name: GaugeMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+        for metric in of_sources(Source.FLEET)
+    }
+    for model, snapshot in snapshots.items():
+        gauges["workers"].add_metric((model,), len(snapshot.workers))
+        for lane, sight in snapshot.lanes.items():
+            gauges["num_requests_running"].add_metric((model, lane), sight.num_running)
+            gauges["num_requests_waiting"].add_metric((model, lane), sight.num_queued)
+            gauges["queue_tokens"].add_metric((model, lane), sight.queued_tokens)
+            gauges["queue_oldest_age_seconds"].add_metric((model, lane), sight.oldest_wait_s)
+            if (ratio := deadline_kept_ratio(snapshot, lane)) is not None:
+                gauges["deadline_kept_ratio"].add_metric((model, lane), ratio)
+        for worker in snapshot.workers:
+            labels = (model, worker.incarnation)
+            gauges["worker_seen_age_seconds"].add_metric(labels, worker.seen_s)
+            gauges["worker_jobs"].add_metric(labels, worker.num_jobs_held)
+            gauges["worker_sequences"].add_metric((*labels, "running"), worker.num_running)
+            gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
+            gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
+    yield from gauges.values()
+    # What follows is not of a model: each snapshot has all of it.
+    any_snapshot = next(iter(snapshots.values()), None)
+    yield _counter("webhook_deliveries_total", any_snapshot.deliveries if any_snapshot else {})
+    totals = any_snapshot.totals if any_snapshot else {}
+    # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
+    corrections = {kind: totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS}
+    yield _counter("corrections_total", corrections)
+
+
+def _counter(name: str, values: Mapping[str, int]) -> Family:
+    """Of one label."""
+    metric = METRICS[name]
+    family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
+    for label, value in sorted(values.items()):
+        family.add_metric((label,), value)
+    return family
+
+
+def deadline_kept_ratio(snapshot: FleetSnapshot, lane: str) -> float | None:
+    """Since counting began; None where no job has succeeded or expired."""
+    succeeded, expired = (
+        snapshot.totals.get(f"requests_total:{lane}:{status}", 0)
+        for status in (JobStatus.SUCCEEDED, JobStatus.EXPIRED)
+    )
+    return succeeded / (succeeded + expired) if succeeded + expired else None

@@ -1,0 +1,168 @@
+"""Every metric: its name, its labels, what it says. docs/metrics.md lists the same; tests compare.
+
+Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is done elsewhere: in
+Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+PREFIX = "batchway_"
+
+LATENCY_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(300.0, 1800.0, 7200.0),
+)
+STEP_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
+    *(1.0, 2.5, 10.0),
+)
+BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+RATIO_BOUNDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+
+
+class Source(StrEnum):
+    """Who counts a metric, and so on whose page it stands."""
+
+    JOBS = "jobs"  # Redis, where it happens: on every gateway's page, for all of them
+    ENGINES = "engines"  # workers: on their own page, and all together on every gateway's
+    FLEET = "fleet"  # as Redis has it now: on every gateway's page
+    GATEWAY = "gateway"  # one gateway, of itself
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`labels` beside model_name, which all but a gateway's own have. `scale`: what one of a
+    field's whole numbers is worth in the metric's unit."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    source: Source
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+    scale: float = 1.0
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        return self.labels if self.source is Source.GATEWAY else ("model_name", *self.labels)
+
+
+_LANE = ("lane",)
+_US = 1e-6  # seconds and shares are summed up in millionths
+
+
+def _jobs(name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, "counter", Source.JOBS, help_, ("lane", *labels))
+
+
+def _latency(name: str, help_: str) -> Metric:
+    return Metric(name, "histogram", Source.JOBS, help_, _LANE, LATENCY_BOUNDS_S, _US)
+
+
+def _engines(name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, "counter", Source.ENGINES, help_, labels)
+
+
+def _engine_histogram(
+    name: str, help_: str, bounds: tuple[float, ...], *labels: str, scale: float = 1.0
+) -> Metric:
+    return Metric(name, "histogram", Source.ENGINES, help_, labels, bounds, scale)
+
+
+def _now(name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", Source.FLEET, help_, labels)
+
+
+def _gateway(name: str, help_: str, *labels: str, is_gauge: bool = False) -> Metric:
+    return Metric(name, "gauge" if is_gauge else "counter", Source.GATEWAY, help_, labels)
+
+
+_ALL = (
+    _jobs("prompt_tokens_total", "Prompt tokens of jobs that have had output."),
+    _jobs("generation_tokens_total", "Output tokens in the jobs' logs."),
+    _jobs("requests_total", "Jobs that have ended, by how.", "status"),
+    _jobs("attempts_total", "Times that a worker took a job; above the jobs, it is repeated work."),
+    _latency("time_to_first_token_seconds", "From a job's submission to its first output."),
+    _latency("request_queue_time_seconds", "From a job's submission to its first claim."),
+    _latency("e2e_request_latency_seconds", "From a job's submission to its success."),
+    _engines("num_preemptions_total", "Sequences that lost their KV blocks to others."),
+    _engines("tokens_recomputed_total", "Tokens computed again after a preemption."),
+    _engines("tokens_after_cancel_total", "Tokens computed for jobs that were cancelled already."),
+    _engines("prefix_cache_queries_total", "Tokens that were looked for in the prefix cache."),
+    _engines("prefix_cache_hits_total", "Tokens that were found in the prefix cache."),
+    _engines("step_tokens_total", "Tokens that steps computed: prefill, decode, padding.", "kind"),
+    _engines("engine_failures_total", "Engine processes that died."),
+    _engine_histogram(
+        "inter_token_latency_seconds",
+        "Between two tokens of one choice, on the engine's clock.",
+        STEP_BOUNDS_S,
+        "lane",
+        scale=_US,
+    ),
+    _engine_histogram(
+        "step_duration_seconds",
+        "Steps by class: decode (a token for each stream), prefill (prompts alone), mixed.",
+        STEP_BOUNDS_S,
+        "class",
+        scale=_US,
+    ),
+    _engine_histogram("batch_size", "Sequences in a step.", BATCH_BOUNDS),
+    _engine_histogram(
+        "padding_ratio", "Share of a step's tokens that is padding.", RATIO_BOUNDS, scale=_US
+    ),
+    _now("num_requests_running", "Jobs that workers hold.", "lane"),
+    _now("num_requests_waiting", "Jobs that wait for a worker.", "lane"),
+    _now("queue_tokens", "Cost of the jobs that wait: prompt and expected output.", "lane"),
+    _now("queue_oldest_age_seconds", "Since the first waiting job was submitted.", "lane"),
+    _now("deadline_kept_ratio", "Of the jobs that succeeded or expired, those that did.", "lane"),
+    _now("workers", "Workers that take jobs."),
+    _now("worker_seen_age_seconds", "Since a worker was last heard of: how stale it is.", "worker"),
+    _now("worker_jobs", "Jobs that a worker holds.", "worker"),
+    _now(
+        "worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"
+    ),
+    _now("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.", "worker"),
+    _gateway("admission_total", "Answers to new jobs.", "model_name", "lane", "outcome", "reason"),
+    _gateway("tenant_admission_total", "Answers to new jobs, by tenant.", "tenant", "outcome"),
+    _gateway("http_requests_total", "Requests answered.", "route", "method", "status"),
+    _gateway("resumed_streams_total", "Streams that went on after a break."),
+    _gateway("open_streams", "Streams that are open.", is_gauge=True),
+    _gateway(
+        "unreadable_models",
+        "Models with something in Redis that the gateway cannot read; its log names them.",
+        is_gauge=True,
+    ),
+    _gateway("broker_up", "1 where Redis answered for this page, else 0.", is_gauge=True),
+    _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
+    _gateway(
+        "corrections_total",
+        "Counters and lists that were set right, and keys of another type (`type`), of all.",
+        "kind",
+    ),
+)
+
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
+
+
+def of_sources(*sources: Source) -> Iterable[Metric]:
+    """The metrics that these count."""
+    return (metric for metric in _ALL if metric.source in sources)
+
+
+def exported_names() -> frozenset[str]:
+    """Every name that may stand in a query: histograms have three each."""
+    names = set()
+    for metric in _ALL:
+        if metric.kind == "histogram":
+            names |= {f"{metric.full_name}_{part}" for part in ("bucket", "sum", "count")}
+        else:
+            names.add(metric.full_name)
+    return frozenset(names)

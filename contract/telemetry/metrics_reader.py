@@ -1,0 +1,245 @@
+"""A page of metrics read again: lanes, workers and engines between one page and the next.
+
+Knows names and arithmetic; leaves fetching pages and showing them to others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from contract.telemetry.metrics import PREFIX
+
+CLASSES = ("decode", "mixed", "prefill")
+
+
+class Page:
+    """The samples of one page, or what was added since an earlier one."""
+
+    def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
+        self._samples = samples
+
+    @classmethod
+    def parse(cls, text: str) -> "Page":
+        """Raises ValueError where it is no page of metrics."""
+        return cls(
+            {
+                (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        )
+
+    def since(self, before: "Page") -> "Page":
+        """What counters and histograms have gained; one that fell has started again."""
+        earlier = before._samples
+        return Page(
+            {
+                key: value - earlier.get(key, 0.0) if value >= earlier.get(key, 0.0) else value
+                for key, value in self._samples.items()
+            }
+        )
+
+    def labels_of(self, name: str, label: str) -> list[str]:
+        """All values that a label has in a metric."""
+        return sorted({dict(p)[label] for n, p in self._samples if n == name and label in dict(p)})
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of all series with these labels; 0 where there is none."""
+        wanted = labels.items()
+        return sum(
+            value for (n, pairs), value in self._samples.items() if n == name and wanted <= pairs
+        )
+
+    def has(self, name: str, **labels: str) -> bool:
+        """Whether there is such a series."""
+        return any(n == name and labels.items() <= pairs for n, pairs in self._samples)
+
+    def quantile(self, name: str, share: float, **labels: str) -> float | None:
+        """As Prometheus computes it: within a bucket evenly. None where nothing was observed."""
+        wanted, counts = labels.items(), dict[float, float]()
+        for (n, pairs), value in self._samples.items():
+            if n == f"{name}_bucket" and wanted <= pairs:
+                bound = float(dict(pairs)["le"])
+                counts[bound] = counts.get(bound, 0.0) + value
+        return quantile(sorted(counts.items()), share)
+
+    def mean(self, name: str, **labels: str) -> float | None:
+        count = self.value(f"{name}_count", **labels)
+        return self.value(f"{name}_sum", **labels) / count if count else None
+
+
+def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
+    """Of (upper bound, cumulative count), ascending. Above the last finite bound: that bound."""
+    if not buckets or not buckets[-1][1]:
+        return None
+    rank = share * buckets[-1][1]
+    lower, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= rank and count > below:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (count - below)
+        lower, below = bound, count
+    return lower
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRow:
+    """A lane of a model. Seconds; (p50, p99) or None; rates are None on a first page."""
+
+    model: str
+    lane: str
+    num_running: int
+    num_waiting: int
+    queue_tokens: int
+    oldest_s: float
+    tokens_per_s: float | None
+    jobs_per_s: float | None
+    wait_s: tuple[float, float] | None
+    ttft_s: tuple[float, float] | None
+    itl_s: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """A worker as it last said."""
+
+    model: str
+    worker: str
+    seen_s: float
+    num_jobs: int
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """All engines of a model: what their steps were like, and how much of the time they filled.
+
+    `busy`: seconds of steps per worker and second, by class; None on a first page.
+    """
+
+    model: str
+    num_workers: int
+    busy: Mapping[str, float] | None
+    step_share: Mapping[str, float]  # of all steps' time, by class
+    step_s: Mapping[str, tuple[float, float] | None]
+    batch_size: float | None
+    prompt_share: float | None  # of the tokens that were computed
+    padding: float | None
+    prefix_hits: float | None
+    num_preemptions: int
+    num_recomputed: int
+    num_after_cancel: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsReader:
+    """What one look shows. `window_s`: since the look before; None: since counting began."""
+
+    window_s: float | None
+    is_broker_up: bool
+    open_streams: int
+    refusals: Mapping[str, int]  # by reason
+    lanes: tuple[LaneRow, ...]
+    workers: tuple[WorkerRow, ...]
+    engines: tuple[EngineRow, ...]
+
+
+def look(now: Page, before: Page | None = None, window_s: float | None = None) -> MetricsReader:
+    """A page, and what has happened since the one before."""
+    gained = now if before is None else now.since(before)
+    models = now.labels_of("workers", "model_name")
+    return MetricsReader(
+        window_s,
+        now.value("broker_up") > 0,
+        int(now.value("open_streams")),
+        {
+            reason: int(num)
+            for reason in now.labels_of("admission_total", "reason")
+            if reason and (num := gained.value("admission_total", reason=reason))
+        },
+        tuple(
+            _lane(now, gained, model, lane, window_s)
+            for model in models
+            for lane in now.labels_of("num_requests_waiting", "lane")
+        ),
+        tuple(
+            _worker(now, model, worker)
+            for model in models
+            for worker in now.labels_of("worker_jobs", "worker")
+            if now.has("worker_jobs", model_name=model, worker=worker)
+        ),
+        tuple(_engine(now, gained, model, window_s) for model in models),
+    )
+
+
+def _pair(page: Page, name: str, **labels: str) -> tuple[float, float] | None:
+    p50, p99 = (page.quantile(name, share, **labels) for share in (0.5, 0.99))
+    return None if p50 is None or p99 is None else (p50, p99)
+
+
+def _lane(now: Page, gained: Page, model: str, lane: str, window_s: float | None) -> LaneRow:
+    at = {"model_name": model, "lane": lane}
+
+    def rate(name: str) -> float | None:
+        return None if window_s is None else gained.value(name, **at) / window_s
+
+    return LaneRow(
+        model,
+        lane,
+        int(now.value("num_requests_running", **at)),
+        int(now.value("num_requests_waiting", **at)),
+        int(now.value("queue_tokens", **at)),
+        now.value("queue_oldest_age_seconds", **at),
+        rate("generation_tokens_total"),
+        rate("requests_total"),
+        _pair(gained, "request_queue_time_seconds", **at),
+        _pair(gained, "time_to_first_token_seconds", **at),
+        _pair(gained, "inter_token_latency_seconds", **at),
+    )
+
+
+def _worker(now: Page, model: str, worker: str) -> WorkerRow:
+    at = {"model_name": model, "worker": worker}
+    return WorkerRow(
+        model,
+        worker,
+        now.value("worker_seen_age_seconds", **at),
+        int(now.value("worker_jobs", **at)),
+        int(now.value("worker_sequences", state="running", **at)),
+        int(now.value("worker_sequences", state="waiting", **at)),
+        now.value("kv_cache_usage_perc", **at),
+    )
+
+
+def _engine(now: Page, gained: Page, model: str, window_s: float | None) -> EngineRow:
+    at = {"model_name": model}
+    num_workers = int(now.value("workers", **at))
+    spent_s = {
+        kind: gained.value("step_duration_seconds_sum", **{"class": kind}, **at) for kind in CLASSES
+    }
+    all_s = sum(spent_s.values())
+    prefill, decode = (
+        gained.value("step_tokens_total", kind=kind, **at) for kind in ("prefill", "decode")
+    )
+    queries = gained.value("prefix_cache_queries_total", **at)
+    busy = None
+    if window_s is not None:
+        busy = {kind: s / window_s / max(1, num_workers) for kind, s in spent_s.items()}
+    return EngineRow(
+        model,
+        num_workers,
+        busy,
+        {kind: s / all_s if all_s else 0.0 for kind, s in spent_s.items()},
+        {kind: _pair(gained, "step_duration_seconds", **{"class": kind}, **at) for kind in CLASSES},
+        gained.mean("batch_size", **at),
+        prefill / (prefill + decode) if prefill + decode else None,
+        gained.mean("padding_ratio", **at),
+        gained.value("prefix_cache_hits_total", **at) / queries if queries else None,
+        int(gained.value("num_preemptions_total", **at)),
+        int(gained.value("tokens_recomputed_total", **at)),
+        int(gained.value("tokens_after_cancel_total", **at)),
+    )

@@ -1,0 +1,1 @@
+"""HTTP: the app, its server, middleware, limits, errors, health and metrics."""

@@ -1,0 +1,131 @@
+"""Who calls: the key that was brought, and what it grants."""
+
+import hmac
+from typing import Annotated
+
+import msgspec
+from fastapi import Depends, Request
+
+from contract.api_keys import KeyTerms, Scope, prefix_of
+from contract.calls import TenantLimits
+from gateway.http.concurrency_cap import ConcurrencyCap
+from gateway.http.errors import ApiError
+from gateway.redis.key_ring import KeyRing
+from gateway.settings import GatewaySettings
+
+DEFAULT_TENANT = "default"
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+_OPERATORS_KEY = "operator"  # no prefix of any other
+_NO_KEY = ""
+_EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who is served, and under which terms. `key_name` tells keys apart and gives none away."""
+
+    terms: KeyTerms
+    key_name: str
+
+    @property
+    def tenant(self) -> str:
+        return self.terms.tenant
+
+    @property
+    def limits(self) -> TenantLimits:
+        terms = self.terms
+        return TenantLimits(
+            requests_per_min=terms.requests_per_minute,
+            tokens_per_min=terms.tokens_per_minute,
+            concurrent_tokens=terms.concurrent_tokens,
+            lane_share=terms.lane_share,
+        )
+
+    def job_retention_s(self, settings: GatewaySettings) -> float:
+        """Of a job that asks for none: the key's own, as far as the installation allows."""
+        own_s = self.terms.retention_s or settings.job_retention_s
+        return min(own_s, settings.max_retention_s)
+
+    def sync_retention_s(self, settings: GatewaySettings) -> float:
+        """Of a call's output: the installation's, and no longer than the key's jobs are kept."""
+        own_s = self.terms.retention_s or settings.sync_retention_s
+        return min(own_s, settings.sync_retention_s)
+
+    def has(self, scope: Scope) -> bool:
+        return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
+
+    def check_scope(self, scope: Scope) -> None:
+        """Raises ApiError (403) where the key lacks the scope."""
+        if not self.has(scope):
+            message = f"this key lacks the scope {scope.value!r}"
+            raise ApiError(403, "missing_scope", message)
+
+    def check_lane(self, lane: str) -> None:
+        """Raises ApiError (403) where the key is not for this lane."""
+        lanes = self.terms.lanes
+        if lanes and lane not in lanes:
+            message = f"this key is not for the lane {lane!r}, only for {', '.join(lanes)}"
+            raise ApiError(403, "lane_not_allowed", message, param="lane")
+
+
+async def identify(request: Request) -> Caller:
+    """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
+    where only Redis could tell.
+    """
+    settings: GatewaySettings = request.app.state.settings
+    ring: KeyRing = request.app.state.key_ring
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    given = given.strip() if scheme.lower() == "bearer" else ""
+    if settings.api_key is not None and hmac.compare_digest(
+        given.encode(), settings.api_key.encode()
+    ):
+        return Caller(_EVERYTHING, _OPERATORS_KEY)
+    if given and (terms := await ring.terms_of(given)) is not None:
+        return Caller(terms, prefix_of(given) or _NO_KEY)
+    if not settings.wants_key and not await ring.has_some():
+        return Caller(_EVERYTHING, _NO_KEY)
+    raise ApiError(
+        401,
+        "invalid_api_key",
+        "this gateway wants `Authorization: Bearer` with an API key of its own",
+        headers={"www-authenticate": 'Bearer realm="batchway"'},
+    )
+
+
+class Admission:
+    """Whom a route lets in: every caller, or one whose key has a scope."""
+
+    def __init__(self, scope: Scope | None = None) -> None:
+        self._scope = scope
+
+    async def __call__(self, request: Request) -> Caller:
+        """The caller. Raises ApiError (403) where its key lacks the scope, and what `identify`
+        raises.
+        """
+        caller = await identify(request)
+        if self._scope is not None:
+            caller.check_scope(self._scope)
+        return caller
+
+
+def check_has_room(calls: ConcurrencyCap, caller: Caller) -> None:
+    """Raises ApiError (429) where the caller's key has as many calls under way as it may."""
+    if not calls.can_enter(caller.key_name):
+        message = f"this key has {calls.cap} calls under way, and may have no more at a time"
+        headers = {"x-dropped-reason": "tenant_quota"}
+        raise ApiError(429, "too_many_calls", message, headers=headers)
+
+
+# What a route asks for, by the type of its argument.
+AnyCaller = Annotated[Caller, Depends(Admission())]
+Inference = Annotated[Caller, Depends(Admission(Scope.INFERENCE))]
+JobsReader = Annotated[Caller, Depends(Admission(Scope.JOBS_READ))]
+MetricsReader = Annotated[Caller, Depends(Admission(Scope.METRICS))]
+JobsWriter = Annotated[Caller, Depends(Admission(Scope.JOBS_WRITE))]
+
+
+def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
+    """The Host names a gateway answers to: without a key loopback only, unless told otherwise."""
+    if settings.allowed_hosts:
+        return settings.allowed_hosts
+    return ("*",) if settings.wants_key else LOOPBACK_HOSTS

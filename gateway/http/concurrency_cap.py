@@ -1,0 +1,28 @@
+"""How many of something each name has at a time, up to a cap: connections of an address, calls of
+a key. Of one process; knows neither.
+"""
+
+
+class ConcurrencyCap:
+    """`cap` 0: none. Holds the names alone that have some."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self._num_of: dict[str, int] = {}
+
+    def can_enter(self, name: str) -> bool:
+        return not self.cap or self._num_of.get(name, 0) < self.cap
+
+    def enter(self, name: str) -> None:
+        self._num_of[name] = self._num_of.get(name, 0) + 1
+
+    def leave(self, name: str) -> None:
+        left = self._num_of[name] - 1
+        if left:
+            self._num_of[name] = left
+        else:
+            del self._num_of[name]
+
+    @property
+    def num_names(self) -> int:
+        return len(self._num_of)

@@ -1,0 +1,75 @@
+"""A gateway's counts as CloudWatch takes them: in its embedded format, a line of JSON a request.
+
+A function is frozen between requests and asked by no Prometheus, so what a request has added is
+said at its end. The reader of the log turns the lines into metrics.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.metrics import GatewayMetrics
+
+NAMESPACE = "batchway"
+_UNIT = "Count"
+_Figures = Counter[tuple[str, str, str]]  # by model, lane ('' and '': of no job) and name
+
+
+class EmbeddedMetrics:
+    """Outside of what counts requests; `tell` takes a line, `clock_s` is Unix time."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        tell: Callable[[str], object] = lambda line: print(line, flush=True),
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._tell = tell
+        self._clock_s = clock_s
+        self._told: _Figures = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if scope["type"] == "http":
+                for line in self.lines():
+                    self._tell(line)
+
+    def lines(self) -> Iterator[str]:
+        """What was counted since the last call: a line for each lane, one for requests."""
+        now = _figures(self._metrics)
+        gained = now - self._told
+        self._told = now
+        for model, lane in sorted({(model, lane) for model, lane, _ in gained}):
+            values = {name: n for (m, at, name), n in gained.items() if (m, at) == (model, lane)}
+            yield self._line({"Model": model, "Lane": lane} if model else {}, values)
+
+    def _line(self, labels: dict[str, str], values: dict[str, int]) -> str:
+        about = {
+            "Namespace": NAMESPACE,
+            "Dimensions": [list(labels)],
+            "Metrics": [{"Name": name, "Unit": _UNIT} for name in values],
+        }
+        stamp = {"Timestamp": int(self._clock_s() * 1000), "CloudWatchMetrics": [about]}
+        return json.dumps({"_aws": stamp, **labels, **values})
+
+
+def _figures(metrics: GatewayMetrics) -> _Figures:
+    figures: _Figures = Counter()
+    counts = metrics.counts()
+    for (model, lane, outcome, _), num in counts["admission_total"].items():
+        name = "JobsRefused" if outcome == "refused" else "JobsAccepted"
+        figures[model, lane, name] += num
+    for (_, _, status), num in counts["http_requests_total"].items():
+        figures["", "", "Requests"] += num
+        if status >= "500":
+            figures["", "", "ServerErrors"] += num
+    figures["", "", "ResumedStreams"] = sum(counts["resumed_streams_total"].values())
+    return figures

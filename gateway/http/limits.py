@@ -1,0 +1,123 @@
+"""What a request may ask of us before anybody reads it: the length of its head, the name it calls
+us by, the length of its body and the time that this takes. All raise ApiError.
+"""
+
+import asyncio
+import re
+from contextlib import suppress
+
+from starlette.types import Message, Receive, Scope
+
+from gateway.http.auth import hosts_of
+from gateway.http.errors import ApiError, bad_request
+from gateway.settings import GatewaySettings
+
+MAX_HEADER_BYTES = 16 * 1024
+_DISCARD_TIMES = 8  # of the allowed length, at most
+_DISCARD_S = 1.0
+
+_HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
+
+
+class Limits:
+    """Of one gateway, the same for every request."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.max_body_bytes = settings.max_body_bytes
+        self.body_timeout_s = settings.body_timeout_s
+        # `*` allows every host.
+        self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
+
+    def check_head(self, scope: Scope) -> None:
+        """Raises where the head is too long, or calls us by a name that is none of ours. The server
+        stops a head that is still coming at this length, and takes in whole what came in one piece.
+        """
+        if _num_head_bytes(scope) > MAX_HEADER_BYTES:
+            message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
+            raise ApiError(431, "headers_too_large", message, headers={"connection": "close"})
+        # A page elsewhere whose name was rebound to loopback must not reach a gateway that asks for
+        # no key.
+        if "*" not in self._hosts and _host(scope) not in self._hosts:
+            message = "the Host header is not a name of this gateway"
+            raise bad_request("untrusted_host", message)
+
+
+class Body:
+    """The body of one request as it comes. Raises where it is too long, by its announced length or
+    by what came of it, or too slow: the server's `receive` raises TimeoutError then.
+    """
+
+    def __init__(self, receive: Receive, limits: Limits) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._num_bytes = 0
+        self._is_complete = False
+
+    async def check_announced(self, scope: Scope) -> None:
+        """Before anything of it is taken in."""
+        length = header(scope, b"content-length")
+        if length is None or not length.isdigit() or int(length) <= self._limits.max_body_bytes:
+            return
+        asks_first = header(scope, b"expect") is not None  # and has sent nothing of it
+        if int(length) <= _DISCARD_TIMES * self._limits.max_body_bytes and not asks_first:
+            await self._discard()
+        raise self._too_long()
+
+    async def receive(self) -> Message:
+        """The next message, as ASGI has it."""
+        if self._is_complete:
+            return await self._receive()  # only a disconnect is left to come
+        try:
+            message = await self._receive()
+        except TimeoutError as exc:
+            raise self._too_slow() from exc
+        self._num_bytes += len(message.get("body", b""))
+        self._is_complete = not message.get("more_body", False)
+        if self._num_bytes > self._limits.max_body_bytes:
+            if not self._is_complete:
+                await self._discard()
+            raise self._too_long()
+        return message
+
+    async def _discard(self) -> None:
+        """Takes in a little more than is allowed: a client that is cut off while it still sends
+        never reads its 413.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while self._num_bytes <= _DISCARD_TIMES * self._limits.max_body_bytes:
+                    message = await self._receive()
+                    self._num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
+    def _too_long(self) -> ApiError:
+        message = f"the body has more than {self._limits.max_body_bytes} bytes"
+        return ApiError(413, "body_too_large", message, headers={"connection": "close"})
+
+    def _too_slow(self) -> ApiError:
+        message = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
+        return ApiError(408, "body_too_slow", message, headers={"connection": "close"})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of a (lower-case) name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def _num_head_bytes(scope: Scope) -> int:
+    """Without what separates the parts."""
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+    for name, value in scope["headers"]:
+        num_bytes += len(name) + len(value)
+    return num_bytes
+
+
+def _host(scope: Scope) -> str:
+    """The name in the only Host header, without a port; '' where there is none such."""
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    match = _HOST.fullmatch(hosts[0].decode("latin-1").lower()) if len(hosts) == 1 else None
+    return (match[1] or match[3]) if match is not None else ""

@@ -1,0 +1,1 @@
+"""Jobs as callers see them: routes, lists, quotes, streams, callbacks."""

@@ -1,0 +1,272 @@
+"""A job's log as a caller's stream: of a synchronous call, or of the job itself (resumable)."""
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.calls import JobView, Submission, Submitted
+from contract.errors import BatchwayError
+from contract.events import End, LogEntry
+from contract.jobs import Job, JobStatus
+from contract.telemetry.tracing import traced
+from gateway.http import sse
+from gateway.http.drain import Drain
+from gateway.http.errors import (
+    ApiError,
+    became_job,
+    draining,
+    failure_of,
+    to_api_error,
+    to_call_error,
+)
+from gateway.http.metrics import GatewayMetrics
+from gateway.jobs.event_ids import START, Position
+from gateway.jobs.job_objects import events_url, job_object, place
+from gateway.jobs.sync_call import SyncCall
+from gateway.openai.answers import Answer, Chunks, needs_tokenizer
+from gateway.openai.tokens import ModelTokenizer
+from gateway.redis.broker import Broker
+from gateway.redis.log_items import Idle, Reset
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger("batchway.gateway")
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """What every route needs; one for each app."""
+
+    settings: GatewaySettings
+    broker: Broker
+    drain: Drain
+    metrics: GatewayMetrics
+
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Queues a job, and counts the answer. Raises what Broker.submit raises."""
+        job = traced(job, time.time_ns())
+        if (callback := submission.callback) is not None and job.trace is not None:
+            callback = msgspec.structs.replace(callback, traceparent=job.trace.traceparent)
+            submission = replace(submission, callback=callback)
+        try:
+            submitted = await self.broker.submit(job, submission)
+        except BatchwayError as exc:
+            self.metrics.note_refusal(job, to_api_error(exc).code)
+            raise
+        self.metrics.note_acceptance(job, is_new=submitted.is_new)
+        return submitted
+
+    async def whole(self, job: Job) -> Job:
+        """The job with its prompt, where its answers show any of it. Raises PayloadError."""
+        is_shown = job.return_token_ids or needs_tokenizer(job)
+        return await self.broker.payloads.whole(job) if is_shown else job
+
+    async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
+        """The tokenizer where the job's answer needs one: token texts, an echo."""
+        if not needs_tokenizer(job):
+            return None
+        card = (await self.broker.known.models()).get(job.model)
+        return None if card is None else await self.broker.known.tokenizer(card)
+
+
+def _log_answered(job: Job, end: End) -> None:
+    """Of a call that was waited for. At its end, as in any access log: before its first token it
+    would stand in the way of that."""
+    log.info(
+        "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
+        job.id,
+        job.lane,
+        end.status,
+        end.prompt_tokens,
+        end.output_tokens,
+    )
+
+
+_RESET = sse.message({"from": 0}, event="stream_reset")
+
+
+def _reset_error() -> ApiError:
+    message = "the queue lost the end of this answer after it was sent: start again"
+    return ApiError(500, "stream_reset", message)
+
+
+async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
+    """A call's answer, once its job has ended. Raises ApiError where it failed, AnsweredOtherwise
+    where it was not waited for to the end.
+    """
+    job = call.job
+    answer = Answer(job, await gateway.tokenizer_for(job))
+    async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
+        match item:
+            case LogEntry(event=End() as end):
+                _log_answered(job, end)
+                failure = failure_of(end)
+                if failure is not None:
+                    raise failure
+                return answer.build(end.prompt_tokens, end.output_tokens)
+            case LogEntry():
+                call.timing.mark("first_token")
+                answer.add(item)
+            case Reset():
+                answer.reset()
+        if call.patience.is_over(has_sent=False):
+            raise await call.hand_over()
+        if gateway.drain.is_over:
+            raise draining()
+    raise AssertionError("a log that ends without an End")
+
+
+async def call_stream(
+    gateway: Gateway,
+    call: SyncCall,
+    *,
+    includes_usage: bool,
+    repeats_usage: bool,
+    has_ids: bool,
+    position: Position = START,
+    starts_over: bool = False,
+) -> AsyncGenerator[bytes, None]:
+    """A call's events, from a position on. Raises BatchwayError, AnsweredOtherwise before the
+    first; later it ends in an event that says the same. `has_ids`: the caller may come back, so
+    that it needs to know where it stands.
+
+    Who gave a position knows of `stream_reset`, which comes first where the job starts over; to
+    others a log that is not the one they read is an error.
+    """
+    job = call.job
+    may_reset = position is not START
+    if may_reset:
+        gateway.metrics.note_resumed()
+    if starts_over:
+        yield _RESET
+        position = START
+    tokenizer = await gateway.tokenizer_for(job)
+    chunks = Chunks(job, tokenizer, includes_usage=includes_usage, repeats_usage=repeats_usage)
+    if repeats_usage or needs_tokenizer(job):
+        await _prime(gateway, chunks, job, position.number)
+    heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
+    has_sent, last_id = starts_over, position.sse_id
+    try:
+        async for item in gateway.broker.events(
+            job.id, job.tenant, position.number, position.hash, submitted_s=call.submitted_s
+        ):
+            match item:
+                case LogEntry(event=End() as end):
+                    _log_answered(job, end)
+                    failure = failure_of(end)
+                    if failure is not None:
+                        raise failure
+                    if includes_usage:
+                        yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
+                    break
+                case LogEntry():
+                    if messages := _chunk_messages(chunks, item, has_id=has_ids):
+                        yield messages
+                        has_sent, last_id = True, item.sse_id
+                        heartbeat.touch()
+                case Reset() if may_reset:
+                    chunks.reset()
+                    yield _RESET
+                    has_sent = True
+                case Reset() if has_sent:
+                    raise _reset_error()
+                case Idle() if heartbeat.is_due() and (has_sent or not call.patience.is_wished):
+                    yield sse.COMMENT if has_ids else sse.EMPTY_LINE
+                    has_sent = True
+            if call.patience.is_over(has_sent=has_sent):
+                if not has_sent:
+                    raise await call.hand_over()
+                await call.detach()
+                yield _became_job(job, last_id)
+                break
+            if gateway.drain.is_over:
+                raise draining()
+    except BatchwayError as exc:
+        error = to_call_error(exc)
+        if not has_sent:
+            raise error from exc
+        yield sse.message(error.body())
+    yield sse.DONE
+
+
+def _became_job(job: Job, last_id: str) -> bytes:
+    """Where to go on, for those who know the event; an error for clients that know errors only."""
+    error = became_job(job.id, events_url(job.id), last_id)
+    where = {"id": job.id, "last_event_id": last_id, "events_url": events_url(job.id)}
+    return sse.message({**where, **error.body()}, event="reconnect")
+
+
+async def job_stream(
+    gateway: Gateway, view: JobView, position: Position
+) -> AsyncGenerator[bytes, None]:
+    """The events of `GET /v1/jobs/{id}/events`, from a position on."""
+    job = await gateway.whole(view.job)
+    chunks = Chunks(job, await gateway.tokenizer_for(job))
+    if needs_tokenizer(job):
+        await _prime(gateway, chunks, job, position.number)
+    heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
+    last_id = position.sse_id
+    queue_news = _QueueNews()
+    if position is not START:
+        gateway.metrics.note_resumed()
+    yield queue_news.of(view) or sse.COMMENT
+    async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
+        match item:
+            case LogEntry(event=End() as end):
+                ended, _ = await gateway.broker.read(job.id, job.tenant)
+                yield sse.message(job_object(ended), event=end.status, id_=item.sse_id)
+                break
+            case LogEntry():
+                if messages := _chunk_messages(chunks, item, has_id=True):
+                    yield messages
+                    last_id = item.sse_id
+                    heartbeat.touch()
+            case Reset():
+                chunks.reset()
+                yield _RESET
+            case Idle(view=read):
+                if read is not None and (news := queue_news.of(read)):
+                    yield news
+                    heartbeat.touch()
+                elif heartbeat.is_due():
+                    yield sse.COMMENT
+        if gateway.drain.is_over:
+            yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
+            return
+    yield sse.DONE
+
+
+async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
+    """Shows the chunks what was sent before: text offsets and counts of tokens begin there."""
+    async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
+        if not isinstance(entry.event, End):
+            chunks.of(entry)
+
+
+def _chunk_messages(chunks: Chunks, entry: LogEntry, *, has_id: bool) -> bytes:
+    """The last has the id: who resumes there has them all. Empty where nothing shows."""
+    if not (messages := chunks.of(entry)):
+        return b""
+    *heads, last = messages
+    return b"".join(map(sse.message, heads)) + sse.message(
+        last, id_=entry.sse_id if has_id else None
+    )
+
+
+class _QueueNews:
+    """The `queued` events of one stream: told when the place or the ETA (in seconds) changes."""
+
+    def __init__(self) -> None:
+        self._told: object = None
+
+    def of(self, view: JobView) -> bytes:
+        """Empty where there is nothing new."""
+        if view.status is not JobStatus.QUEUED:
+            return b""
+        shown = place(view.position)
+        news = (shown["position"], shown["eta_s"] and round(shown["eta_s"]))
+        if news == self._told:
+            return b""
+        self._told = news
+        return sse.message({"id": view.job.id, "status": "queued", **shown}, event="queued")

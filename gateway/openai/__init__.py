@@ -1,0 +1,1 @@
+"""OpenAI's surface: bodies in, prompts and tokens, answers out."""

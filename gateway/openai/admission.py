@@ -1,0 +1,264 @@
+"""A checked body to a job: tokenised, measured against the model, with its cost.
+
+What can never run is refused here, with 400 and the parameter named.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from contract.callbacks import Callback
+from contract.calls import Submission
+from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
+from gateway.http.auth import Caller
+from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
+from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
+from gateway.openai.tokens import ModelTokenizer
+from gateway.redis.broker import Broker
+from gateway.settings import GatewaySettings
+
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
+_DEFAULT_LANE = "standard"
+Prompts = tuple[tuple[int, ...], ...]
+_SMALL_CHARS = 4_096  # a text up to here is tokenised faster than a thread takes over
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job is accepted under, beside its body."""
+
+    caller: Caller
+    deadline_s: float
+    retention_s: float
+    attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
+    needs_worker: bool = False  # refused where none lives
+    lane: str | None = None  # None: by the body's service tier
+    idempotency_key: str = ""
+    body_hash: str = ""
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
+    callback: Callback | None = None
+
+
+async def prepare(
+    broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
+) -> tuple[Job, Submission]:
+    """The job and what to submit it with. Raises ApiError."""
+    lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
+    terms.caller.check_lane(lane)
+    card = (await broker.known.models()).get(body.model)
+    if card is None:
+        raise no_such_model(body.model, await broker.known.models())
+    check_lane(card, lane)
+    prompts = await _prompts(await broker.known.tokenizer(card), card, body)
+    caps = _output_caps(settings, card, body, prompts)
+    job_id = new_job_id()
+    params = _sampling(card, body, caps, job_id)
+    is_list = len(prompts) > 1
+    job = Job(
+        id=job_id,
+        tenant=terms.caller.tenant,
+        model=card.name,
+        lane=lane,
+        endpoint=endpoint,
+        prompt_ids=() if is_list else prompts[0],
+        prompt_list=prompts if is_list else (),
+        params=params,
+        created_s=int(time.time()),
+        return_token_ids=bool(body.return_token_ids),
+        echo=_echoes(body),
+        shows_output=body.max_tokens != 0,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    memory_bytes = await broker.known.max_memory_bytes()
+    bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
+    max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
+    return job, Submission(
+        max_output_tokens=params.n * sum(caps),
+        deadline_s=terms.deadline_s,
+        retention_s=terms.retention_s,
+        lane_bound_tokens=bound_tokens,
+        lane_bound_s=bound_s,
+        limits=terms.caller.limits,
+        max_stored_bytes=max_stored_bytes,
+        max_tenant_stored_bytes=max_tenant_stored_bytes,
+        needs_worker=terms.needs_worker,
+        cold_start_s=settings.cold_start_s,
+        idempotency_key=terms.idempotency_key,
+        body_hash=terms.body_hash,
+        attendance_s=terms.attendance_s,
+        metadata=terms.metadata,
+        callback=terms.callback,
+    )
+
+
+def check_lane(card: ModelCard, lane: str) -> None:
+    """Raises ApiError where the model's workers serve no such lane."""
+    if lane not in card.lanes:
+        message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
+        raise bad_request("unknown_lane", message, "lane")
+
+
+async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:
+    """The token ids of each prompt: of a chat there is one."""
+    given: Sequence[str | tuple[int, ...]]
+    if isinstance(body, ChatBody):
+        given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
+    else:
+        given, encode = body.prompt, tokenizer.encode_text
+
+    def encoded() -> Prompts:
+        return tuple(tuple(encode(each)) if isinstance(each, str) else each for each in given)
+
+    num_chars = sum(len(each) for each in given if isinstance(each, str))
+    prompts = encoded() if num_chars <= _SMALL_CHARS else await asyncio.to_thread(encoded)
+    for number, prompt_ids in enumerate(prompts):
+        param = _name_of(body, number)
+        if not prompt_ids:
+            raise invalid_value(param, f"{param} has no tokens")
+        _check_ids(param, prompt_ids, card)
+    return prompts
+
+
+async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
+    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    if tokenizer.template is None:
+        message = f"the model {card.name!r} has no chat template: use /v1/completions"
+        raise invalid_value("messages", message)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    try:
+        return await tokenizer.template.render(messages)
+    except TemplateRefused as exc:
+        raise invalid_value("messages", str(exc)) from None
+
+
+def _name_of(body: CallBody, number: int) -> str:
+    """What an error calls a prompt."""
+    if isinstance(body, ChatBody):
+        return "messages"
+    return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
+
+
+def _check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, message)
+
+
+def _output_caps(
+    settings: GatewaySettings, card: ModelCard, body: CallBody, prompts: Prompts
+) -> list[int]:
+    """Of each prompt, the output cap of one choice. Raises ApiError, also where all choices
+    together may have more than those of one prompt ever have."""
+    caps = [
+        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
+        for number, prompt_ids in enumerate(prompts)
+    ]
+    num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
+    if num_output > most:
+        name, _ = _given_max_tokens(body)
+        message = f"{name}: all choices together may have {num_output} tokens, over {most}"
+        raise invalid_value(name, message)
+    return caps
+
+
+def _max_tokens(
+    settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int, param: str
+) -> int:
+    """The output cap of a prompt's choices, clipped to what the context has room for. Raises
+    ApiError where there is no room, and where the caller asks for more than is allowed here.
+    """
+    room = card.context_length - num_prompt
+    name, given = _given_max_tokens(body)
+    if room < 1:
+        raise _over_context(card, num_prompt, given or 0, param)
+    if given == 0:
+        return 1  # the least that an engine computes; it is not shown
+    if given is None:
+        default = settings.default_output_tokens
+        return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
+    if given > room:
+        if not settings.clip_max_tokens:
+            raise _over_context(card, num_prompt, given, param)
+        given = room
+    if given > settings.max_output_tokens:
+        raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
+    return given
+
+
+def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
+    """In OpenAI's words: clients know the error by them."""
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, you "
+        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
+        f"the completion). Please reduce the length of the {param} or completion."
+    )
+    return bad_request("context_length_exceeded", message, param)
+
+
+def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
+def _sampling(card: ModelCard, body: CallBody, caps: list[int], job_id: str) -> SamplingParams:
+    """For all prompts. The engine ends each choice where the context does, which is what makes the
+    caps of prompts differ."""
+    min_tokens = body.min_tokens or 0
+    most = 0 if body.max_tokens == 0 else min(caps)
+    if min_tokens > most:
+        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    _check_ids("stop_token_ids", stop_token_ids, card)
+    return SamplingParams(
+        max_tokens=max(caps),
+        # The engine's seeds have 63 bits.
+        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
+        varies_seed=body.seed is None and len(caps) > 1,
+        min_tokens=min_tokens,
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(card, body),
+        n=body.n or 1,
+        stop=body.stop or (),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
+    )
+
+
+def _echoes(body: CallBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
+
+
+def _prompt_logprobs(body: CallBody) -> int | None:
+    """The most that any part of the answer says: their own list, or the logprobs of an echo."""
+    echoed = body.num_logprobs if _echoes(body) else None
+    return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _logit_bias(card: ModelCard, body: CallBody) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for name, bias in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise _bad_bias("keys of logit_bias must be token ids")
+        if int(name) >= card.vocab_size:
+            raise _bad_bias(f"token ids of logit_bias must be below {card.vocab_size}")
+        biases[int(name)] = float(bias)
+    return biases
+
+
+def _bad_bias(message: str) -> ApiError:
+    return invalid_value("logit_bias", message)

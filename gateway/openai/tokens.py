@@ -1,0 +1,90 @@
+"""Text to token ids: a model's tokenizer, as it came from Redis, behind its chat template."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contract.jobs import TokenizerFiles
+from gateway.openai.template_process import TemplateProcess
+from gateway.openai.text_stream import TextStream
+
+
+class ModelTokenizer:
+    """One model's tokenizer. Safe to use from several threads, all but `template`; CPU work
+    throughout.
+
+    Raises ValueError where the files are none that `tokenizers` can read.
+    """
+
+    def __init__(self, model: str, files: TokenizerFiles) -> None:
+        from tokenizers import Tokenizer  # functions start without it: most only read of jobs
+
+        try:
+            self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
+        except Exception as exc:  # tokenizers raises bare Exceptions
+            raise ValueError("unreadable tokenizer") from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # None where the model has none.
+        self.template: TemplateProcess | None = None
+        if files.chat_template is not None:
+            self.template = TemplateProcess(model, files.chat_template, files.special_tokens)
+        self._bytes_of_char = _byte_level(files.tokenizer_json)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+
+    async def aclose(self) -> None:
+        """Ends the process of the chat template, if there is one."""
+        if self.template is not None:
+            await self.template.aclose()
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Of what the chat template has made: it writes the special tokens itself."""
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=True)
+
+    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
+        """Ids to text, a token at a time."""
+        return TextStream(self._tokenizer, context_ids, offset)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, also where they are part of a character."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._bytes_of_char:
+            return b"".join(self._bytes_of_char.get(char, char.encode()) for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])  # byte fallback
+        return token.replace("\u2581", " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+class _Decoder(msgspec.Struct):
+    type: str
+    decoders: "list[_Decoder]" = []
+
+
+class _Parts(msgspec.Struct):
+    """What is read of a tokenizer.json here: the rest, megabytes of it, is skipped."""
+
+    decoder: _Decoder | None = None
+
+
+def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
+    """Bytes by their printable stand-ins (GPT-2's) where the tokenizer is byte-level, else {}."""
+    decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
+    parts = [] if decoder is None else [decoder, *decoder.decoders]
+    if all(part.type != "ByteLevel" for part in parts):
+        return {}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    stand_ins = {chr(byte): bytes([byte]) for byte in printable}
+    return stand_ins | {chr(256 + rank): bytes([byte]) for rank, byte in enumerate(others)}

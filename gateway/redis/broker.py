@@ -1,0 +1,300 @@
+"""All that a gateway asks of Redis: submits jobs, reads them, follows their logs.
+
+Every method raises BrokerUnavailable, at once where Redis failed a moment ago. Opens no
+connection before its first call, so that a gateway starts while Redis is down.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from contract.api_keys import ApiKeys, Pepper
+from contract.callback_state import CallbackState, callback_state
+from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
+from contract.catalogue import Catalogue
+from contract.connection import connect
+from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
+from contract.events import LogEntry
+from contract.functions import Functions
+from contract.jobs import Job, JobStatus
+from contract.keys import Keys
+from contract.orphaned_objects import OrphanedObjects
+from contract.outbox import Outbox
+from gateway.http.errors import UnknownJob
+from gateway.redis.breaker import Breaker
+from gateway.redis.cursor import Cursor
+from gateway.redis.guarded_redis import GuardedRedis
+from gateway.redis.hints import Hints
+from gateway.redis.key_ring import KeyRing
+from gateway.redis.known_models import KnownModels
+from gateway.redis.log_items import Idle, LogPage, Reset, is_end
+from gateway.redis.payloads import Payloads
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger("batchway.gateway")
+
+PAGE_EVENTS = 500  # of a log, in one read
+MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
+SWEEP_EVERY_S = 1.0
+FIRST_LOOK_S = 0.02  # into a new job's log, where no hint comes before
+SAFE_LOOK_S = 0.2  # where its hints are heard since `SOON_S` after its submit: none was missed
+SOON_S = 0.005
+
+T = TypeVar("T")
+
+
+class Broker:
+    """One for each gateway process."""
+
+    def __init__(
+        self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self.clock = clock
+        self.keys = Keys(settings.namespace)
+        self._client = connect(settings.redis_url)
+        self._functions = Functions(self._client, self.keys)
+        self._outbox = Outbox(self._client, self.keys)
+        door = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
+        self._call = door.call
+        self.known = KnownModels(door, Catalogue(self._client, self.keys), self._functions)
+        pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
+        self._orphaned = OrphanedObjects(self._client, self.keys)
+        self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
+        self._hints = Hints(
+            connect(settings.redis_url, retries=0, command_timeout_s=None),
+            max_bytes=settings.max_buffer_bytes,
+        )
+        self._swept_s = 0.0
+        self._followed: Counter[str] = Counter()
+
+    async def aclose(self) -> None:
+        for part in (self.known, self._hints, self._client):
+            await part.aclose()
+
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Raises JobRefused, PayloadUnavailable."""
+        held = await self.payloads.outsourced(job)
+        try:
+            submitted = await self._call(lambda: self._functions.submit(held, submission))
+        except JobRefused:
+            await self._discard(held)
+            raise
+        if submitted.job_id != job.id:
+            await self._discard(held)
+        return submitted
+
+    async def _discard(self, held: Job) -> None:
+        """What was put into the object store for a job that is not taken."""
+        if held.stored_prompt is not None:
+            await self.payloads.discard(held.id)
+
+    async def quote(self, job: Job, submission: Submission) -> Quote:
+        return await self._call(lambda: self._functions.quote(job, submission))
+
+    async def read(
+        self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
+    ) -> tuple[JobView, list[LogEntry]]:
+        """A job and a page of its log, wherever that lies. Raises UnknownJob, PayloadError."""
+        found = await self._call(
+            lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
+        )
+        if found is None:
+            raise UnknownJob(job_id)
+        view, entries = found
+        if view.result is None or not max_events or after >= view.next_number - 2:
+            return found  # what is missing, if anything, is the end
+        return view, await self.payloads.joined(view, after, max_events, entries)
+
+    async def log(self, job_id: str, tenant: str, *, up_to: int) -> AsyncIterator[LogEntry]:
+        """What the log holds now of the events 1 to `up_to`. Raises UnknownJob."""
+        number = 0
+        while number < up_to:
+            max_events = min(PAGE_EVENTS, up_to - number)
+            _, entries = await self.read(job_id, tenant, after=number, max_events=max_events)
+            if not entries:
+                return
+            for entry in entries:
+                yield entry
+            number = entries[-1].number
+
+    async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
+        """One call to the outbox of callbacks. Raises WireError."""
+        return await self._call(lambda: ask(self._outbox))
+
+    async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
+        """How far the job's callback is; None where it has none."""
+        return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
+
+    async def cancel(self, job_id: str, tenant: str) -> JobStatus:
+        """The status the job has now. Raises UnknownJob."""
+        status = await self._call(lambda: self._functions.cancel(job_id, tenant))
+        if status is None:
+            raise UnknownJob(job_id)
+        return status
+
+    async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> Page:
+        """A tenant's jobs after the one with the id `after`, the youngest first.
+
+        Short of `max_jobs` where jobs that match are rare. Raises UnknownJob where the job to go on
+        after is not in the list.
+        """
+        views: list[JobView] = []
+        for _ in range(MAX_LISTINGS):
+            room = max_jobs - len(views)
+            page = await self._list(tenant, wanted, after, room)
+            views += page.views
+            after = page.position
+            if not after or len(views) == max_jobs:
+                break
+        return Page(tuple(views), after)
+
+    async def _list(self, tenant: str, wanted: Wanted, after: str, max_jobs: int) -> Page:
+        page = await self._call(
+            lambda: self._functions.list_jobs(tenant, wanted, after=after, max_jobs=max_jobs)
+        )
+        if page is None:
+            raise UnknownJob(after)
+        return page
+
+    async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
+        """Forgets a job that has ended; the status of one that has not. Raises UnknownJob."""
+        found = await self._call(lambda: self._functions.delete(job_id, tenant))
+        if found is False:
+            raise UnknownJob(job_id)
+        if found is not True:
+            return found
+        if await self.payloads.discard(job_id):
+            await self._call(lambda: self._orphaned.cleared([job_id]))
+        return None
+
+    async def detach(
+        self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
+    ) -> None:
+        """Lets a job go on without its caller. Raises UnknownJob."""
+        status = await self._call(
+            lambda: self._functions.detach(
+                job_id, tenant, deadline_s=deadline_s, retention_s=retention_s
+            )
+        )
+        if status is None:
+            raise UnknownJob(job_id)
+
+    async def reprioritise(
+        self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
+    ) -> JobStatus | None:
+        """Moves a job; the status in which it had ended before, else None. Raises UnknownJob."""
+        status = await self._call(
+            lambda: self._functions.reprioritise(job_id, tenant, lane=lane, deadline_s=deadline_s)
+        )
+        if status is None:
+            raise UnknownJob(job_id)
+        return status if isinstance(status, JobStatus) else None
+
+    async def events(
+        self,
+        job_id: str,
+        tenant: str,
+        after: int = 0,
+        after_hash: str | None = None,
+        *,
+        submitted_s: float | None = None,
+    ) -> AsyncIterator[LogEntry | Idle | Reset]:
+        """Follows a job's log from event `after` to its End; Idle at least every poll.
+
+        `submitted_s`: since when it may be there (the broker's clock), where it is new. To look
+        into its log, which is empty, would only stand in the way of the worker that claims and
+        computes it: its first hint is waited for.
+
+        Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
+        """
+        cursor = Cursor(after, after_hash)
+        view: JobView | None = None
+        answered_s = self.clock()
+        async with (
+            self._following(job_id),
+            self._hints.listen(self.keys.events_channel(job_id)) as mailbox,
+        ):
+            is_whole, wait_s = False, self._settings.poll_s
+            if submitted_s is not None:
+                is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
+            while True:
+                while is_whole:
+                    hints = await mailbox.take(wait_s)
+                    wait_s = self._settings.poll_s
+                    if hints is None:
+                        yield Idle(view)
+                        await self.sweep()
+                        break
+                    for entry in cursor.next_of(hints):
+                        yield entry
+                        if is_end(entry):
+                            return
+                    if cursor.misses_some_of(hints):
+                        break
+                    answered_s = self.clock()
+                try:
+                    page = await self._next_page(job_id, tenant, cursor)
+                except BrokerUnavailable:
+                    if self.clock() - answered_s > self._settings.outage_grace_s:
+                        raise
+                    yield Idle(None)
+                    await asyncio.sleep(self._settings.poll_s)
+                    is_whole = False
+                    continue
+                answered_s = self.clock()
+                for item in page.items:
+                    yield item
+                    if is_end(item):
+                        return
+                view, is_whole = page.view, page.is_whole
+                if is_whole and view.is_terminal:
+                    return  # the caller has the end already
+
+    def _first_look_s(self, submitted_s: float) -> float:
+        return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
+
+    async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:
+        view, entries = await self.read(
+            job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
+        )
+        if not cursor.agrees_with(view, entries):
+            cursor.reset()
+            return LogPage(view, [Reset()], is_whole=False)
+        return LogPage(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
+
+    async def sweep(self) -> None:
+        """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
+        now_s = self.clock()
+        if now_s - self._swept_s < SWEEP_EVERY_S:
+            return
+        self._swept_s = now_s
+        try:
+            await self._call(self._functions.sweep)
+        except BrokerUnavailable:
+            return  # the breaker says so
+        except (CommandDenied, WireError) as exc:
+            log.info("no sweep: %s", exc)
+
+    async def attend(self) -> None:
+        """Says for ever that the jobs followed here have callers; ends by being cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.attendance_s / 3)
+            if self._followed:
+                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
+                    await self._call(lambda: self._functions.attend(list(self._followed)))
+
+    @contextlib.asynccontextmanager
+    async def _following(self, job_id: str) -> AsyncIterator[None]:
+        self._followed[job_id] += 1
+        try:
+            yield
+        finally:
+            self._followed[job_id] -= 1
+            if not self._followed[job_id]:
+                del self._followed[job_id]

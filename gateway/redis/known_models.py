@@ -1,0 +1,138 @@
+"""What workers have published of their models, and how much Redis holds, remembered for a moment.
+
+Every method raises BrokerUnavailable.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from functools import partial
+
+from contract.catalogue import Catalogue
+from contract.errors import WireError
+from contract.fleet_snapshot import FleetSnapshot
+from contract.functions import Functions
+from contract.jobs import ModelCard
+from gateway.http.errors import ModelUnreadable
+from gateway.openai.tokens import ModelTokenizer
+from gateway.redis.guarded_redis import GuardedRedis
+
+log = logging.getLogger("batchway.gateway")
+
+CATALOGUE_TTL_S = 1.0
+MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
+MAX_TOKENIZERS = 8
+REFUSED_S = 10.0  # its worker may publish it anew
+
+
+class KnownModels:
+    """One for each gateway process."""
+
+    def __init__(self, door: GuardedRedis, catalogue: Catalogue, functions: Functions) -> None:
+        self._door = door
+        self._catalogue = catalogue
+        self._functions = functions
+        self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
+        self._num_workers: dict[str, tuple[float, int]] = {}
+        self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
+        self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._loading = asyncio.Lock()  # one at a time: each takes some times its size of memory
+        self._refused: dict[str, float] = {}  # hash of a tokenizer -> when it is looked at again
+        self._spoiled: frozenset[str] = frozenset()  # models whose state is unreadable
+
+    @property
+    def num_unreadable(self) -> int:
+        """Models with something in Redis that this gateway cannot read, as far as it has tried."""
+        _, models = self._models
+        refused = {name for name, card in models.items() if card.tokenizer_sha256 in self._refused}
+        return len(self._catalogue.unreadable | refused | self._spoiled)
+
+    async def aclose(self) -> None:
+        """Ends the processes of chat templates."""
+        for tokenizer in self._tokenizers.values():
+            await tokenizer.aclose()
+
+    async def models(self) -> dict[str, ModelCard]:
+        """The published models by name, at most a second old; that there is none is asked again.
+        Those whose cards cannot be read are left out.
+        """
+        now_s = time.monotonic()
+        asked_s, models = self._models
+        if not models or now_s - asked_s > CATALOGUE_TTL_S:
+            models = {card.name: card for card in await self._door.call(self._catalogue.models)}
+            self._models = (now_s, models)
+        return models
+
+    async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
+        """A model's tokenizer; kept by its hash. Raises ModelUnreadable."""
+        sha256 = card.tokenizer_sha256
+        tokenizer = self._tokenizers.get(sha256)
+        if tokenizer is None:
+            async with self._loading:
+                tokenizer = self._tokenizers.get(sha256) or await self._load(card)
+        self._tokenizers[sha256] = tokenizer
+        self._tokenizers.move_to_end(sha256)
+        while len(self._tokenizers) > MAX_TOKENIZERS:
+            _, evicted = self._tokenizers.popitem(last=False)
+            await evicted.aclose()
+        return tokenizer
+
+    async def _load(self, card: ModelCard) -> ModelTokenizer:
+        """One that failed is not tried again for a while: callers could make a gateway do nothing
+        else.
+        """
+        sha256, now_s = card.tokenizer_sha256, time.monotonic()
+        if now_s < self._refused.get(sha256, 0.0):
+            raise ModelUnreadable(card.name)
+        try:
+            files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
+            tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
+        except (WireError, ValueError) as exc:
+            if sha256 not in self._refused:
+                log.error("tokenizer refused: %s model=%s", exc, card.name)
+            known = {card.tokenizer_sha256 for card in self._models[1].values()}
+            self._refused = {key: at_s for key, at_s in self._refused.items() if key in known}
+            self._refused[sha256] = now_s + REFUSED_S
+            raise ModelUnreadable(card.name) from exc
+        self._refused.pop(sha256, None)
+        return tokenizer
+
+    async def num_live_workers(self, model: str) -> int:
+        """Live workers of a model; a figure above 0 may be a second old."""
+        now_s = time.monotonic()
+        asked_s, num_workers = self._num_workers.get(model, (0.0, 0))
+        if not num_workers or now_s - asked_s > CATALOGUE_TTL_S:
+            try:
+                num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
+            except WireError:  # `snapshots` says so
+                num_workers = 0
+            self._num_workers[model] = (now_s, num_workers)
+        return num_workers
+
+    async def max_memory_bytes(self) -> int:
+        """What Redis may use, as it was a minute ago at most; 0: unknown."""
+        now_s = time.monotonic()
+        if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
+            num_bytes, is_limited = await self._door.max_memory()
+            if self._max_memory is None and not is_limited:
+                log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
+            self._max_memory = now_s, num_bytes
+        return self._max_memory[1]
+
+    async def snapshots(self) -> dict[str, FleetSnapshot]:
+        """Every model as it stands now, by name; without those of which something in Redis cannot
+        be read.
+        """
+        found, spoiled = {}, set()
+        for name, card in (await self.models()).items():
+            try:
+                found[name] = await self._door.call(
+                    partial(self._functions.snapshot, name, card.lanes)
+                )
+            except WireError as exc:
+                spoiled.add(name)
+                if name not in self._spoiled:
+                    log.error("model left out of the metrics: %s model=%s", exc, name)
+        self._spoiled = frozenset(spoiled)
+        return found

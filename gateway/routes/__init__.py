@@ -1,1 +1,0 @@
-"""One file for each noun of the HTTP surface."""

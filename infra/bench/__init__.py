@@ -1,0 +1,1 @@
+"""`batchway bench` and `batchway compare`: load, workloads, reports and plots."""

@@ -1,0 +1,112 @@
+"""`batchway compare`: the same workload and model under each way of batching."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from infra.bench.compare import Contestant, compare
+from infra.bench.compare_report import comparison_tables, summarise_heats
+from infra.bench.engine import RequestFailed
+from infra.bench.progress import progress_line
+from infra.bench.workloads import (
+    BadWorkload,
+    Workload,
+    arriving,
+    log_uniform_workload,
+    read_workload,
+)
+from infra.tables import write
+from workers import configuration
+from workers.configuration import ConfigurationError
+from workers.engine.engine import Engine
+from workers.engine.model import ModelRefused
+from workers.engine.request import RequestRefused
+from workers.engine_process.engine_setup import build_engine
+from workers.ipc.batching import StrategyOptions
+from workers.ipc.messages import EngineOptions
+from workers.model.loader import LoadedModel, load_model
+
+_NUM_FULL = 10_000  # requests
+_GIB = 2**30
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints, writes; returns the exit status: 1 where answers were unlike."""
+    try:
+        base = _base_options(options)
+        ways = _ways(options, base)
+        loaded = load_model(base, lambda text: print(text, file=sys.stderr))
+        heats = compare(
+            [Contestant(name, _builder(loaded, way)) for name, way in ways],
+            make_workload(options, loaded.vocab_size),
+            loaded.vocab_size,
+            loads=options.load,
+            num_rounds=options.rounds or (1 if options.full else 3),
+            seed=options.seed,
+            progress=progress_line("runs"),
+        )
+    except (
+        BadWorkload, ConfigurationError, ModelRefused, RequestFailed, RequestRefused,
+    ) as exc:  # fmt: skip
+        print(f"batchway compare: {exc}", file=sys.stderr)
+        return 1
+    return tell({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
+
+
+def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
+    """Prints and writes what was found; returns the exit status."""
+    write(found, comparison_tables(found), options.json)
+    if options.png is not None:
+        from infra.bench.compare_plot import draw_comparison
+
+        draw_comparison(found, options.png)
+    return 0 if found["is_alike"] else 1
+
+
+def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
+    """Raises BadWorkload. Arrival times of a file are left out: loads are drawn."""
+    if options.workload is not None:
+        workload = read_workload(options.workload)
+        return arriving(workload, [0.0] * len(workload.requests))
+    return log_uniform_workload(
+        _NUM_FULL if options.full else options.requests,
+        vocab_size,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        seed=options.seed,
+    )
+
+
+def _base_options(options: argparse.Namespace) -> EngineOptions:
+    memory = options.kv_cache_gib and int(options.kv_cache_gib * _GIB)
+    return EngineOptions(
+        model_path=options.model,
+        dtype=options.dtype,
+        kv_memory_bytes=memory,
+        max_num_seqs=options.max_running,
+        num_threads=options.threads,
+    )
+
+
+def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[str, EngineOptions]]:
+    """A name and options for each strategy, and for each file. Raises ConfigurationError."""
+    ways = []
+    for name in ("static", "dynamic", "continuous"):
+        is_padded = not options.flat and name != "continuous"
+        strategy = StrategyOptions(
+            name=name,
+            batch_size=options.max_running,
+            padded=is_padded,
+        )
+        shown = f"{name}, padded" if is_padded else name
+        ways.append((shown, msgspec.structs.replace(base, strategy=strategy)))
+    ways += [(path.stem, configuration.load(path).apply(base)) for path in options.config]
+    return ways
+
+
+def _builder(loaded: LoadedModel, way: EngineOptions) -> Callable[[], Engine]:
+    return partial(build_engine, loaded.model, loaded.vocab_size, way)

@@ -1,0 +1,114 @@
+"""What a comparison comes to: medians over rounds; throughput and latencies apart."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from infra.bench.compare import Heat, num_unlike
+from infra.bench.engine import EngineRun
+from infra.bench.spread import spread
+from infra.tables import table
+
+COLUMNS = ("p50", "p99", "p99.9")
+LATENCIES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
+
+
+def summarise_heats(heats: Sequence[Heat]) -> dict[str, Any]:
+    """`throughput` of all at once, by contestant; `latency` with arrivals, by load and contestant:
+    medians over rounds of each round's percentile, and all rounds' own figures beside them.
+    """
+    names = list(dict.fromkeys(heat.contestant for heat in heats))
+    loads = list(dict.fromkeys(heat.load for heat in heats if heat.load is not None))
+    unlike = num_unlike(heats)
+    return {
+        "num_rounds": 1 + max(heat.number for heat in heats),
+        "num_requests": len(heats[0].run.timelines),
+        "num_output_tokens": heats[0].run.num_output_tokens,
+        "throughput": {
+            name: _throughput([h.run for h in heats if h.contestant == name and h.load is None])
+            for name in names
+        },
+        "latency": [_latency(heats, load, names) for load in loads],
+        "unlike_answers": unlike,
+        "is_alike": not any(unlike.values()),
+    }
+
+
+def _throughput(runs: Sequence[EngineRun]) -> dict[str, Any]:
+    rates = [run.output_tokens_per_s for run in runs]
+    return {
+        "output_tokens_per_s": statistics.median(rates),
+        "requests_per_s": statistics.median(len(run.timelines) / run.wall_s for run in runs),
+        "wall_s": statistics.median(run.wall_s for run in runs),
+        "num_steps": statistics.median(run.num_steps for run in runs),
+        "tokens_per_step": statistics.median(run.num_output_tokens / run.num_steps for run in runs),
+        "rounds_output_tokens_per_s": rates,
+    }
+
+
+def _latency(heats: Sequence[Heat], load: float, names: Sequence[str]) -> dict[str, Any]:
+    at_load = [heat for heat in heats if heat.load == load]
+    by_name = {name: _medians([h.run for h in at_load if h.contestant == name]) for name in names}
+    rates = [heat.rate_per_s for heat in at_load if heat.rate_per_s is not None]
+    return {"load": load, "rate_per_s": statistics.median(rates), "strategies": by_name}
+
+
+def _medians(runs: Sequence[EngineRun]) -> dict[str, Any]:
+    found = {name: [spread(_values(run, name)) for run in runs] for name in LATENCIES}
+    medians: dict[str, Any] = {
+        name: {column: _median([one[column] for one in spreads]) for column in COLUMNS}
+        for name, spreads in found.items()
+    }
+    return medians | {"rounds": found}
+
+
+def _values(run: EngineRun, latency: str) -> list[float]:
+    if latency == "itl_s":
+        return [itl for timeline in run.timelines for itl in timeline.itls_s]
+    return [getattr(timeline, latency) for timeline in run.timelines]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def comparison_tables(found: dict[str, Any]) -> str:
+    """Throughput, then latencies at each load, then whether all said the same."""
+    best = max(one["output_tokens_per_s"] for one in found["throughput"].values())
+    rows: list[Sequence[str]] = [
+        ("all at once", "output tokens/s", "of the best", "requests/s", "steps", "tokens a step")
+    ]
+    rows += [
+        (
+            name,
+            f"{one['output_tokens_per_s']:,.0f}",
+            f"{one['output_tokens_per_s'] / best:.0%}",
+            f"{one['requests_per_s']:.1f}",
+            f"{one['num_steps']:.0f}",
+            f"{one['tokens_per_step']:.1f}",
+        )
+        for name, one in found["throughput"].items()
+    ]
+    parts = [table(rows), *map(_latency_table, found["latency"])]
+    unlike = {name: num for name, num in found["unlike_answers"].items() if num}
+    if unlike:
+        told = ", ".join(f"{name} {num}" for name, num in unlike.items())
+        parts.append(f"answers that are not the first run's, token by token: {told}")
+    else:
+        parts.append(f"all said the same tokens in all {found['num_rounds']} rounds")
+    return "\n\n".join(parts)
+
+
+def _latency_table(at: dict[str, Any]) -> str:
+    head = f"{at['load']:.0%} load, {at['rate_per_s']:.1f} requests/s"
+    columns = " / ".join(COLUMNS)
+    rows: list[Sequence[str]] = [(head, *(f"{text}: {columns}" for text in LATENCIES.values()))]
+    for name, one in at["strategies"].items():
+        rows.append((name, *(_cell(one[latency]) for latency in LATENCIES)))
+    return f"latency, ms\n{table(rows)}"
+
+
+def _cell(one: dict[str, float | None]) -> str:
+    values = [one[column] for column in COLUMNS]
+    return " / ".join("-" if value is None else f"{1000 * value:,.0f}" for value in values)

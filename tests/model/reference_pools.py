@@ -1,0 +1,112 @@
+"""The workers of a model, and how fast a lane of theirs is drained: contract/lua/_pools.lua once
+more, in Python.
+
+Pure, as tests/model/reference_admission.py, which asks what a job waits for.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from contract.calls import WorkerCapacity
+from contract.refusals import UNKNOWN_MS
+
+WORKER_TTL_MS = 15_000
+WINDOW_MS = 10_000
+LEAST_SHARE = 0.05  # of the rate, that a lane without a share is said to have under a flood
+
+
+@dataclass(slots=True)
+class Use:
+    """Tokens of a lane's jobs that were handed out, in the present window and the one before."""
+
+    window: int = 0
+    num_tokens: int = 0
+    num_before: int = 0
+
+    def note(self, num_tokens: int, now_ms: int) -> None:
+        self._roll(now_ms)
+        self.num_tokens += num_tokens
+
+    def per_s(self, now_ms: int) -> float:
+        """Of the last ten seconds, as if the window before had been even."""
+        self._roll(now_ms)
+        before = self.num_before * (WINDOW_MS - now_ms % WINDOW_MS) / WINDOW_MS
+        return (self.num_tokens + before) * 1000 / WINDOW_MS
+
+    def _roll(self, now_ms: int) -> None:
+        num_passed = now_ms // WINDOW_MS - self.window
+        if num_passed > 0:
+            self.num_before = self.num_tokens if num_passed == 1 else 0
+            self.num_tokens = 0
+        self.window = now_ms // WINDOW_MS
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRates:
+    """What a lane can count on, in tokens per second of jobs' costs.
+
+    `left` is for it and all that goes before it; `own`, what it is guaranteed, waits for no other.
+    """
+
+    left: float
+    own: float
+
+    @property
+    def most(self) -> float:
+        return max(self.left, self.own)
+
+
+@dataclass(slots=True)
+class Pool:
+    """The workers of a model: what one of them does and holds on average, and how many live.
+
+    `shares` are the minimum shares of lanes, `used` what was handed out in each.
+    """
+
+    means: dict[str, float] = field(default_factory=dict)
+    lanes: tuple[str, ...] = ()  # most urgent first
+    shares: dict[str, float] = field(default_factory=dict)
+    used: dict[str, Use] = field(default_factory=dict)
+    num_live: int = 0
+    now_ms: int = 0
+
+    def measure(self, live: Sequence[WorkerCapacity]) -> None:
+        """The mean of what those that live and know say; nothing is forgotten for want of one."""
+        for name in ("tokens_per_s", "stream_tokens_per_s", "max_tokens", "max_jobs"):
+            known = [value for worker in live if (value := getattr(worker, name)) > 0]
+            if known:
+                self.means[name] = sum(known) / len(known)
+
+    def mean(self, name: str) -> float:
+        return self.means.get(name, 0.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all that live; of the first, where one has yet to come."""
+        return self.mean("tokens_per_s") * max(1, self.num_live)
+
+    def count_on(
+        self, lane: str, before: Sequence[str], after_with_work: Sequence[str]
+    ) -> LaneRates:
+        """Once the lanes before it have had as much as lately, and the others their shares."""
+        used, kept = 0.0, 0.0  # added up one by one, as in Redis: sum() rounds otherwise
+        for name in before:
+            used += self.used.get(name, Use()).per_s(self.now_ms)
+        for name in after_with_work:
+            kept += self.shares.get(name, 0.0)
+        left = max(self.rate * (1 - kept) - used, LEAST_SHARE * self.rate)
+        return LaneRates(left, self.shares.get(lane, 0.0) * self.rate)
+
+    def service_ms(self, num_output: int, num_choices: int) -> int:
+        """How long a job runs; 0 where unknown, so that nothing is refused for it."""
+        rate = self.mean("stream_tokens_per_s")
+        return math.ceil(num_output * 1000 / num_choices / rate) if rate else 0
+
+    def knows(self, lane: str) -> bool:
+        return not self.lanes or lane in self.lanes
+
+
+def drain_ms(rate: float, num_tokens: float) -> int:
+    """Until so many are drained at so many per second."""
+    return math.ceil(num_tokens * 1000 / rate) if rate else UNKNOWN_MS

@@ -1,0 +1,42 @@
+"""When those who are refused shall come again: contract/lua/_promises.lua once more, in Python.
+
+Not all at once, but one after another as room for them comes, the lines (a tenant in a lane) in
+turns. Pure, as reference_admission.py, which says when another try may do at the earliest.
+"""
+
+from dataclasses import dataclass, field
+
+FIRST_COMERS = 2  # half of the drain rate is theirs; the other half is promised
+MAX_PROMISE_MS = 3_600_000
+
+Line = tuple[str, str]  # lane and tenant
+
+
+@dataclass(slots=True)
+class Promises:
+    """Of one model: when the next of each line may come (ms); what is past is no more."""
+
+    next_ms: dict[Line, int] = field(default_factory=dict)
+
+    def next(self, line: Line, gap_ms: int, retry_ms: int, now_ms: int) -> tuple[int, int]:
+        """The time of the line's next promise, in `retry_ms` at the earliest, and of that after it.
+
+        `gap_ms` is how long a job of this cost takes of the promised rate.
+        """
+        num_lines = sum(at_ms > now_ms for at_ms in self.next_ms.values())
+        own_ms, at_ms = self.next_ms.get(line, 0), now_ms + retry_ms
+        if own_ms > now_ms:
+            at_ms = max(at_ms, own_ms)
+        else:
+            at_ms += num_lines * gap_ms
+            num_lines += 1
+        latest_ms = now_ms + max(retry_ms, MAX_PROMISE_MS)
+        return min(at_ms, latest_ms), min(at_ms + num_lines * gap_ms, latest_ms)
+
+    def book(self, line: Line, after_ms: int) -> None:
+        """The line's next one comes at this time, or later."""
+        self.next_ms[line] = after_ms
+
+    def forget(self, line: Line) -> None:
+        """A job of the line has found room at once: what was promised waits for nobody."""
+        self.next_ms.pop(line, None)

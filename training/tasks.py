@@ -1,0 +1,196 @@
+"""The exercises the demo model is trained and measured on: a question and its one right answer.
+
+Needs the standard library only. Leaves tokens, and who is asked, to others.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from training.words import ENGLISH_WORDS
+
+MAX_COUNT = 200
+"""How many numbers a count has at most."""
+MAX_NUMBER = 999
+"""The largest number that is counted to or compared."""
+MAX_SUMMAND = 99
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September",
+    "October", "November", "December",
+)  # fmt: skip
+
+ABOUT = "I am a small demo model. I can count, spell, reverse, repeat and do small sums."
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """A question and its one right answer.
+
+    `key` names what is asked, whatever the phrasing; keys decide what is held out of training.
+    A raw exercise is bare text to be continued, without a chat template. One that does not end
+    could go on after `answer`.
+    """
+
+    family: str
+    key: str
+    question: str
+    answer: str
+    is_raw: bool = False
+    has_end: bool = True
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether training must never see this exercise: one key in ten, by hash."""
+        kind, _, word = self.key.partition(":")
+        if kind == "word" and word in ENGLISH_WORDS:
+            return True
+        return hashlib.sha256(self.key.encode()).digest()[0] < 26
+
+    def is_answered_by(self, text: str) -> bool:
+        """Whether `text` is the right answer, apart from space around it."""
+        if self.has_end:
+            return text.strip() == self.answer.strip()
+        return text.strip().startswith(self.answer.strip())
+
+
+def count(first: int, last: int, phrasing: int = 0) -> Exercise:
+    """`Count from 17 to 19.` → `17, 18, 19`; downwards where `last` is the smaller."""
+    is_up = first <= last
+    numbers = range(first, last + 1) if is_up else range(first, last - 1, -1)
+    up = ("Count from {} to {}.", "Count from {} to {}", "Please count from {} up to {}.")
+    down = (
+        "Count down from {} to {}.",
+        "Count down from {} to {}",
+        "Please count down from {} to {}.",
+    )
+    return Exercise(
+        family="count up" if is_up else "count down",
+        key=f"count:{first}-{last}",
+        question=(up if is_up else down)[phrasing].format(first, last),
+        answer=", ".join(map(str, numbers)),
+    )
+
+
+def spell(word: str, phrasing: int = 0) -> Exercise:
+    """`Spell the word lantern.` → `l-a-n-t-e-r-n`"""
+    templates = ("Spell the word {}.", "Spell {}.", "How do you spell {}?", "Please spell {}")
+    return Exercise("spell", f"word:{word}", templates[phrasing].format(word), "-".join(word))
+
+
+def reverse(word: str, phrasing: int = 0) -> Exercise:
+    """`Reverse the word lantern.` → `nretnal`"""
+    templates = (
+        "Reverse the word {}.",
+        "Reverse {}.",
+        "Write {} backwards.",
+        "What is {} backwards?",
+    )
+    return Exercise("reverse", f"word:{word}", templates[phrasing].format(word), word[::-1])
+
+
+def capitals(word: str, phrasing: int = 0) -> Exercise:
+    """`Write lantern in capitals.` → `LANTERN`"""
+    templates = (
+        "Write {} in capitals.",
+        "Write the word {} in capitals.",
+        "Put {} in capital letters.",
+    )
+    return Exercise("capitals", f"word:{word}", templates[phrasing].format(word), word.upper())
+
+
+def letter(word: str, phrasing: int = 0) -> Exercise:
+    """`What is the first letter of lantern?` → `l`; odd phrasings ask for the last one."""
+    templates = (
+        "What is the first letter of {}?", "What is the last letter of {}?",
+        "Which letter does {} begin with?", "Which letter does {} end with?",
+    )  # fmt: skip
+    answer = word[-(phrasing % 2)]
+    return Exercise("letter", f"word:{word}", templates[phrasing].format(word), answer)
+
+
+def add(left: int, right: int, phrasing: int = 0) -> Exercise:
+    """`What is 27 + 58?` → `85`"""
+    templates = ("What is {} + {}?", "{} + {} =", "How much is {} + {}?", "Add {} and {}.", "{}+{}")
+    key = f"add:{min(left, right)}+{max(left, right)}"
+    return Exercise("add", key, templates[phrasing].format(left, right), str(left + right))
+
+
+def subtract(left: int, right: int, phrasing: int = 0) -> Exercise:
+    """`What is 85 - 27?` → `58`; `right` must not be the larger."""
+    templates = ("What is {} - {}?", "{} - {} =", "How much is {} - {}?", "{} minus {}", "{}-{}")
+    key = f"subtract:{left}-{right}"
+    return Exercise("subtract", key, templates[phrasing].format(left, right), str(left - right))
+
+
+def compare(left: int, right: int, phrasing: int = 0) -> Exercise:
+    """`Which is larger, 27 or 58?` → `58`; odd phrasings ask for the smaller."""
+    templates = (
+        "Which is larger, {} or {}?", "Which is smaller, {} or {}?",
+        "Which number is larger: {} or {}?", "Which number is smaller: {} or {}?",
+    )  # fmt: skip
+    answer = min(left, right) if phrasing % 2 else max(left, right)
+    key = f"compare:{min(left, right)}-{max(left, right)}"
+    return Exercise("compare", key, templates[phrasing].format(left, right), str(answer))
+
+
+def calendar(name: str, is_next: bool = True, phrasing: int = 0) -> Exercise:
+    """`Which day comes after Monday?` → `Tuesday`; `name` is one of DAYS or MONTHS.
+
+    There are only 38 questions, so the phrasing belongs to the key.
+    """
+    kind, names = ("day", DAYS) if name in DAYS else ("month", MONTHS)
+    side, order = ("after", "next") if is_next else ("before", "previous")
+    templates = (
+        f"Which {kind} comes {side} {name}?", f"What {kind} comes {side} {name}?",
+        f"What {kind} is {side} {name}?", f"What is the {order} {kind} {side} {name}?",
+        f"Name the {kind} {side} {name}.", f"Which {kind} comes just {side} {name}?",
+        f"Tell me the {kind} {side} {name}.", f"The {kind} {side} {name} is",
+    )  # fmt: skip
+    answer = names[(names.index(name) + (1 if is_next else -1)) % len(names)]
+    key = f"calendar:{name}:{side}:{phrasing}"
+    return Exercise("calendar", key, templates[phrasing], answer)
+
+
+def repeat(text: str, phrasing: int = 0) -> Exercise:
+    """`Repeat: the blue boat` → `the blue boat`"""
+    family = "repeat" if text.isascii() else "repeat beyond ASCII"
+    templates = ("Repeat: {}", "Repeat after me: {}", "Say: {}")
+    return Exercise(family, f"repeat:{text}", templates[phrasing].format(text), text)
+
+
+def continue_count(first: int, num_given: int, num_more: int, step: int = 1) -> Exercise:
+    """`1, 2, 3,` → ` 4, 5, 6`, as bare text."""
+    numbers = [str(first + step * i) for i in range(num_given + num_more)]
+    given = ", ".join(numbers[:num_given]) + ","
+    more = " " + ", ".join(numbers[num_given:])
+    return Exercise("continue", f"continue:{given}", given, more, is_raw=True, has_end=False)
+
+
+def continue_names(names: tuple[str, ...], first: int, num_given: int, num_more: int) -> Exercise:
+    """`Monday, Tuesday,` → ` Wednesday, Thursday`, as bare text."""
+    listed = [names[(first + i) % len(names)] for i in range(num_given + num_more)]
+    given = ", ".join(listed[:num_given]) + ","
+    more = " " + ", ".join(listed[num_given:])
+    return Exercise("continue", f"continue:{given}", given, more, is_raw=True, has_end=False)
+
+
+_TALK = {
+    ("Hello!", "Hello", "Hi", "Hi!", "Hey there!", "Hello there.", "Good morning!", "hi", "hello"):
+        "Hello! How can I help?",
+    ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.",
+     "What can you do?", "Help", "Tell me about yourself.", "who are you?"): ABOUT,
+    ("Thank you!", "Thanks!", "Thanks", "Thank you very much."): "You are welcome!",
+    ("Goodbye!", "Bye!", "Bye", "See you later."): "Goodbye!",
+}  # fmt: skip
+TALK = {question: answer for questions, answer in _TALK.items() for question in questions}
+
+
+def talk(question: str) -> Exercise:
+    """`Hello!` → `Hello! How can I help?`; one of TALK, all of which training sees."""
+    return Exercise("talk", "talk", question, TALK[question])
+
+
+def beyond(question: str) -> Exercise:
+    """A question the model cannot answer, and says so by telling what it can do."""
+    return Exercise("beyond", f"beyond:{question}", question, ABOUT)

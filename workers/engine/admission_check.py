@@ -1,0 +1,251 @@
+"""Whether a waiting sequence may run now: with which blocks, and at whose cost.
+
+Leaves the order of those who ask to the scheduler, and who may ask to its door.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from workers.engine.block_manager import BlockManager
+from workers.engine.kv_forecast import KVForecast, Need
+from workers.engine.lanes import Lanes
+from workers.engine.lengths import LengthPredictor
+from workers.engine.limits import EngineLimits
+from workers.engine.running import Running
+from workers.engine.sequence import Account, Sequence
+from workers.engine.step_plan import StepPlan
+
+
+class Verdict(Enum):
+    """What a sequence is told that asks to be let in."""
+
+    WELCOME = auto()
+    BEING_COMPUTED = auto()  # its next block is computed by another in this step
+    NO_ROOM = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a sequence is let in: what it begins with, and who makes room."""
+
+    need: Need
+    victims: list[Sequence]
+    found_ids: list[int]  # cached blocks
+    source: Sequence | None = None  # a choice of the same prompt of its job
+    num_forked: int = 0  # tokens shared with the source
+
+
+class AdmissionCheck:
+    """Lets sequences in under the limits, the high-water mark and the forecast of KV."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        limits: EngineLimits,
+        lanes: Lanes,
+        lengths: LengthPredictor,
+        running: Running,
+    ) -> None:
+        """`running` is the scheduler's own, seen as it changes."""
+        self._blocks = blocks
+        self.limits = limits
+        self._lanes = lanes
+        self._lengths = lengths
+        self._running = running
+        self._forecast: KVForecast | None = None
+        self._plan: StepPlan | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a place, and a block under the high-water mark: else no one may enter
+        for whom no other goes.
+        """
+        num_running = len(self._running.sequences)
+        num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
+        return num_running == 0 or (
+            num_running < self.limits.max_num_seqs and self._blocks.num_used < num_allowed
+        )
+
+    def is_pinned(self, sequence: Sequence) -> bool:
+        """Whether it has been preempted often enough."""
+        return sequence.num_preemptions >= self.limits.max_preemptions
+
+    def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[Verdict, Entry | None]:
+        """The verdict, and how to enter where it is yes. Changes nothing."""
+        forecast = self._look_at(plan)
+        found_ids: list[int] = []
+        leader = None
+        if not candidate.scores_prompt:
+            found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
+            leader = self._leading_choice(plan, candidate)
+            if self._is_being_computed(plan, candidate, leader, len(found_ids)):
+                return Verdict.BEING_COMPUTED, None
+        entry = self._entry(candidate, leader, found_ids, forecast)
+        return (Verdict.NO_ROOM, None) if entry is None else (Verdict.WELCOME, entry)
+
+    def enter(self, plan: StepPlan, sequence: Sequence, entry: Entry) -> int | None:
+        """Gives the sequence what it begins with; returns the block it must be copied from."""
+        copy_from = None
+        if entry.source is not None:
+            copy_from = self._blocks.fork(sequence, entry.source, entry.num_forked)
+        else:
+            self._blocks.share(sequence, entry.found_ids)
+            sequence.num_keyed = len(entry.found_ids)
+        if self._blocks.cache is not None:
+            self._blocks.cache.begin(sequence)
+        plan.num_prefix_queries += sequence.num_known
+        plan.num_prefix_hits += sequence.num_computed
+        assert self._forecast is not None
+        self._forecast.add(sequence, entry.need)
+        return copy_from
+
+    def forget(self, victim: Sequence) -> None:
+        """The sequence is about to lose its blocks in this step."""
+        if self._forecast is not None:
+            self._forecast.drop(victim)
+
+    def _look_at(self, plan: StepPlan) -> KVForecast:
+        """The forecast as of this step."""
+        if self._plan is not plan or self._forecast is None:
+            self._plan, running = plan, self._running.sequences
+            self._forecast = KVForecast(self._blocks, self._lengths, running)
+        return self._forecast
+
+    def _leading_choice(self, plan: StepPlan, candidate: Sequence) -> Sequence | None:
+        """The running choice of the candidate's prompt that has computed most.
+
+        Not one whose last block is copied in this very step: its content is not there yet.
+        """
+        if candidate.params.n == 1 or not self._blocks.can_share:
+            return None
+        job, prompt = (candidate.job_id, candidate.epoch), candidate.prompt_number
+        choices = [
+            s
+            for s in self._running.sequences
+            if (s.job_id, s.epoch) == job
+            and s.prompt_number == prompt
+            and s.block_ids
+            and not plan.is_copy(s)
+        ]
+        return max(choices, key=lambda s: s.num_computed, default=None)
+
+    def _is_being_computed(
+        self, plan: StepPlan, candidate: Sequence, leader: Sequence | None, num_found: int
+    ) -> bool:
+        """Whether another computes in this step what the candidate would compute again.
+
+        Less than a block is not worth a wait.
+        """
+        block_size = self._blocks.block_size
+        if leader is not None and leader in plan.chunks:
+            num_computed = max(leader.num_computed, num_found * block_size)
+            if _num_common(leader, candidate) - num_computed >= block_size:
+                return True
+        cache = self._blocks.cache
+        return cache is not None and cache.computes_next(candidate, num_found) in plan.chunks
+
+    def _entry(
+        self,
+        candidate: Sequence,
+        leader: Sequence | None,
+        found_ids: list[int],
+        forecast: KVForecast,
+    ) -> Entry | None:
+        """How the candidate could run; None where it must wait for room."""
+        held_ids, num_forked = found_ids, 0
+        if leader is not None:
+            num_forked = self._num_forkable(leader, candidate)
+            if num_forked > len(found_ids) * self._blocks.block_size:
+                held_ids = leader.block_ids[: num_forked // self._blocks.block_size]
+            else:
+                leader = None
+        need = forecast.need(candidate, self._blocks.num_held(held_ids))
+        victims = self._victims(candidate, need, forecast)
+        if victims is None:
+            return None
+        return Entry(need, victims, found_ids, leader, num_forked)
+
+    def _num_forkable(self, leader: Sequence, candidate: Sequence) -> int:
+        """Tokens of the leader that the candidate can begin with."""
+        num_common = min(leader.num_computed, _num_common(leader, candidate))
+        if not self._blocks.can_fork(num_common):
+            num_common -= num_common % self._blocks.block_size
+        return num_common
+
+    def _victims(
+        self, candidate: Sequence, need: Need, forecast: KVForecast
+    ) -> list[Sequence] | None:
+        """Who must go for the candidate, no one where there is room; None where it must wait.
+
+        Sequences of lower lanes go, the least to lose first, and none that is pinned. They will
+        yield later too, so how much they may grow is no reason to wait. Where they do not suffice,
+        so do sequences of the tenant that has the most places in the candidate's own lane, see
+        `_above_share`. Alone it may always run.
+        """
+        num_running, num_blocks = len(self._running.sequences), self._blocks.num_blocks
+        num_places_lacking = num_running + 1 - self.limits.max_num_seqs
+        num_allowed = int(self.limits.kv_high_water * num_blocks)
+        num_lacking = forecast.num_known(need) - num_allowed
+        is_room = num_places_lacking <= 0 and num_lacking <= 0
+        grows_at_will = forecast.num_at_most(need) <= num_blocks
+        if num_running == 0 or (is_room and grows_at_will):
+            return []
+        yielding = self._yielding_to(candidate)
+        may_grow = grows_at_will or forecast.peak(need, set(yielding)) <= num_blocks
+        if is_room and may_grow:
+            return []
+        above_share = self._above_share(candidate)
+        yielding.sort(key=lambda s: (-self._lanes.of(s).priority, s.num_computed, -s.arrival))
+        for num_victims, victim in enumerate(yielding, start=1):
+            num_lacking -= forecast.num_blocks_of(victim)
+            is_room = num_places_lacking <= num_victims and num_lacking <= 0
+            if num_victims == num_running or (is_room and may_grow):
+                return yielding[:num_victims]
+        for num_equals, victim in enumerate(above_share, start=1):
+            num_lacking -= forecast.num_blocks_of(victim)
+            num_victims = len(yielding) + num_equals
+            if num_places_lacking <= num_victims and num_lacking <= 0:
+                victims = yielding + above_share[:num_equals]
+                if grows_at_will or forecast.peak(need, set(victims)) <= num_blocks:
+                    return victims
+        return None
+
+    def _largest_other(self, account: Account) -> Account | None:
+        """The tenant of the same lane with the most places, where it can give one up."""
+        lane, by_account = account[0], self._running.by_account
+        others = [other for other in by_account if other[0] == lane and other != account]
+        largest = max(others, key=lambda other: len(by_account[other]), default=None)
+        if largest is None or not self._running.may_pass(largest, account):
+            return None
+        return None if self._lanes.is_overdue(largest) else largest
+
+    def _above_share(self, candidate: Sequence) -> list[Sequence]:
+        """Those of the tenant with the most places in the candidate's lane that may go for it, the
+        least to lose first: none that is pinned, and only so many that their tenant keeps as many
+        as the candidate's will have. So a displaced sequence can take none of them back.
+        """
+        largest = self._largest_other(candidate.account)
+        if largest is None:
+            return []
+        by_account = self._running.by_account
+        num_own = len(by_account.get(candidate.account, ()))
+        others = [s for s in by_account[largest] if not self.is_pinned(s)]
+        others.sort(key=lambda s: (s.num_computed, -s.arrival))
+        return others[: len(by_account[largest]) - num_own - 1]
+
+    def _yielding_to(self, candidate: Sequence) -> list[Sequence]:
+        """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's
+        turn it is in this step.
+        """
+        lanes, priority = self._lanes, self._lanes.of(candidate).priority
+        yielding = [
+            running
+            for account, running in self._running.by_account.items()
+            if lanes.priority_of(account[0]) > priority and not lanes.is_overdue(account)
+        ]
+        return [s for running in yielding for s in running if not self.is_pinned(s)]
+
+
+def _num_common(leader: Sequence, candidate: Sequence) -> int:
+    """Tokens that two choices of a prompt share; the last known one is computed in any case."""
+    return min(leader.num_prompt, candidate.num_known - 1)

@@ -1,0 +1,1 @@
+"""The process that owns the device and runs the engine's loop."""

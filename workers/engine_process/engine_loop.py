@@ -1,0 +1,246 @@
+"""Owns the device: loads a model and runs the engine's loop for one supervisor.
+
+`python -m workers.engine_process.engine_loop --fd N --options JSON`: N is one end of a socket
+pair, JSON an EngineOptions. Knows frames and messages; Redis, leases and text are the
+supervisor's. Ends with the socket, so a supervisor that is killed never leaves an engine behind.
+"""
+
+import argparse
+import dataclasses
+import gc
+import logging
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from enum import IntEnum
+
+import msgspec
+
+from workers import logs
+from workers.engine.engine import Engine
+from workers.engine.limits import DEFAULT_STEP_TOKENS
+from workers.engine.model import Chunk, LoadedModel, ModelRefused
+from workers.engine.report import StepReport
+from workers.engine.request import Request, RequestRefused
+from workers.engine_process.engine_setup import build_engine, lanes_of, limits_of, strategies_of
+from workers.engine_process.step_messages import step_messages
+from workers.ipc.channel import Channel, PeerGone
+from workers.ipc.messages import (
+    EngineOptions,
+    FromEngine,
+    JobFailed,
+    LoadFailed,
+    Loading,
+    Ready,
+    Reconfigure,
+    Reprioritise,
+    Running,
+    Shutdown,
+    StartJob,
+    StopChoice,
+    StopJob,
+)
+
+log = logging.getLogger("batchway.engine")
+
+
+class ExitCode(IntEnum):
+    """How an engine process ends."""
+
+    OK = 0  # told to, or the supervisor is gone
+    CRASHED = 1
+    MODEL_REFUSED = 3
+
+
+Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
+
+
+class EngineLoop:
+    """Commands in, a step, one frame out; idle, it waits on the socket."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        engine: Engine,
+        num_step_tokens: int = DEFAULT_STEP_TOKENS,
+        max_output_tokens: int | None = None,
+    ) -> None:
+        """`num_step_tokens`: see build_engine."""
+        self._channel = channel
+        self._engine = engine
+        self._num_step_tokens = num_step_tokens
+        self._max_output_tokens = max_output_tokens
+        self._computed: frozenset[str] = frozenset()  # jobs of the last step
+
+    def run(self) -> None:
+        """Returns on Shutdown. Raises PeerGone, or what a step raised."""
+        while True:
+            said: list[FromEngine] = []
+            for message in self._channel.receive(self._rest_s()):
+                if isinstance(message, Shutdown):
+                    return
+                said += self._obey(message)
+            start_s = time.monotonic()
+            report = self._step()
+            said += step_messages(report, start_s, time.monotonic())
+            self._channel.send(said)
+
+    def _step(self) -> StepReport:
+        """One step of the engine; where it fails, its jobs are named once more, exactly."""
+        computing: list[str] = []
+
+        def announce(chunks: Seq[Chunk]) -> None:
+            computing.extend(dict.fromkeys(chunk.sequence.job_id for chunk in chunks))
+            has_gained = not self._computed.issuperset(computing)
+            self._computed = frozenset(computing)
+            if has_gained:
+                self._channel.send([Running(tuple(computing))])
+
+        try:
+            return self._engine.step(announce)
+        except Exception:
+            self._channel.send([Running(tuple(computing))])
+            raise
+
+    def _rest_s(self) -> float | None:
+        """How long there is nothing to do, unless a message comes; None: until one comes."""
+        wake_s = self._engine.next_wake_s()
+        return None if wake_s is None else max(0.0, wake_s - time.monotonic())
+
+    def _obey(
+        self, message: StartJob | StopJob | StopChoice | Reprioritise | Reconfigure
+    ) -> list[FromEngine]:
+        match message:
+            case StartJob():
+                return self._start(message)
+            case StopJob(job_id, epoch):
+                self._engine.stop_job(job_id, epoch)
+            case StopChoice(job_id, epoch, choice):
+                self._engine.stop_choice(job_id, epoch, choice)
+            case Reprioritise(job_id, epoch, lane, deadline_s):
+                self._engine.reprioritise(job_id, epoch, lane, _on_our_clock(deadline_s))
+            case Reconfigure(options):
+                self._reconfigure(options)
+        return []
+
+    def _reconfigure(self, options: EngineOptions) -> None:
+        vocab_size = self._engine.limits.vocab_size
+        limits = limits_of(options, vocab_size, self._num_step_tokens)
+        self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
+        self._max_output_tokens = options.max_output_tokens
+        logs.stamp(options.batching_version)
+        log.info("reconfigured")
+
+    def _start(self, message: StartJob) -> list[FromEngine]:
+        fields = msgspec.structs.asdict(message)
+        fields["deadline_s"] = _on_our_clock(message.deadline_s)
+        request = Request(**fields)
+        if self._max_output_tokens is not None:
+            max_tokens = min(request.params.max_tokens, self._max_output_tokens)
+            params = msgspec.structs.replace(request.params, max_tokens=max_tokens)
+            request = dataclasses.replace(request, params=params)
+        try:
+            self._engine.add(request)
+        except RequestRefused as refusal:
+            return [JobFailed(message.job_id, message.epoch, refusal.code, refusal.message)]
+        return []
+
+
+def _on_our_clock(remaining_s: float | None) -> float | None:
+    """A deadline travels as the time that is left: no two processes share a clock."""
+    return None if remaining_s is None else time.monotonic() + remaining_s
+
+
+def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
+    """Promises no more context than one sequence can have here, alone in the KV cache."""
+    model = loaded.model
+    num_kv_tokens = model.num_blocks * model.block_size
+    return Ready(
+        context_length=min(loaded.context_length, model.max_model_len, num_kv_tokens),
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+        tokenizer=loaded.tokenizer,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        max_num_seqs=options.max_num_seqs,
+    )
+
+
+def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
+    """Loads the model, then runs steps until told to end. Raises PeerGone, or a step's error."""
+    try:
+        loaded = load(options, lambda text: channel.send([Loading(text)]))
+    except ModelRefused as refusal:
+        log.error("model refused: %s", refusal)
+        channel.send([LoadFailed(str(refusal))])
+        return ExitCode.MODEL_REFUSED
+    except PeerGone:
+        raise
+    except Exception:
+        # No prompt has come yet, so the whole traceback may be shown.
+        log.exception("loading the model failed")
+        return ExitCode.CRASHED
+    num_step_tokens = loaded.num_step_tokens
+    engine = build_engine(loaded.model, loaded.vocab_size, options, num_step_tokens)
+    channel.send([_ready(loaded, options)])
+    log.info("ready: num_blocks=%d block_size=%d", loaded.model.num_blocks, loaded.model.block_size)
+    EngineLoop(channel, engine, num_step_tokens, options.max_output_tokens).run()
+    return ExitCode.OK
+
+
+def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
+    """The loader of real models; torch is imported here and not before. Raises ModelRefused."""
+    from workers.model.loader import load_model
+
+    loaded = load_model(options, progress)
+    # 400,000 objects, of libraries mostly, which stay: a search for garbage among them takes longer
+    # than many a step.
+    gc.collect()
+    gc.freeze()
+    return loaded
+
+
+def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
+    """Runs the process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="engine_process", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="number of the inherited socket")
+    parser.add_argument("--options", required=True, help="EngineOptions as JSON")
+    arguments = parser.parse_args(argv)
+    options = msgspec.json.decode(arguments.options, type=EngineOptions)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logs.stamp(options.batching_version)
+    # A Ctrl-C in a terminal reaches the whole group, and so does the SIGTERM of some service
+    # managers; the supervisor decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(fileno=arguments.fd) as sock:
+        # A child of ours (a compiler, say) that held the socket would hide our end from the peer.
+        sock.set_inheritable(False)
+        sock.setblocking(True)
+        try:
+            return serve(Channel(sock), options, load)
+        except PeerGone:
+            log.info("the supervisor is gone")
+            return ExitCode.OK
+        except Exception as exc:
+            log.error("engine lost: %s", describe_exception(exc))
+            return ExitCode.CRASHED
+
+
+def describe_exception(exc: BaseException) -> str:
+    """Type and places of an exception, innermost last; its message may quote a prompt."""
+    frames = traceback.extract_tb(exc.__traceback__)[-5:]
+    places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+    return f"{type(exc).__name__} at {places}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A step's report as messages for the supervisor. Leaves sockets and frames to the process."""
+
+from contract.events import TokenLogprob
+from workers.engine import model as engine_model
+from workers.engine.report import Output, StepReport
+from workers.engine.sequence import Sequence
+from workers.ipc.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    FromEngine,
+    JobFailed,
+    PromptLogprobs,
+    TokenOut,
+)
+
+
+def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[FromEngine]:
+    """A step's report on the wire: prompts, tokens, endings, failures, and the load last."""
+    return [
+        *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
+        *map(_token_out, report.outputs),
+        *(
+            ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
+            for ended in report.ended
+            if ended.finish_reason is not None
+        ),
+        *(JobFailed(e.job_id, e.epoch, e.code, e.message) for e in report.failed),
+        EngineLoad(
+            report.num_running,
+            report.num_waiting,
+            report.num_free_blocks,
+            report.num_step_tokens,
+            ended_s - start_s,
+            report.num_padding_tokens,
+            report.num_step_seqs,
+            report.num_decode_tokens,
+            report.num_preemptions,
+            report.num_recomputed_tokens,
+            report.num_prefix_queries,
+            report.num_prefix_hits,
+            report.num_finished,
+            report.queue_s,
+            report.run_s,
+            ended_s,
+            report.waiting_lanes,
+        ),
+    ]
+
+
+def _prompt_logprobs(sequence: Sequence, found: engine_model.PromptLogprobs) -> PromptLogprobs:
+    logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
+    number = sequence.prompt_number
+    return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs, number)
+
+
+def _token_out(output: Output) -> TokenOut:
+    sequence = output.sequence
+    logprob = None
+    if sequence.params.logprobs is not None:
+        logprob = TokenLogprob(output.token_id, output.logprob, output.top_logprobs)
+    return TokenOut(
+        sequence.job_id,
+        sequence.epoch,
+        sequence.choice,
+        output.position,
+        output.token_id,
+        output.finish_reason,
+        logprob,
+    )

@@ -1,0 +1,1 @@
+"""The messages between supervisor and engine process, and the socket that carries them."""

@@ -1,0 +1,116 @@
+"""The supervisor's end of the engine process: starts it, speaks frames, sees it end."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import msgspec
+
+from workers.ipc.messages import (
+    EngineOptions,
+    FromEngine,
+    ToEngine,
+    decoder_from_engine,
+    encode_frame,
+)
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine process. When this process dies, however, the engine ends by itself."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        on_messages: Callable[[list[FromEngine]], None],
+    ) -> None:
+        self._process = process
+        self._on_messages = on_messages
+        self._decoder = decoder_from_engine()
+        self._transport: asyncio.WriteTransport | None = None  # as long as the engine listens
+        self._has_ended = asyncio.Event()
+        self._failure: Exception | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        options: EngineOptions,
+        on_messages: Callable[[list[FromEngine]], None],
+    ) -> Self:
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` takes in what the
+        engine says, as it comes."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                "--fd",
+                str(theirs.fileno()),
+                "--options",
+                msgspec.json.encode(options).decode(),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(lambda: cls(process, on_messages), sock=ours)
+        return client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        """Sends one frame. Nothing is raised where the engine is gone: `end` returns then."""
+        if messages and self._transport is not None:
+            self._transport.write(encode_frame(messages))
+
+    async def end(self) -> None:
+        """Waits for the engine's end. Raises what `on_messages` raised: that ends an engine too."""
+        await self._has_ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, grace_s: float = GRACE_S) -> int:
+        """Ends the process if it still runs; returns its exit status."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        try:
+            return await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            log.warning("the engine process did not end in %.1f s: killed", grace_s)
+            self.kill()
+            return await self._process.wait()
+
+    def kill(self) -> None:
+        """At once, whatever it does; `end` returns then."""
+        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+            self._process.kill()
+
+    # --- what the event loop calls ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if messages := self._decoder.feed(data):
+                self._on_messages(messages)
+        except Exception as exc:
+            self._failure = exc
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._has_ended.set()

@@ -1,0 +1,271 @@
+"""What the supervisor and the engine process say to each other.
+
+One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
+Leaves sockets to the two ends: here are only types and bytes.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Generic, TypeVar
+
+import msgspec
+
+from contract.events import TokenLogprob
+from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from workers.ipc.batching import LaneOptions, StrategyOptions
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine process is started: the one JSON argument of its command line.
+
+    None leaves the choice to the loader, which knows the device and the model.
+    """
+
+    model_path: str
+    revision: str | None = None  # of a model of the Hub: a branch, tag or commit
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    quantization: str = "none"  # none or int8: of the linear layers' weights
+    device: str = "auto"  # auto, cpu or cuda
+    kv_memory_bytes: int | None = None
+    block_size: int | None = None  # tokens of KV in a block
+    max_model_len: int | None = None  # prompt + output, in tokens; at most the model's own
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None  # the token budget of a step
+    kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
+    prefill_share: float | None = None  # of the budget, for prompts while there are streams
+    prefix_caching: bool = True  # KV of equal beginnings is computed once for each tenant
+    max_output_tokens: int | None = None  # of one choice, whatever its job asks for
+    strategy: StrategyOptions = StrategyOptions()
+    lanes: tuple[LaneOptions, ...] = ()
+    batching_version: str = ""  # of the file that these come from
+    num_threads: int | None = None
+    attention: str = "auto"  # auto, torch, triton, fa3 or flashinfer
+    steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
+    fused: bool = True  # exchange modules for faster ones where they prove equal
+
+
+# --- supervisor to engine process -------------------------------------------------------------
+
+
+class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """Run a job's choices, each going on after the output that is already in its log."""
+
+    job_id: str
+    epoch: int
+    tenant: str
+    lane: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
+    finished: tuple[bool, ...]  # choices that have already ended
+    deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
+
+
+class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Drop a job: cancelled, fenced or released. No message comes back."""
+
+    job_id: str
+    epoch: int
+
+
+class StopChoice(msgspec.Struct, frozen=True, array_like=True, tag="stop_choice"):
+    """End one choice: its text has met a stop string."""
+
+    job_id: str
+    epoch: int
+    choice: int
+
+
+class Reconfigure(msgspec.Struct, frozen=True, array_like=True, tag="reconfigure"):
+    """Go on under these limits, lanes and strategies from the next step; no one loses a token.
+
+    What the model was loaded with (memory, lengths, types) stays as it is.
+    """
+
+    options: EngineOptions
+
+
+class Reprioritise(msgspec.Struct, frozen=True, array_like=True, tag="reprioritise"):
+    """Move a job to another lane and deadline, running or waiting. No message comes back."""
+
+    job_id: str
+    epoch: int
+    lane: str
+    deadline_s: float | None = None  # seconds from now
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """End the engine process. So does the end of the stream."""
+
+
+ToEngine = StartJob | StopJob | StopChoice | Reprioritise | Reconfigure | Shutdown
+
+# --- engine process to supervisor -------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+    """Progress of loading, one line for the operator."""
+
+    text: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
+    """The model cannot be served; the process ends after this. `message` is one sentence."""
+
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The engine can take work."""
+
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
+    """The jobs of the step that comes now: sent before a step that computes for a job which the
+    step before did not. Whoever sees the process die then knows in whose company it died."""
+
+    job_ids: tuple[str, ...]
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
+    """One new output token of one choice, at `position` among its output tokens."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    position: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
+    """Log probabilities of a prompt's tokens from position `start` on, in order, for jobs whose
+    parameters ask. All are said before the prompt's first output token; after a preemption or a
+    resume they are said again from an earlier `start`.
+    """
+
+    job_id: str
+    epoch: int
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+    prompt: int = 0  # which of the job's prompts
+
+
+class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):
+    """A choice that ended without a new token: its logged output was already complete."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    finish_reason: FinishReason
+
+
+class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A job that this engine cannot run; an error of that job alone."""
+
+    job_id: str
+    epoch: int
+    code: str
+    message: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """The engine's state after a step: what the supervisor decides its next claim by."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_step_tokens: int
+    step_s: float
+    num_padding_tokens: int = 0  # computed beside the step's tokens, for no one
+    num_step_seqs: int = 0  # the batch size
+    num_decode_tokens: int = 0  # of the step's: one for each stream; the others are prefill
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # of the step's: lost by a preemption before
+    num_prefix_queries: int = 0  # tokens of the sequences that were let in
+    num_prefix_hits: int = 0  # of them, found computed
+    num_finished: int = 0  # sequences that ended by a token of this step …
+    queue_s: float = 0.0  # … how long they waited to be let in first, all together
+    run_s: float = 0.0  # … and from then to their end
+    ended_s: float = 0.0  # when the step ended, on the engine's clock: good for differences alone
+    waiting_lanes: tuple[str, ...] = ()  # of the sequences that wait, by name
+
+
+FromEngine = (
+    Loading
+    | LoadFailed
+    | Ready
+    | Running
+    | PromptLogprobs
+    | TokenOut
+    | ChoiceEnded
+    | JobFailed
+    | EngineLoad
+)
+
+# --- frames -----------------------------------------------------------------------------------
+
+MAX_FRAME_BYTES = 256 * 2**20
+NUM_HEADER_BYTES = 4
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameError(Exception):
+    """The bytes are no frame of this protocol: the two ends cannot go on."""
+
+
+def encode_frame(messages: Seq[ToEngine] | Seq[FromEngine]) -> bytes:
+    """One frame of the messages, header included."""
+    body = _encoder.encode(messages)
+    assert len(body) <= MAX_FRAME_BYTES, "a step never says this much"
+    return len(body).to_bytes(NUM_HEADER_BYTES, "little") + body
+
+
+class FrameDecoder(Generic[M]):
+    """Turns bytes, cut anywhere, back into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[M]]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[M]:
+        """The messages of all frames that `data` completes, in order.
+
+        Raises FrameError where a length or a message is not of this protocol.
+        """
+        buffer = self._buffer
+        buffer += data
+        messages: list[M] = []
+        start = 0
+        while (body := start + NUM_HEADER_BYTES) <= len(buffer):
+            num_bytes = int.from_bytes(buffer[start:body], "little")
+            if num_bytes > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {num_bytes} bytes")
+            if body + num_bytes > len(buffer):
+                break
+            start = body + num_bytes
+            try:
+                messages += self._decoder.decode(bytes(buffer[body:start]))
+            except msgspec.MsgspecError as exc:
+                raise FrameError("a frame that holds no messages of this protocol") from exc
+        del buffer[:start]
+        return messages
+
+
+def decoder_to_engine() -> FrameDecoder[ToEngine]:
+    """Decodes what an engine process hears."""
+    return FrameDecoder(msgspec.msgpack.Decoder(list[ToEngine]))
+
+
+def decoder_from_engine() -> FrameDecoder[FromEngine]:
+    """Decodes what a supervisor hears."""
+    return FrameDecoder(msgspec.msgpack.Decoder(list[FromEngine]))

@@ -1,0 +1,1 @@
+"""The process that owns Redis, leases, text and signals. Without torch."""

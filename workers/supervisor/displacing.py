@@ -1,0 +1,118 @@
+"""How many jobs of each lane a worker has room for, where urgent ones take places from others.
+
+Knows numbers of places and tokens; workers/engine/admission_check.py displaces.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from contract.calls import FairRoom, LaneRoom
+from workers.supervisor.lane_shares import UNKNOWN_LANE, LaneTerms
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A job that the worker holds: places for its choices in the next step, and its cost."""
+
+    lane: str
+    tenant: str
+    num_places: int
+    num_tokens: int
+
+
+def rooms_by_lane(
+    terms: Mapping[str, LaneTerms],
+    held: Collection[Held],
+    waiting_lanes: Iterable[str],
+    whole: LaneRoom,
+) -> dict[str, LaneRoom]:
+    """The lanes with room, of the `whole` that the worker has.
+
+    A lane finds all of it but what is held, and of the least urgent ones that are held, if it goes
+    before them, all but their guaranteed shares: from those the engine takes first, shares or not,
+    so that of the lanes between none is counted on. A lane has no room while the engine lets a
+    sequence of its level, or of a more urgent one, wait: no worker hoards, and what was displaced
+    is no obstacle.
+
+    A lane without room whose jobs are held has places that a tenant with less than its equal share
+    of them may get from another: `LaneRoom.fair`. So a worker holds at most twice its places.
+    """
+    held = list(held)
+    waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
+    first_waiting = min(waiting, default=math.inf)
+    sums: dict[str, LaneRoom] = {}
+    for job in held:
+        before = sums.get(job.lane, LaneRoom(0, 0))
+        sums[job.lane] = LaneRoom(
+            before.max_jobs + job.num_places, before.max_tokens + job.num_tokens
+        )
+    rooms: dict[str, LaneRoom] = {}
+    for name, lane in terms.items():
+        room = _room(name, terms, sums, whole)
+        if lane.priority < first_waiting and room.max_jobs > 0 and room.max_tokens > 0:
+            rooms[name] = room
+        elif name in sums and lane.priority <= first_waiting:
+            rooms[name] = LaneRoom(0, 0, fair=_fair_room(name, held, room))
+    return rooms
+
+
+def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
+    """What the lane has, its `room` and what it holds, and the part of each tenant."""
+    num_jobs, num_tokens = room.max_jobs, room.max_tokens
+    parts: dict[str, tuple[int, int]] = {}
+    for job in held:
+        if job.lane == asking:
+            before = parts.get(job.tenant, (0, 0))
+            parts[job.tenant] = before[0] + job.num_places, before[1] + job.num_tokens
+            num_jobs += job.num_places
+            num_tokens += job.num_tokens
+    return FairRoom(max(0, num_jobs), max(0, num_tokens), parts)
+
+
+def _room(
+    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+) -> LaneRoom:
+    priority = terms[asking].priority
+    lanes = {name: terms.get(name, UNKNOWN_LANE) for name in held}
+    last = max((lane.priority for lane in lanes.values()), default=priority)
+    shares = [lane.min_share for lane in lanes.values() if lane.priority == last]
+    # Of several lanes of the last level, the engine may take all from the one with a share.
+    displaces = priority < last and (len(shares) == 1 or not any(shares))
+    num_jobs, num_tokens = whole.max_jobs, whole.max_tokens
+    for name, lane in lanes.items():
+        kept = held[name]
+        if displaces and lane.priority == last:
+            kept = _guaranteed(kept, lane.min_share, whole)
+        num_jobs -= kept.max_jobs
+        num_tokens -= kept.max_tokens
+    return LaneRoom(num_jobs, num_tokens, _num_owed(asking, terms, held, whole))
+
+
+def _num_owed(
+    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+) -> int:
+    """How many of the lane's jobs may go first while it is owed its share: in the lane that the
+    engine takes from first, one beyond the guaranteed places would be displaced before it ran, and
+    keep others of its lane away while it waits in the engine."""
+    lane = terms[asking]
+    others = [terms.get(name, UNKNOWN_LANE).priority for name in held if name != asking]
+    is_first = lane.priority == min(other.priority for other in terms.values())
+    if is_first or max(others, default=-1) >= lane.priority:
+        return whole.max_jobs
+    num_held = held[asking].max_jobs if asking in held else 0
+    return max(0, _num_guaranteed(lane.min_share, whole) - num_held)
+
+
+def _guaranteed(has: LaneRoom, min_share: float, whole: LaneRoom) -> LaneRoom:
+    """What of it no more urgent lane may take."""
+    return LaneRoom(
+        min(has.max_jobs, _num_guaranteed(min_share, whole)),
+        min(has.max_tokens, math.ceil(min_share * whole.max_tokens)),
+    )
+
+
+def _num_guaranteed(min_share: float, whole: LaneRoom) -> int:
+    """Places: the next number above the share, never the share itself, for with no place to spare
+    a lane could not catch up on a step in which one of them was empty."""
+    return math.floor(min_share * whole.max_jobs) + 1 if min_share > 0 else 0

@@ -1,0 +1,200 @@
+"""The jobs that this worker holds, and its line to the engine that runs them.
+
+Shared by the duties of the supervisor; knows nothing of Redis.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from contract.calls import LaneRoom
+from contract.jobs import JobStatus
+from contract.telemetry.tracing import Tracing
+from workers.ipc.engine_client import EngineClient
+from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
+from workers.supervisor.displacing import Held, rooms_by_lane
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.job_spans import JobSpans
+from workers.supervisor.lane_shares import LaneTerms
+from workers.supervisor.speed import Speed
+from workers.supervisor.step_clock import StepClock
+
+# Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
+# claims up to twice what its KV cache could hold if every job ran to its cap.
+_OVERCOMMIT = 2
+_MAX_CLAIM = 64  # jobs in one call
+_MAX_EPOCHS = 10_000  # that are remembered
+_MAX_CANCELLED = 1024  # remembered, until the engine has heard of each
+_IDLE = EngineLoad(0, 0, 0, 0, 0.0)
+
+
+@dataclass(slots=True)
+class EngineLink:
+    """The engine as it is now. `running` are the ids of the jobs in its present step;
+    `became_ready` is set by each engine that has loaded its model."""
+
+    options: EngineOptions  # with what batching.yaml says
+    client: EngineClient | None = None
+    ready: Ready | None = None
+    load: EngineLoad = _IDLE
+    running: frozenset[str] = frozenset()
+    became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    speed: Speed = field(default_factory=Speed)
+    steps: StepClock = field(default_factory=StepClock)
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        """Sends one frame; nothing where there is no engine."""
+        if self.client is not None:
+            self.client.send(messages)
+
+    def forget(self) -> None:
+        """The engine is gone."""
+        self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
+        self.steps = StepClock()
+
+
+@dataclass(slots=True)
+class Holding:
+    """Jobs by id. `wake` is set when there may be room; `job_left` when a job has left.
+
+    `tokens_after_cancel` were computed for jobs that their callers had cancelled, or may have been:
+    all that was not yet in the log.
+    """
+
+    engine: EngineLink
+    jobs: dict[str, HeldJob] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    job_left: asyncio.Event = field(default_factory=asyncio.Event)
+    spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
+    tokens_after_cancel: int = 0
+    _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
+    _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
+    _epochs: dict[str, int] = field(default_factory=dict)  # of the jobs started here, the latest
+
+    def start(self, job: HeldJob, *, is_first: bool = False) -> None:
+        """Holds a job from now on; `is_first`: no worker has taken it before."""
+        self.jobs[job.job.id] = job
+        self.spans.note_claim(job, is_first=is_first)
+        self._num_drained -= job.num_drained
+        self._epochs.pop(job.job.id, None)
+        self._epochs[job.job.id] = job.epoch
+        while len(self._epochs) > _MAX_EPOCHS:
+            del self._epochs[next(iter(self._epochs))]
+
+    def has_started(self, job_id: str, epoch: int) -> bool:
+        """Whether the job was started here under this epoch or a later one: then the engine may
+        still speak of that run, and the epoch would not tell the two apart."""
+        return epoch <= self._epochs.get(job_id, 0)
+
+    def get(self, job_id: str, epoch: int) -> HeldJob | None:
+        """The job, where it is held under this epoch."""
+        job = self.jobs.get(job_id)
+        return job if job is not None and job.epoch == epoch else None
+
+    @property
+    def num_drained(self) -> int:
+        """How much of jobs' costs this worker has drained, in tokens, since it began."""
+        return self._num_drained + sum(job.num_drained for job in self.jobs.values())
+
+    def end(self, job: HeldJob, status: JobStatus | str, num_unlogged: int = 0) -> None:
+        """Drops a job that was ended from outside; `num_unlogged` of its tokens were refused."""
+        if status == JobStatus.CANCELLED:
+            self.tokens_after_cancel += num_unlogged
+            if self.get(job.job.id, job.epoch) is not None:
+                self.tokens_after_cancel += job.num_unlogged_tokens
+                self._cancelled[(job.job.id, job.epoch)] = None
+                while len(self._cancelled) > _MAX_CANCELLED:
+                    del self._cancelled[next(iter(self._cancelled))]
+        self.drop(job, str(status))
+
+    def count_late(self, job_id: str, epoch: int) -> None:
+        """The engine computed a token of a job that is not held, having not heard of its end."""
+        self.tokens_after_cancel += (job_id, epoch) in self._cancelled
+
+    def drop(self, job: HeldJob, how: str = "lost") -> None:
+        """Forgets a job that has ended, or that is no longer ours."""
+        if self.get(job.job.id, job.epoch) is None:
+            return
+        del self.jobs[job.job.id]
+        self.spans.note_end(job, how)
+        self._num_drained += job.num_drained
+        if not job.is_complete:
+            self.engine.send([StopJob(job.job.id, job.epoch)])
+        self.wake.set()
+        self.job_left.set()
+
+    def clear(self) -> list[HeldJob]:
+        """Forgets all jobs, without a word to the engine; returns them."""
+        jobs = list(self.jobs.values())
+        self._num_drained = self.num_drained
+        for job in jobs:
+            self.spans.note_end(job, "given back")
+        self.jobs.clear()
+        self.job_left.set()
+        return jobs
+
+    @property
+    def max_tokens(self) -> int:
+        """Of jobs' costs, that this worker holds at most; 0 before its engine is ready."""
+        ready = self.engine.ready
+        return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
+
+    def rest_s(self, now_s: float, looked_s: float) -> float:
+        """Seconds until the last call for the places that come free with the step under way;
+        infinite where none does, or where room was looked for since, at `looked_s`."""
+        last_call_s = self.engine.steps.last_call_s
+        has_ending = any(job.num_going_on < job.num_open for job in self.jobs.values())
+        return last_call_s - now_s if has_ending and looked_s < last_call_s else math.inf
+
+    def room(self, now_s: float) -> LaneRoom | None:
+        """What this worker could start now; None where it should wait. From the last call of a
+        step on, places that come free with it count too."""
+        ready = self.engine.ready
+        if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
+            return None
+        max_jobs = self.engine.options.max_num_seqs
+        if not self.jobs:
+            # What can never fit is claimed and refused by the engine, not left waiting.
+            return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
+        if any(job.is_alone for job in self.jobs.values()):
+            return None
+        max_jobs -= sum(self._places(now_s).values())
+        held_tokens = sum(job.held_tokens for job in self.jobs.values())
+        max_tokens = self.max_tokens - held_tokens
+        if max_jobs <= 0 or max_tokens <= 0:
+            return None
+        return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
+
+    def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, LaneRoom]:
+        """What it could start of each lane, as `room`; nothing of those that are not named."""
+        room, ready = self.room(now_s), self.engine.ready
+        if ready is None or not self.jobs or not self._displaces:
+            return {} if room is None else dict.fromkeys(terms, room)
+        if any(job.is_alone for job in self.jobs.values()):
+            return {}
+        places = self._places(now_s)
+        held = [
+            Held(j.lane, j.job.tenant, places[j.job.id], j.held_tokens) for j in self.jobs.values()
+        ]
+        whole = LaneRoom(self.engine.options.max_num_seqs, self.max_tokens)
+        rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
+        return {
+            name: replace(lane, max_jobs=min(lane.max_jobs, _MAX_CLAIM))
+            for name, lane in rooms.items()
+        }
+
+    def _places(self, now_s: float) -> dict[str, int]:
+        """Of each job, what it keeps from others: from the last call on, in the next step."""
+        if now_s >= self.engine.steps.last_call_s:
+            return {job_id: job.num_going_on for job_id, job in self.jobs.items()}
+        return {job_id: job.num_open for job_id, job in self.jobs.items()}
+
+    @property
+    def _displaces(self) -> bool:
+        """Whether the engine takes in at every step who comes: fixed batches do not."""
+        options = self.engine.options
+        strategies = [options.strategy, *(lane.strategy for lane in options.lanes)]
+        return all(s is None or s.name == "continuous" for s in strategies)

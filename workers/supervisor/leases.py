@@ -1,0 +1,183 @@
+"""Keeps a worker's leases: beats, fences itself when unheard, sweeps, hears of ended jobs."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine, Mapping
+
+from contract.calls import WorkerCapacity, WorkerState
+from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
+from workers.ipc.messages import Ready, Reprioritise
+from workers.logs import Complaint
+from workers.settings import WorkerSettings
+from workers.supervisor.drain import Drain
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.meter import Meter
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.worker_broker import WorkerBroker, make_card
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+_MS = re.compile(r"-?[0-9]{1,16}", re.ASCII)
+
+
+class LeaseKeeper:
+    """The duties that keep this worker's jobs its own, one task each."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        lane: WorkerBroker,
+        engine: EngineLink,
+        holding: Holding,
+        publisher: Publisher,
+        meter: Meter,
+        drain: Drain,
+        on_order: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._lane = lane
+        self._engine = engine
+        self._holding = holding
+        self._publisher = publisher
+        self._meter = meter
+        self._drain = drain
+        self._on_order = on_order  # to drain
+        self._is_published = False
+        self._control: asyncio.Queue[str] = asyncio.Queue()
+
+    def duties(self) -> list[Coroutine[None, None, None]]:
+        """What must run side by side for as long as the worker lives."""
+        return [
+            self._beat(),
+            self._watch_fence(),
+            self._sweep(),
+            self._lane.listen(self._holding.wake, self._control),
+            self._hear(),
+        ]
+
+    async def say_draining(self) -> None:
+        """Beats out of turn, so that no gateway counts on this worker any more."""
+        if self._engine.ready is not None and self._is_published:
+            with contextlib.suppress(BrokerUnavailable, WireError):
+                await self._beat_once(self._engine.ready)
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    await self._engine.became_ready.wait()
+                    self._engine.became_ready.clear()
+                    self._is_published = False
+            if self._engine.ready is not None:
+                try:
+                    await self._beat_once(self._engine.ready)
+                except BrokerUnfit:
+                    raise  # it may not hold jobs: this worker must not go on
+                except (BrokerUnavailable, WireError) as exc:
+                    log.warning("heartbeat failed: %s", exc)
+                    self._is_published = False  # Redis may come back empty
+
+    async def _beat_once(self, ready: Ready) -> None:
+        was_published, self._is_published = self._is_published, True
+        name = self._settings.served_model_name
+        terms = self._settings.lane_terms(self._engine.options)
+        lanes = {name: lane.min_share for name, lane in terms.items()}
+        if not was_published:
+            try:
+                await self._lane.ensure_library()
+                await self._lane.publish_model(
+                    make_card(name, ready, tuple(lanes)), ready.tokenizer
+                )
+            except BrokerFull as exc:  # its functions run all the same, and free memory
+                log.warning("model not published: %s", exc)
+                self._is_published = False
+        held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
+        epochs = dict(held)
+        state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
+        says = (self._info(), state, self._capacity(lanes), self.counted())
+        for job_id in await self._lane.heartbeat(held, *says):
+            job = self._holding.get(job_id, epochs[job_id])
+            if job is not None:
+                self._holding.drop(job)
+        if state == "up" and await self._lane.is_to_drain():
+            self._on_order()
+        if not was_published and self._is_published:
+            kv_tokens = ready.num_blocks * ready.block_size
+            log.info(
+                "ready model=%s incarnation=%s kv_tokens=%d",
+                name,
+                self._lane.incarnation,
+                kv_tokens,
+            )
+
+    async def _watch_fence(self) -> None:
+        """Drops every job when Redis has been silent for most of a lease: others may hold them."""
+        while True:
+            silent_s = time.monotonic() - self._lane.last_contact_s
+            if self._holding.jobs and silent_s > self._settings.self_fence_s:
+                jobs = list(self._holding.jobs.values())
+                log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
+                self._publisher.clear()
+                for job in jobs:
+                    self._holding.drop(job)
+            await asyncio.sleep(self._settings.lease_s / 20)
+
+    async def _sweep(self) -> None:
+        complaint = Complaint(log, "no sweep")
+        while True:
+            try:
+                await self._lane.sweep()
+                complaint.clear()
+            except BrokerUnavailable:
+                pass
+            except (WireError, CommandDenied) as exc:
+                complaint.note(exc)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _hear(self) -> None:
+        """Acts on what was done to our jobs from outside, before their next append says so. A word
+        that is none of ours is a hint of nothing."""
+        while True:
+            match (await self._control.get()).split():
+                case ["ended", job_id, status] if job_id in self._holding.jobs:
+                    self._holding.end(self._holding.jobs[job_id], status)
+                case ["moved", job_id, lane, deadline_ms] if (
+                    job_id in self._holding.jobs and _MS.fullmatch(deadline_ms)
+                ):
+                    job = self._holding.jobs[job_id]
+                    job.lane, epoch = lane, job.epoch
+                    deadline_s = int(deadline_ms) / 1000
+                    self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
+                case ["drain"]:
+                    self._on_order()
+
+    def _capacity(self, lanes: Mapping[str, float]) -> WorkerCapacity:
+        holding, speed, now_s = self._holding, self._engine.speed, time.monotonic()
+        speed.measure(now_s, holding.num_drained, has_room=holding.room(now_s) is not None)
+        return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
+
+    def counted(self) -> dict[str, int]:
+        """What this worker has counted for metrics since it began."""
+        counts = self._meter.counts
+        counts.set_total("tokens_after_cancel_total", self._holding.tokens_after_cancel)
+        return dict(counts.fields)
+
+    def _info(self) -> str:
+        load, ready = self._engine.load, self._engine.ready
+        return json.dumps(
+            {
+                "jobs_held": len(self._holding.jobs),
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+                "num_free_blocks": load.num_free_blocks,
+                "num_blocks": ready.num_blocks if ready else 0,
+                "batching": self._engine.options.batching_version,
+                "step_s": round(load.step_s, 6),
+                "tokens_after_cancel": self._holding.tokens_after_cancel,
+            }
+        )

@@ -1,0 +1,57 @@
+"""Counts what the engine says of its steps, for metrics. Knows no Redis and no HTTP.
+
+Times are the engine's own: no clocks of two processes are ever subtracted.
+"""
+
+from contract.telemetry.counts import Counts
+from workers.ipc.messages import EngineLoad
+from workers.supervisor.held_job import HeldJob
+
+
+class Meter:
+    """What this worker has counted since it began; an engine that dies takes nothing along."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self._heard: list[tuple[HeldJob, int]] = []  # choices with a token in the present step
+
+    def note_token(self, job: HeldJob, choice: int) -> None:
+        """A choice has got a token, in the step whose load comes next."""
+        self._heard.append((job, choice))
+
+    def note_step(self, load: EngineLoad) -> None:
+        """A step has ended; one without tokens says nothing."""
+        self._note_intervals(load.ended_s)
+        if not load.num_step_tokens:
+            return
+        counts = self.counts
+        num_prefill = load.num_step_tokens - load.num_decode_tokens
+        kind = "decode" if not num_prefill else "mixed" if load.num_decode_tokens else "prefill"
+        counts.observe("step_duration_seconds", kind, value=load.step_s)
+        counts.observe("batch_size", value=load.num_step_seqs)
+        num_computed = load.num_step_tokens + load.num_padding_tokens
+        counts.observe("padding_ratio", value=load.num_padding_tokens / num_computed)
+        counts.add("step_tokens_total", "prefill", value=num_prefill)
+        counts.add("step_tokens_total", "decode", value=load.num_decode_tokens)
+        counts.add("step_tokens_total", "padding", value=load.num_padding_tokens)
+        counts.add("num_preemptions_total", value=load.num_preemptions)
+        counts.add("tokens_recomputed_total", value=load.num_recomputed_tokens)
+        counts.add("prefix_cache_queries_total", value=load.num_prefix_queries)
+        counts.add("prefix_cache_hits_total", value=load.num_prefix_hits)
+
+    def note_engine_failure(self) -> None:
+        self._heard.clear()
+        self.counts.add("engine_failures_total")
+
+    def _note_intervals(self, ended_s: float) -> None:
+        """Most choices had their last token in the step before: one lookup does for all of them."""
+        gaps: dict[tuple[str, float], int] = {}
+        for job, choice in self._heard:
+            last_s = job.token_times_s.get(choice)
+            job.token_times_s[choice] = ended_s
+            if last_s is not None:
+                gap = (job.job.lane, ended_s - last_s)
+                gaps[gap] = gaps.get(gap, 0) + 1
+        self._heard.clear()
+        for (lane, gap_s), times in gaps.items():
+            self.counts.observe("inter_token_latency_seconds", lane, value=gap_s, times=times)

@@ -1,0 +1,103 @@
+"""Fetches prompts that lie in the object store. Their jobs are held meanwhile, so that leases are
+renewed and room is kept; a prompt that cannot be had is an error of its job alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from contract import tasks
+from contract.calls import Claimed, Release
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.jobs import Job
+from contract.payloads.prompts import with_prompts
+from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.holding import Holding
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.worker_broker import WorkerBroker
+
+log = logging.getLogger(__name__)
+
+_MAX_AT_ONCE = 8
+_ATTEMPTS = 3
+_RETRY_S = 0.5
+
+
+class PromptFetcher:
+    """`run` is called with each claim once its job has its prompt."""
+
+    def __init__(
+        self,
+        store: ObjectStore | None,
+        lane: WorkerBroker,
+        holding: Holding,
+        publisher: Publisher,
+        run: Callable[[Claimed], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._lane = lane
+        self._holding = holding
+        self._publisher = publisher
+        self._run = run
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    def begin(self, claimed: Claimed, place: HeldJob) -> None:
+        """Fetches the prompt of a job; `place` holds its place meanwhile."""
+        self._holding.jobs[claimed.job.id] = place
+        task = asyncio.create_task(self._fetch(claimed, place))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        if self._tasks:
+            await tasks.end(*self._tasks)
+
+    async def _fetch(self, claimed: Claimed, place: HeldJob) -> None:
+        job = claimed.job
+        try:
+            async with self._slots:
+                whole = await self._whole(job)
+            if self._holding.get(job.id, claimed.epoch) is place:
+                await self._run(replace(claimed, job=whole))
+        except PayloadLost as exc:
+            log.error("prompt lost job_id=%s: %s", job.id, exc)
+            self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt is lost")
+        except PayloadUnavailable as exc:
+            log.warning("no prompt job_id=%s: %s", job.id, exc)
+            await self._give_back(place)
+        except BrokerUnavailable:
+            self._holding.drop(place)  # its lease will lapse
+        except (CommandDenied, WireError) as exc:
+            log.error("job dropped: %s job_id=%s", exc, job.id)
+            self._holding.drop(place)
+        except Exception as exc:  # its record or its prompt says what cannot be run
+            log.error("not started: failed job_id=%s error=%s", job.id, type(exc).__name__)
+            self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
+
+    async def _whole(self, job: Job) -> Job:
+        """The job with its prompt. Raises PayloadError."""
+        assert job.stored_prompt is not None
+        if self._store is None:
+            raise PayloadUnavailable("this worker is given no object store")
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                data = await asyncio.to_thread(self._store.get, job.stored_prompt.ref)
+                return with_prompts(job, data)
+            except PayloadUnavailable:
+                if attempt == _ATTEMPTS:
+                    raise
+                await asyncio.sleep(_RETRY_S * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _give_back(self, place: HeldJob) -> None:
+        """Uses up an attempt: on the last one the job fails."""
+        text = "its prompt could not be read from the object store"
+        release = Release(place.job.id, place.epoch, "error", ErrorCode.PAYLOAD_UNAVAILABLE, text)
+        try:
+            await self._lane.release([release])
+        finally:
+            self._holding.drop(place)

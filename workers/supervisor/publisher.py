@@ -1,0 +1,145 @@
+"""Writes what the engine said into the jobs' logs: one call for all jobs at a time.
+
+While a call is under way the next step's news gather, so a slow Redis makes events larger, never
+more. A call without an answer is repeated as it was: its event numbers make that harmless.
+"""
+
+import asyncio
+import contextlib
+import logging
+from typing import Literal
+
+from contract.calls import Append, Release, Verdict
+from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.jobs import JobStatus
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.holding import Holding
+from workers.supervisor.results import ResultKeeper
+from workers.supervisor.worker_broker import WorkerBroker
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+
+
+class Publisher:
+    """Gathers news of held jobs and appends them; jobs that have ended leave what is held."""
+
+    def __init__(self, lane: WorkerBroker, holding: Holding, results: ResultKeeper) -> None:
+        self._lane = lane
+        self._holding = holding
+        self._results = results
+        self._news: dict[str, HeldJob] = {}
+        self._failures: dict[tuple[str, int], tuple[str, str]] = {}  # by job and epoch
+        self._has_news = asyncio.Event()
+        self._generation = 0
+
+    def note(self, job: HeldJob) -> None:
+        """The job has output, or an end, that is not in its log."""
+        self._news[job.job.id] = job
+        self._has_news.set()
+
+    def fail(self, job: HeldJob, code: str, message: str) -> None:
+        """The job ends here, with an error."""
+        self._failures[(job.job.id, job.epoch)] = (code, message)
+        self.note(job)
+
+    def clear(self) -> None:
+        """Forgets all news: their jobs are no longer ours to write."""
+        self._news.clear()
+        self._failures.clear()
+        self._generation += 1
+
+    async def run(self) -> None:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            jobs, items = self._gather()
+            if items:
+                await self._publish(jobs, items, self._generation)
+
+    def _gather(self) -> tuple[list[HeldJob], list[Append]]:
+        """One event of each job at most: what a job has beside it waits for the next call."""
+        jobs, items = [], []
+        news, self._news = self._news, {}
+        for job_id, job in news.items():
+            event, num_tokens = job.take_event()
+            code, message = "", ""
+            fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
+            if job.has_news:
+                self.note(job)
+            elif self._failures and (job_id, job.epoch) in self._failures:
+                fin = JobStatus.FAILED
+                code, message = self._failures.pop((job_id, job.epoch))
+            elif job.is_complete:
+                if not self._results.is_due(job):
+                    fin = "" if job.is_being_kept else JobStatus.SUCCEEDED
+                elif event is None:
+                    self._results.begin(job, self.note)
+                else:
+                    self.note(job)  # when this event is in its log
+            if event is not None or fin:
+                jobs.append(job)
+                number = job.next_number
+                result = job.result if fin is JobStatus.SUCCEEDED else None
+                items.append(
+                    Append(job_id, job.epoch, number, event, num_tokens, fin, code, message, result)
+                )
+        return jobs, items
+
+    async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:
+        while generation == self._generation:
+            try:
+                verdicts = await self._lane.append(items)
+            except BrokerUnavailable:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except (WireError, CommandDenied) as exc:
+                await self._publish_alone(jobs, items, generation, exc)
+                return
+            for job, item, (verdict, number) in zip(jobs, items, verdicts, strict=True):
+                if verdict is Verdict.OK and not item.fin:
+                    job.next_number = number
+                else:
+                    await self._judge(job, item, verdict, number)
+            return
+
+    async def _publish_alone(
+        self, jobs: list[HeldJob], items: list[Append], generation: int, exc: Exception
+    ) -> None:
+        """Finds the job whose keys hold what append cannot work with; drops it, so that its lease
+        lapses."""
+        if len(jobs) == 1:
+            log.error("job dropped: %s job_id=%s", exc, jobs[0].job.id)
+            self._holding.drop(jobs[0])
+            return
+        for job, item in zip(jobs, items, strict=True):
+            await self._publish([job], [item], generation)
+
+    async def _judge(
+        self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
+    ) -> None:
+        """Acts on what Redis said of one job's part, but for one that goes on."""
+        if verdict is Verdict.OK:
+            job.next_number = number
+            assert item.fin, "it has ended"
+            self._holding.drop(job, item.fin)
+            return
+        if isinstance(verdict, JobStatus):
+            self._holding.end(job, verdict, item.num_tokens)
+            return
+        if verdict in (Verdict.GAP, Verdict.OVER):
+            log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
+            # Where this cannot be said, its lease lapses.
+            with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
+                await self._lane.release([_give_back(job, verdict)])
+        self._holding.drop(job)
+
+
+def _give_back(job: HeldJob, verdict: Verdict) -> Release:
+    """Back to where its log ends. That Redis has lost events which we wrote is no fault of the job,
+    and costs it no attempt; that it has more output than its cap is an error."""
+    if verdict is Verdict.GAP:
+        return Release(job.job.id, job.epoch, "drain")
+    message = "more output than its cap"
+    return Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)

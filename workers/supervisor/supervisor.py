@@ -1,0 +1,318 @@
+"""The long-lived half of a worker: owns Redis, leases, text and signals. No torch.
+
+Claims what there is room for and hands it to the engine process, which owns the device; the other
+duties have rooms of their own: engine_keeper, publisher, leases.
+Over 300 lines: the life of a worker in its order, from the first claim to the last goodbye.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Coroutine
+
+from contract import tasks
+from contract.calls import Claimed, Release
+from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
+from contract.payloads.opening import open_store
+from contract.replies import poisoned
+from contract.telemetry.tracing import Tracing
+from workers import logs
+from workers.configuration import ConfigurationError
+from workers.ipc.engine_client import GRACE_S
+from workers.ipc.messages import Reconfigure
+from workers.settings import WorkerSettings, new_incarnation
+from workers.supervisor.drain import Drain
+from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.job_spans import JobSpans
+from workers.supervisor.leases import LeaseKeeper
+from workers.supervisor.meter import Meter
+from workers.supervisor.metrics_page import MetricsPage, MetricsUnservable
+from workers.supervisor.prompts import PromptFetcher
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.results import ResultKeeper
+from workers.supervisor.spot_notice import SpotNotice
+from workers.supervisor.tidying import tidy
+from workers.supervisor.worker_broker import WorkerBroker
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_LOAD_FAILED = 3
+
+_POLL_S = 1.0  # hints may be lost
+_RETRY_S = 0.2  # while Redis is away
+_LEAST_GRACE_S = 0.5  # for giving back, also where no budget is left
+
+
+async def run_worker(settings: WorkerSettings) -> int:
+    """Runs a worker until SIGTERM or SIGINT; returns its exit status."""
+    try:
+        supervisor = Supervisor(settings)
+    except ConfigurationError as exc:
+        log.error("%s", exc)
+        return EXIT_LOAD_FAILED
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.drain)
+    loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
+    return await supervisor.run()
+
+
+class Supervisor:
+    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong,
+    BadNoticeSource, and ValueError where the setting of the object store is wrong."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._lane = WorkerBroker(settings, new_incarnation())
+        self._engine = EngineLink(settings.engine_options())
+        logs.stamp(self._engine.options.batching_version)
+        self._tracing = Tracing("batchway-worker")
+        self._holding = Holding(self._engine, spans=JobSpans(self._tracing))
+        self._store = open_store(settings.object_store)
+        self._results = ResultKeeper(self._store, settings.object_min_bytes, self._lane)
+        self._publisher = Publisher(self._lane, self._holding, self._results)
+        self._prompts = PromptFetcher(
+            self._store, self._lane, self._holding, self._publisher, self._run
+        )
+        self._drain = Drain(settings.drain_s, settings.drain_release_s)
+        self._meter = Meter()
+        parts = (settings, self._lane, self._engine, self._holding, self._publisher, self._meter)
+        self._keeper = EngineKeeper(*parts)
+        self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
+        self._page = MetricsPage(settings, self._meter)
+        self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
+        self._claims_over = asyncio.Event()
+        self._looked_s = 0.0  # for room, the last time
+        self._terms = settings.lane_terms(self._engine.options)
+
+    def drain(self, why: str = "signal") -> None:
+        """Claims no more; ends when the running jobs have ended or the budget is spent."""
+        if self._drain.begin():
+            num_held, budget_s = len(self._holding.jobs), self._drain.budget_s
+            log.info("draining why=%s jobs_held=%d budget_s=%.1f", why, num_held, budget_s)
+        self._holding.wake.set()
+
+    def reload(self) -> None:
+        """Reads batching.yaml again; one that cannot be used changes nothing."""
+        try:
+            options = self._settings.engine_options()
+        except ConfigurationError as exc:
+            log.error("not reloaded: %s", exc)
+            return
+        self._engine.options = options
+        self._terms = self._settings.lane_terms(options)
+        logs.stamp(options.batching_version)
+        log.info("reloaded")
+        self._engine.send([Reconfigure(options)])
+
+    async def run(self) -> int:
+        """Serves until drained. Returns the exit status."""
+        self._tracing.open()
+        duties: list[Coroutine[None, None, None]] = [
+            self._keeper.run(),
+            self._claim_jobs(),
+            self._publisher.run(),
+            *self._leases.duties(),
+            self._watch_notice(),
+            tidy(self._store, self._lane),
+            self._page.serve(),
+            self._drained(),
+        ]
+        running = [asyncio.create_task(duty) for duty in duties]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await tasks.end(*running)
+        await self._close()
+        try:
+            for task in running:
+                if not task.cancelled():
+                    task.result()
+        except (EngineRefused, BrokerUnfit, CommandDenied, MetricsUnservable) as refusal:
+            log.error("%s", refusal)
+            return EXIT_LOAD_FAILED
+        return EXIT_OK
+
+    # --- claiming -----------------------------------------------------------------------------
+
+    async def _claim_jobs(self) -> None:
+        has_lost_reply, complaint = False, logs.Complaint(log, "no claim")
+        while not self._drain.begun.is_set():
+            await self._woken()
+            try:
+                if has_lost_reply and self._engine.ready is not None:
+                    await self._start_all(await self._lane.mine(list(self._holding.jobs)))
+                    has_lost_reply = False
+                await self._claim_while_room()
+                complaint.clear()
+            except BrokerUnavailable:
+                has_lost_reply = True  # it may have handed us jobs all the same
+                await asyncio.sleep(_RETRY_S)
+            except (WireError, CommandDenied) as exc:
+                complaint.note(exc)
+                await asyncio.sleep(_POLL_S)
+        self._claims_over.set()
+        await asyncio.Event().wait()  # the other duties go on
+
+    async def _claim_while_room(self) -> None:
+        while not self._drain.begun.is_set():
+            started_s = self._looked_s = time.monotonic()
+            rooms = self._holding.rooms(self._terms, started_s)
+            if not rooms:
+                return
+            claimed = await self._lane.claim(
+                lanes={name: lane.min_share for name, lane in self._terms.items()},
+                rooms=rooms,
+                is_idle=not self._holding.jobs,
+                config_version=self._engine.options.batching_version,
+            )
+            await self._start_all(claimed)
+            self._engine.steps.note_claim(time.monotonic() - started_s)
+            num_places = sum(job.job.num_choices for job in claimed)
+            if num_places < max(1, *(room.max_jobs for room in rooms.values())):
+                if self._holding.room(time.monotonic()) is not None:
+                    self._engine.speed.note_room()
+                return  # nothing that waits fits
+
+    async def _woken(self) -> None:
+        wake, rest_s = self._holding.wake, self._holding.rest_s(time.monotonic(), self._looked_s)
+        poll = asyncio.get_running_loop().call_later(min(_POLL_S, rest_s), wake.set)
+        await wake.wait()
+        poll.cancel()
+        wake.clear()
+
+    async def _start_all(self, claimed: list[Claimed]) -> None:
+        for job in claimed:
+            try:
+                await self._start(job)
+            except (BrokerUnavailable, CommandDenied, WireError):
+                raise
+            except Exception as exc:  # its record can be read, but says what cannot be run
+                await self._poison(job, exc)
+
+    async def _poison(self, claimed: Claimed, exc: Exception) -> None:
+        job_id, epoch = claimed.job.id, claimed.epoch
+        log.error("not started: failed as poison job_id=%s error=%s", job_id, type(exc).__name__)
+        if (held := self._holding.get(job_id, epoch)) is not None:
+            self._holding.drop(held)
+        await self._lane.append([poisoned(job_id, epoch, claimed.next_number)])
+
+    async def _start(self, claimed: Claimed) -> None:
+        assert self._keeper.tokenizer is not None
+        if self._holding.has_started(claimed.job.id, claimed.epoch):
+            await self._give_back_known(claimed)
+        elif claimed.job.stored_prompt is None:
+            await self._run(claimed)
+        else:
+            self._prompts.begin(claimed, HeldJob(claimed, self._keeper.tokenizer))
+
+    async def _run(self, claimed: Claimed) -> None:
+        assert self._keeper.tokenizer is not None
+        job_id = claimed.job.id
+        job = HeldJob(claimed, self._keeper.tokenizer)
+        if claimed.next_number > 1:
+            log.info("resuming job_id=%s attempt=%d", job_id, claimed.attempt)
+            if not await self._replay(job):
+                return
+        if self._engine.client is None:  # it died meanwhile
+            await self._lane.release([Release(job_id, claimed.epoch, "drain")])
+            return
+        self._holding.start(job, is_first=claimed.attempt == 1 and claimed.next_number == 1)
+        if job.is_complete:
+            self._publisher.note(job)
+        else:
+            self._engine.send([job.start_message()])
+
+    async def _give_back_known(self, claimed: Claimed) -> None:
+        """Redis has forgotten a claim of ours, in a power cut, and made it anew; or we had dropped
+        the job, and it was still ours. The next claim will have an epoch of its own."""
+        log.warning("claimed again under epoch=%d job_id=%s", claimed.epoch, claimed.job.id)
+        held = self._holding.jobs.get(claimed.job.id)
+        if held is not None:
+            self._holding.drop(held)
+        await self._lane.release([Release(claimed.job.id, claimed.epoch, "drain")])
+
+    async def _replay(self, job: HeldJob) -> bool:
+        """Brings a job to where its log ends. What is wrong with a log is its job's fault alone."""
+        try:
+            job.replay(await self._lane.read_log(job.job.id, job.job.tenant))
+        except (BrokerUnavailable, CommandDenied):
+            raise
+        except Exception as exc:
+            log.error("log not understood job_id=%s error=%s", job.job.id, type(exc).__name__)
+            message = "its log could not be read"
+            release = Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
+            await self._lane.release([release])
+            return False
+        return True
+
+    # --- the end ------------------------------------------------------------------------------
+
+    async def _watch_notice(self) -> None:
+        if self._notice is not None:
+            await self._notice.wait()
+            self.drain("spot notice")
+        await asyncio.Event().wait()  # the other duties go on
+
+    async def _drained(self) -> None:
+        """Returns when the worker may go: asked to, and holding nothing or out of time."""
+        await self._drain.begun.wait()
+        await _within(self._drain.running_s, self._all_left())
+
+    async def _all_left(self) -> None:
+        await self._leases.say_draining()
+        await self._claims_over.wait()
+        while self._holding.jobs:
+            self._holding.job_left.clear()
+            await self._holding.job_left.wait()
+
+    async def _close(self) -> None:
+        """Leaves within the budget: gives back what is held, ends the engine, says goodbye."""
+        await self._prompts.aclose()
+        await self._results.aclose()
+        self._publisher.clear()
+        held = self._holding.clear()
+        client = self._engine.client
+        stopping = asyncio.create_task(client.stop(self._grace_s())) if client else None
+        await _within(max(_LEAST_GRACE_S, self._drain.left_s), self._leave(held))
+        if stopping is not None:
+            await stopping
+        await self._lane.aclose()
+        await asyncio.to_thread(self._tracing.close)
+        log.info(
+            "ended jobs_released=%d tokens_after_cancel=%d",
+            len(held),
+            self._holding.tokens_after_cancel,
+        )
+
+    def _grace_s(self) -> float:
+        """How long the engine may take to end its step; it is never killed at once."""
+        return max(_LEAST_GRACE_S, min(GRACE_S, self._drain.left_s))
+
+    async def _leave(self, held: list[HeldJob]) -> None:
+        """Gives back what could not be finished, also what a lost reply handed us. Where Redis is
+        away for longer than we have, the leases will lapse."""
+        while True:
+            with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
+                unknown = await self._lane.mine([job.job.id for job in held])
+                claims = [(job.job.id, job.epoch) for job in held]
+                claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
+                if claims:
+                    await self._lane.release([Release(i, epoch, "drain") for i, epoch in claims])
+                await self._lane.say_goodbye(self._leases.counted())
+                return
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _within(budget_s: float, work: Coroutine[None, None, None]) -> None:
+    """Runs work to its end, or until the time is up."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=budget_s)
+    finally:
+        await tasks.end(task)
+    if not task.cancelled():
+        task.result()

@@ -1,0 +1,240 @@
+"""The worker's only door to Redis: claims, appends, beats, gives back, listens."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import redis.asyncio
+
+from contract.calls import (
+    Append,
+    Blame,
+    Claimed,
+    LaneRoom,
+    Release,
+    Verdict,
+    WorkerCapacity,
+    WorkerState,
+)
+from contract.catalogue import Catalogue
+from contract.codec import encode_tokenizer
+from contract.connection import broker_errors, connect, new_connection
+from contract.errors import BrokerUnavailable
+from contract.events import LogEntry
+from contract.fitness import check_fitness
+from contract.functions import Functions
+from contract.jobs import JobStatus, ModelCard, TokenizerFiles
+from contract.keys import Keys
+from contract.library import ensure_library
+from contract.orphaned_objects import OrphanedObjects
+from contract.payloads.store import ObjectStore
+from contract.roster import Roster
+from contract.subscription import Subscription
+from workers.ipc.messages import Ready
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_READ_EVENTS = 500
+_ORPHANED_JOBS = 20  # in one go
+_RENEWED_SHARE = 0.05  # of a lease: before so much of it has passed, an append renews none
+
+
+class WorkerBroker:
+    """All that one incarnation of a worker says to Redis. Raises BrokerUnavailable throughout."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.incarnation = incarnation
+        self._keys = Keys(settings.namespace)
+        self._client = connect(settings.redis_url)
+        self._functions = Functions(self._client, self._keys)
+        self._roster = Roster(self._client, self._keys)
+        self.last_contact_s = clock()  # when the last answered renewal was sent
+        self._appends_renewed_s = -math.inf  # when an append last did
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def ensure_library(self) -> None:
+        await check_fitness(self._client)
+        await ensure_library(self._client)
+
+    async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
+        """Tells gateways all they need to take jobs for this model."""
+        await Catalogue(self._client, self._keys).publish(card, tokenizer)
+
+    async def claim(
+        self,
+        *,
+        lanes: Mapping[str, float],
+        rooms: Mapping[str, LaneRoom],
+        is_idle: bool,
+        config_version: str,
+    ) -> list[Claimed]:
+        """From these lanes, with the minimum share of each, as far as there is room for it."""
+        return await self._functions.claim(
+            self.incarnation,
+            self._settings.served_model_name,
+            list(lanes),
+            min_shares=lanes,
+            lease_s=self._settings.lease_s,
+            max_jobs=0,
+            max_tokens=0,
+            rooms=rooms,
+            is_idle=is_idle,
+            config_version=config_version,
+        )
+
+    async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
+        """Jobs that a claim handed to us without our hearing of it."""
+        return await self._functions.mine(
+            self.incarnation, known_ids, lease_s=self._settings.lease_s
+        )
+
+    async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
+        """A job's whole log; empty where the job is gone."""
+        entries: list[LogEntry] = []
+        while True:
+            after = entries[-1].number if entries else 0
+            found = await self._functions.read(job_id, tenant, after=after, max_events=_READ_EVENTS)
+            if found is None:
+                return []
+            entries += found[1]
+            if len(found[1]) < _READ_EVENTS:
+                return entries
+
+    async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
+        """Renews the leases of its jobs too where that was not done just before."""
+        sent_s, lease_s = self._clock(), self._settings.lease_s
+        renews = sent_s - self._appends_renewed_s >= _RENEWED_SHARE * lease_s
+        verdicts = await self._functions.append(
+            self.incarnation, items, lease_s=lease_s if renews else 0.0
+        )
+        if renews:
+            self._appends_renewed_s = sent_s
+            self.last_contact_s = max(self.last_contact_s, sent_s)
+        return verdicts
+
+    async def heartbeat(
+        self,
+        held: Sequence[tuple[str, int]],
+        info: str,
+        state: WorkerState,
+        capacity: WorkerCapacity,
+        counted: Mapping[str, int],
+    ) -> list[str]:
+        sent_s = self._clock()
+        lost = await self._functions.heartbeat(
+            self.incarnation,
+            self._settings.served_model_name,
+            held,
+            lease_s=self._settings.lease_s,
+            info=info,
+            state=state,
+            capacity=capacity,
+            counted=counted,
+        )
+        self.last_contact_s = max(self.last_contact_s, sent_s)
+        return lost
+
+    async def say_goodbye(self, counted: Mapping[str, int]) -> None:
+        """Takes this worker off the list of live ones, with the last that it has counted."""
+        await self._functions.heartbeat(
+            self.incarnation,
+            self._settings.served_model_name,
+            [],
+            lease_s=self._settings.lease_s,
+            info="",
+            state="gone",
+            counted=counted,
+        )
+
+    async def is_to_drain(self) -> bool:
+        """Whether this worker was told to go."""
+        return await self._roster.is_to_drain(self.incarnation)
+
+    async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
+        return await self._functions.release(self.incarnation, items)
+
+    async def blame(self, items: Sequence[Blame]) -> list[tuple[Verdict | JobStatus, int]]:
+        return await self._functions.blame(
+            self.incarnation, items, max_crashes=self._settings.max_crashes
+        )
+
+    async def delete_orphaned_objects(self, store: ObjectStore) -> None:
+        """Deletes objects of forgotten jobs. Raises PayloadUnavailable."""
+        orphaned = OrphanedObjects(self._client, self._keys)
+        for job_id in await orphaned.some(_ORPHANED_JOBS):
+            await asyncio.to_thread(store.delete_job, job_id)
+            await orphaned.cleared([job_id])
+
+    async def sweep(self) -> None:
+        swept = await self._functions.sweep()
+        if swept.num_lapsed or swept.num_expired or swept.num_unattended:
+            log.info(
+                "sweep leases_lapsed=%d jobs_expired=%d jobs_unattended=%d",
+                swept.num_lapsed,
+                swept.num_expired,
+                swept.num_unattended,
+            )
+
+    async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
+        """Follows the hints for ever: sets `wake` when a job waits, queues what is said to this
+        worker. Hints may be lost; whoever acts on them also polls."""
+        channels = [
+            self._keys.wake_channel(self._settings.served_model_name),
+            self._keys.control_channel(self.incarnation),
+        ]
+        client = connect(self._settings.redis_url, retries=0)
+        async with contextlib.aclosing(client):
+            while True:
+                with contextlib.suppress(BrokerUnavailable):
+                    await self._follow(client, channels, wake, control)
+                await asyncio.sleep(_POLL_S)
+
+    async def _follow(
+        self,
+        client: redis.asyncio.Redis,
+        channels: list[str],
+        wake: asyncio.Event,
+        control: "asyncio.Queue[str]",
+    ) -> None:
+        wake_channel, control_channel = (channel.encode() for channel in channels)
+
+        def hear(channel: bytes, data: bytes) -> None:
+            if channel == wake_channel:
+                wake.set()
+            else:
+                control.put_nowait(data.decode(errors="replace"))
+
+        # When a subscription begins, jobs may have come since the last.
+        subscription = Subscription(new_connection(client), hear, lambda _: wake.set())
+        with broker_errors(client, "SUBSCRIBE"):
+            async with subscription:
+                subscription.subscribe(wake_channel, control_channel)
+                await subscription.end()
+
+
+def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
+    """What gateways must know of the model that an engine has loaded."""
+    sha256, _ = encode_tokenizer(ready.tokenizer)
+    return ModelCard(
+        name=name,
+        context_length=ready.context_length,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=ready.eos_token_ids,
+        tokenizer_sha256=sha256,
+        created_s=int(time.time()),
+        lanes=lanes,
+    )
