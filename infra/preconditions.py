@@ -17,7 +17,7 @@ from infra import options as opts
 from infra.running_up import RunningUp, running_ups
 
 _NEEDS = {  # modules that show whether an extra is installed
-    "gateway": ("fastapi", "uvicorn", "httptools", "tokenizers", "jinja2", "prometheus_client"),
+    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
     "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),
