@@ -63,11 +63,12 @@ class Client:
             parts += part
         return parts
 
-    def has_been_sent_some(self) -> bool:
+    def send_what_fits(self, raw: bytes) -> int:
+        """How many bytes the system's buffer took."""
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
+            return self._socket.send(raw)
         except BlockingIOError:
-            return False
+            return 0
 
     def leave(self) -> None:
         self._socket.close()

@@ -53,20 +53,6 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
     assert caplog.records == []
 
 
-async def test_a_header_that_cannot_be_sent_is_an_error_of_ours() -> None:
-    """With an id and in the one shape, as any; counted once, as what was said."""
-    metrics = GatewayMetrics()
-    response = Response("fine", headers={"x": "a\nset-cookie: b"})
-    async with connected(front_of(response, metrics)) as client:
-        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\n\r\n")
-        head, _, body = (await client.part()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 500 ")
-    assert b"\r\nx-request-id: mine" in head
-    assert json.loads(body)["error"]["code"] == "internal_error"
-    requests = metrics.counts()["http_requests_total"]
-    assert requests == {("other", "GET", "500"): 1}
-
-
 async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
     """A reader of a stream that announced one, before there is anything to stream."""
     was_told_gone: list[bool] = []
