@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import math
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,8 +102,7 @@ class Connection(HttpProtocol):
         try:
             super().data_received(data)
         except Exception as exc:
-            # asyncio would log the exception, whose text may quote a part of the body.
-            log.warning("connection closed: %s", type(exc).__name__)
+            _log_without_text(exc)
             self._transport.abort()
 
     def request_begun(self) -> None:
@@ -146,7 +146,8 @@ class Connection(HttpProtocol):
 
 
 class RequestGuard:
-    """ASGI middleware: refuses a request whose end is ambiguous, and bounds the time of a body.
+    """ASGI middleware: refuses a request whose end is ambiguous, and bounds the time of a body. It
+    lets no exception of the application pass.
 
     `receive` raises ApiError (408) where the body is not complete in time.
     """
@@ -166,6 +167,8 @@ class RequestGuard:
                 await _ambiguous().response()(scope, receive, send)
             else:
                 await self._app(scope, _InTime(receive, self._body_s).receive, send)
+        except Exception as exc:
+            _log_without_text(exc)  # uvicorn answers 500, or closes a connection in mid-answer
         finally:
             connection.request_ended()
 
@@ -194,6 +197,12 @@ class _InTime:
         return message
 
 
+def _log_without_text(exc: Exception) -> None:
+    """uvicorn and asyncio would log the exception's text, which may quote a request's body."""
+    frame = traceback.extract_tb(exc.__traceback__)[-1]
+    log.error("unexpected %s (%s:%d)", type(exc).__name__, frame.filename, frame.lineno)
+
+
 def _is_ambiguous(scope: Scope) -> bool:
     """Whether a proxy in front may see another end of the request than h11 does: a length beside
     chunks, or chunks in HTTP/1.0 (RFC 9112, section 6.1).
@@ -206,7 +215,7 @@ def _is_ambiguous(scope: Scope) -> bool:
 
 def _ambiguous() -> ApiError:
     message = "transfer-encoding stands beside content-length, or in HTTP/1.0"
-    return ApiError(400, "ambiguous_length", message, headers={"connection": "close"})
+    return ApiError(400, "bad_request", message, headers={"connection": "close"})
 
 
 def network_of(address: str) -> str:

@@ -1,5 +1,5 @@
-"""The socket that a gateway listens on. Imports nothing of the server: `batchway up` binds it before
-it starts a process.
+"""The socket that a gateway listens on. Imports nothing of the server: `batchway up` binds it
+before it starts a process.
 """
 
 import ipaddress

@@ -1,13 +1,11 @@
 """The layer around the routes, without an app of ours behind."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.telemetry.tracing import Tracing

@@ -58,6 +58,19 @@ async def test_a_head_without_a_body_is_not_ended(fails: bool) -> None:
     assert not said.endswith(b"0\r\n\r\n")
 
 
+async def test_the_text_of_an_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It may quote a prompt. Its type and place are logged."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("canary")
+
+    async with connected(app) as client:
+        await client.send(GET)
+        assert (await client.rest()).startswith(b"HTTP/1.1 500 ")
+    assert f"unexpected ValueError ({__file__}:" in caplog.text
+    assert "canary" not in caplog.text
+
+
 async def test_an_answer_that_breaks_off_is_not_ended() -> None:
     """The connection is closed before the last chunk: the client knows that there was more."""
 

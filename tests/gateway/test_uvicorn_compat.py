@@ -1,5 +1,5 @@
-"""What gateway/http/uvicorn_compat.py needs of uvicorn beyond its manual. Where a test fails after an
-upgrade, `Connection` or `StoppingServer` must be adapted.
+"""What gateway/http/uvicorn_compat.py needs of uvicorn beyond its manual. If a test fails after an
+upgrade, adapt `Connection` or `StoppingServer`.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ def test_the_protocol_is_made_with_these_arguments() -> None:
 
 async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> None:
     """Otherwise one overwrites what the other keeps."""
-    arguments = {"server_state": uvicorn.Server(config()).server_state, "app_state": {}}
-    theirs = vars(HttpProtocol(config=config(), **arguments))
-    ours = set(vars(Connection(config(), **arguments))) - set(theirs)
+    state = uvicorn.Server(config()).server_state
+    theirs = vars(HttpProtocol(config=config(), server_state=state, app_state={}))
+    ours = set(vars(Connection(config(), {}, server_state=state))) - set(theirs)
     overridden = {name for name in vars(Connection) if not name.startswith("__")} & set(
         dir(HttpProtocol)
     )
@@ -53,9 +53,10 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
 
 async def test_the_server_says_that_it_stops_before_it_waits_for_requests() -> None:
     """Otherwise streams are cut off and send no last event."""
-    is_told = asyncio.Event()
+    has_begun, is_told = asyncio.Event(), asyncio.Event()
 
     async def until_told(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun.set()
         await is_told.wait()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -64,8 +65,7 @@ async def test_the_server_says_that_it_stops_before_it_waits_for_requests() -> N
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        while not server.server_state.tasks:
-            await asyncio.sleep(0.01)
+        await has_begun.wait()
         server.should_exit = True
         assert (await reader.read()).startswith(b"HTTP/1.1 500 ")  # the app returned unanswered
         writer.close()
