@@ -35,7 +35,7 @@ from infra.preconditions import (
     operators_redis,
 )
 from infra.profile_command import run_profile
-from infra.redis_roles_command import run_redis_roles
+from infra.redis_roles import run_redis_roles
 from infra.top_command import run_top
 
 EXIT_USAGE = 2

@@ -5,8 +5,7 @@ import signal
 import time
 from typing import NoReturn
 
-from infra.child import Child
-from infra.console import Console
+from infra.child import Child, Console
 
 EXIT_USAGE = 2  # options that cannot work
 EXIT_REFUSED = 3  # a model that cannot be served

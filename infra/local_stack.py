@@ -20,15 +20,13 @@ from contract.fitness import check_fitness
 from contract.library import ensure_library
 from contract.redis_url import without_password
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
-from infra.child import Child
-from infra.console import Console
+from infra.child import Child, Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import in_url, reachable_host, until_ready
-from infra.running_up import RunningUp, leave_note
-from infra.welcome import welcome
+from infra.running_up import RunningUp, leave_note, welcome
 
 _GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
 _POLL_S = 0.1

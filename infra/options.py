@@ -24,8 +24,7 @@ from infra.option_values import (
     redis_url,
     spot_notice,
 )
-from workers.ipc.batching import StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
 from workers.settings import LANES, WorkerSettings
 
 LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone

@@ -16,7 +16,7 @@ from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.profile_command import add_profile_options
-from infra.redis_roles_command import add_redis_roles_options
+from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options
 
 

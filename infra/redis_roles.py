@@ -6,6 +6,7 @@ list of keys; the list of functions keeps honest code in its place. Nobody may r
 change the server, or look for keys. docs/security.md explains, tests hold every line.
 """
 
+import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import MappingProxyType
 
 from contract.keys import Keys
 from contract.library import LIBRARY
+from infra import option_values
 
 # Of every connection: redis-py's health check, the database, its name (RQ), transactions. All of
 # this is in Redis 7.0; a line with a command that the server lacks is refused as a whole.
@@ -172,3 +174,24 @@ def _patterns(families: str) -> list[str]:
 def _literal(text: str) -> str:
     """A text as a glob that matches nothing else."""
     return re.sub(r"([\[\]?\\^-])", r"\\\1", text) if re.search(r"[\[?\\]", text) else text
+
+
+_TO_FILL_IN = "'>PASSWORD'"
+
+
+def add_redis_roles_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--namespace",
+        type=option_values.namespace,
+        default="default",
+        metavar="NAME",
+        help="whose keys the users may touch (default: default)",
+    )
+
+
+def run_redis_roles(options: argparse.Namespace) -> int:
+    print("# For redis-cli, with a password of its own for each in the place of PASSWORD.")
+    for name, role in REDIS_ROLES.items():
+        print(f"# {name}: {role.purpose}")
+        print(setuser_line(name, options.namespace, _TO_FILL_IN))
+    return 0

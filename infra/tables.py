@@ -1,9 +1,11 @@
 """How commands show a result: a table for people, JSON for programs."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -28,3 +30,20 @@ def write(result: object, text: str, json_out: str | None) -> None:
         path = Path(str(json_out))
         path.touch(mode=0o600)
         path.write_text(as_json + "\n")
+
+
+_WIDTH = 30
+
+
+def progress_line(what: str, stream: TextIO | None = None) -> Callable[[int, int], None]:
+    """Shows how many of all are done; on a terminal only."""
+    out = sys.stderr if stream is None else stream
+    if not out.isatty():
+        return lambda num_done, num_all: None
+
+    def show(num_done: int, num_all: int) -> None:
+        bar = "#" * (_WIDTH * num_done // num_all)
+        end = "\n" if num_done == num_all else ""
+        print(f"\r[{bar:.<{_WIDTH}}] {num_done} of {num_all} {what}", end=end, file=out, flush=True)
+
+    return show

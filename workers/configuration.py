@@ -1,8 +1,4 @@
-"""`batching.yaml`: what an operator says about batching, beside the model it is meant for.
-
-Knows the file: its keys, its lines, its version. Leaves what the values do to the engine, and
-when the file is read again to the supervisor.
-"""
+"""Reads and checks `batching.yaml`, an operator's batching options beside a model."""
 
 import difflib
 import hashlib
@@ -15,27 +11,26 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import msgspec
-import yaml  # type: ignore[import-untyped]  # its types are a package of their own
+import yaml  # type: ignore[import-untyped]  # types are a separate package
 
-from workers.ipc.batching import LaneOptions, StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, LaneOptions, StrategyName, StrategyOptions
 
 FILE_NAME = "batching.yaml"
 
 
 class ConfigurationError(Exception):
-    """The file cannot be used. One line for each thing to mend: file, line, key, what is wrong."""
+    """The file cannot be used. One line per error: file, line, key, what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
-    """What the file says, as fields of EngineOptions; what it leaves out is not there."""
+    """The file's values as fields of EngineOptions; keys that are not in the file are absent."""
 
     values: Mapping[str, Any]
-    version: str  # of the content: comments, order and spelling of numbers do not change it
+    version: str  # a hash of the values: comments, order and number format do not change it
 
     def apply(self, options: EngineOptions) -> EngineOptions:
-        """The options with the file's values, except where they already say other than default."""
+        """Applies the file's values, except to options that differ from their default."""
         default = EngineOptions(model_path="")
         said = {name for name in self.values if getattr(options, name) != getattr(default, name)}
         values = {name: value for name, value in self.values.items() if name not in said}
@@ -58,7 +53,7 @@ def load(path: Path) -> BatchingConfig:
 
 
 def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
-    """Checks the text of a file. Raises ConfigurationError with all that is wrong in it."""
+    """Checks the text of a file. Raises ConfigurationError with all errors."""
     loader = yaml.SafeLoader(text)
     try:
         reader = _Reader(loader, file_name)
@@ -79,7 +74,7 @@ def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
     return BatchingConfig(MappingProxyType(renamed), version)
 
 
-# Keys of the file whose option is called otherwise.
+# Keys of the file whose option has another name.
 _OPTION_NAMES = {
     "token_budget": "max_num_batched_tokens",
     "prefix_cache": "prefix_caching",
@@ -87,16 +82,16 @@ _OPTION_NAMES = {
 
 
 class _Wrong(Exception):
-    """A value is not what its key asks for; the message is the rest of a sentence."""
+    """A value does not fit its key; the message completes a sentence."""
 
 
-# What a key asks for: a check of the parsed value, or a function of reader, node and key path.
+# A check of the parsed value, or a function of reader, node and key path.
 Check = Callable[[Any], Any]
 Rule = Callable[["_Reader", yaml.Node, str], Any]
 
 
 class _Reader:
-    """Walks the nodes of the file, which know their lines, and collects what is wrong."""
+    """Walks the file's YAML nodes, which know their lines, and collects errors."""
 
     def __init__(self, loader: yaml.SafeLoader, file_name: str) -> None:
         self._loader = loader
@@ -121,7 +116,7 @@ class _Reader:
         return found
 
     def items(self, node: yaml.Node, path: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
-        """Key, its node and the value's node; a key that comes twice is complained of."""
+        """Key, key node and value node; reports duplicate keys."""
         if not isinstance(node, yaml.MappingNode):
             self.complain(node, path, "must be a mapping of keys to values")
             return []
@@ -147,7 +142,7 @@ def _suggestion(key: str, rules: Mapping[str, Rule]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(rules))}"
 
 
-# --- what values may be -----------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------
 
 
 def _checked(check: Check) -> Rule:
@@ -164,7 +159,7 @@ def _integer(minimum: int) -> Check:
 
 
 def _number(value: Any) -> float | None:
-    """The value where it is a finite number."""
+    """The value as float; None unless it is a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
@@ -197,7 +192,7 @@ def _seconds(value: Any) -> float:
 
 
 def _milliseconds(value: Any) -> float:
-    """In the file in milliseconds, as such targets are quoted; in seconds from here on."""
+    """Converts milliseconds, the unit of the file, to seconds."""
     number = _number(value)
     if number is None or number <= 0:
         raise _Wrong(f"must be milliseconds, over 0, not {value!r}")
@@ -228,7 +223,7 @@ def _strategy_name(value: Any) -> StrategyName:
 
 
 def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
-    """A name, or a mapping of a name and its parameters."""
+    """Accepts a name, or a mapping of a name and its parameters."""
     if isinstance(node, yaml.ScalarNode):
         return StrategyOptions(name=_strategy_name(reader.value(node)))
     values = reader.mapping(node, path, _STRATEGY)

@@ -13,7 +13,7 @@ from bench.gpu_check.shapes import Shape, random_decoder
 from infra.bench.engine import run_workload
 from infra.bench.spread import percentile
 from infra.bench.workloads import Workload, WorkloadRequest
-from workers.ipc.batching import StrategyName
+from workers.ipc.messages import StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
 

@@ -11,8 +11,7 @@ from bench.gpu_check.shapes import Shape, random_decoder, weight_bytes
 from infra.bench.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.batching import StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import Compute, Graph, Record, recorder

@@ -11,7 +11,6 @@ import msgspec
 from infra.bench.compare import Contestant, compare
 from infra.bench.compare_report import comparison_tables, summarise_heats
 from infra.bench.engine import RequestFailed
-from infra.bench.progress import progress_line
 from infra.bench.workloads import (
     BadWorkload,
     Workload,
@@ -19,15 +18,14 @@ from infra.bench.workloads import (
     log_uniform_workload,
     read_workload,
 )
-from infra.tables import write
+from infra.tables import progress_line, write
 from workers import configuration
 from workers.configuration import ConfigurationError
 from workers.engine.engine import Engine
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.batching import StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import LoadedModel, load_model
 
 _NUM_FULL = 10_000  # requests

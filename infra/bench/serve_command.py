@@ -13,7 +13,6 @@ import httpx
 from infra.bench.arrivals import BadTrace, TraceEntry, draw_arrivals, read_trace
 from infra.bench.http_calls import Call, Caller
 from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.progress import progress_line
 from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
 from infra.bench.workloads import (
     BadWorkload,
@@ -23,7 +22,7 @@ from infra.bench.workloads import (
     log_uniform_workload,
     read_workload,
 )
-from infra.tables import write
+from infra.tables import progress_line, write
 
 KEY_VARIABLES = ("BATCHWAY_API_KEY", "OPENAI_API_KEY")
 _CONNECT_S = 10.0

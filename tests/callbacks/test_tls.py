@@ -15,8 +15,7 @@ from contract.addresses import AllowList
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from workers.callbacks.guard import Guard
 from workers.callbacks.outcome import Delivered, Failed
-from workers.callbacks.signing import signed_headers
-from workers.callbacks.webhook import WebhookSender
+from workers.callbacks.webhook import WebhookSender, signed_headers
 
 pytestmark = pytest.mark.anyio
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.configuration import ConfigurationError, find, load, parse
-from workers.ipc.batching import LaneOptions, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
 
 FULL = """\
 # Everything there is.

@@ -20,8 +20,7 @@ from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s
 from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
 from workers.callbacks.settings import CallbackSettings
-from workers.callbacks.signing import signed_headers
-from workers.callbacks.webhook import WebhookSender
+from workers.callbacks.webhook import WebhookSender, signed_headers
 
 log = logging.getLogger("batchway.callbacks")
 

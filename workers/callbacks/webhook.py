@@ -1,14 +1,18 @@
 """Posts a message to a URL: one POST to a checked address, no redirects, a short answer."""
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from ipaddress import IPv6Address, ip_address
 
 import httpx
 
 from contract.addresses import AllowList
+from contract.callback_secrets import SECRET_PREFIX
 from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
 from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
 from workers.callbacks.ladder import parse_retry_after
@@ -115,3 +119,19 @@ async def _read_some(response: httpx.Response) -> None:
         num_bytes += len(chunk)
         if num_bytes > MAX_ANSWER_BYTES:
             return
+
+
+def signed_headers(
+    message_id: str, timestamp_s: int, body: bytes, secrets: Sequence[str]
+) -> dict[str, str]:
+    """The three headers of a message; `timestamp_s` is the attempt's, Unix seconds."""
+    headers = {"webhook-id": message_id, "webhook-timestamp": str(timestamp_s)}
+    if secrets:
+        signed = f"{message_id}.{timestamp_s}.".encode() + body
+        headers["webhook-signature"] = " ".join(f"v1,{_sign(s, signed)}" for s in secrets)
+    return headers
+
+
+def _sign(secret: str, signed: bytes) -> str:
+    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
+    return base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()

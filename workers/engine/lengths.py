@@ -26,16 +26,6 @@ class LengthPredictor(Protocol):
         ...
 
 
-class CallersCap:
-    """Every output is as long as its caller allows: what reserving `max_tokens` amounts to."""
-
-    def predict(self, sequence: Sequence) -> int:
-        return sequence.max_output
-
-    def observe(self, sequence: Sequence) -> None:
-        pass
-
-
 class KnownOnly:
     """No output goes on: admission by the tokens known now, which memory pressure corrects."""
 

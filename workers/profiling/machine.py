@@ -44,9 +44,8 @@ def _measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Mach
 
 
 def _bytes_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """By a product with a vector, or by a copy: some processors' products are slow. On a CPU of
-    float32 in any case: bytes are bytes, and its products of half precision wait for no memory.
-    """
+    """By a matrix-vector product or by a copy, as some processors' products are slow. On a CPU,
+    measure bandwidth in float32; half precision is compute-bound."""
     if device.type == "cpu":
         dtype = torch.float32
     num_bytes = _GPU_READ_BYTES if device.type == "cuda" else _READ_BYTES
