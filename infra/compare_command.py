@@ -1,4 +1,4 @@
-"""`batchway compare`: options of the comparison. Leaves measuring to bench/."""
+"""Options of `batchway compare`; infra/bench measures."""
 
 import argparse
 import importlib
@@ -112,7 +112,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    # By name: whoever imports the command line loads no model.
+    # Imported by name: the command line itself must not load torch.
     command = importlib.import_module("infra.bench.compare_command")
     status: int = command.run(options)
     return status

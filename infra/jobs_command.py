@@ -1,4 +1,4 @@
-"""`batchway jobs`: what an operator does to jobs; here those in quarantine."""
+"""`batchway jobs`: operator actions on jobs; this module handles quarantined ones."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The command line of `batchway`: every command with its options. Leaves running them to `cli`."""
+"""The command line parser of `batchway`."""
 
 import argparse
 import importlib.metadata
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         opts.GATEWAY_DEFAULTS.drain_s,
         "when asked to end, how long running requests may go on",
     )
-    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # from `batchway up`
+    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by `batchway up`
 
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")

@@ -1,4 +1,4 @@
-"""`batchway profile`: options and tables. Leaves looking to workers/profiling."""
+"""Options and tables of `batchway profile`; workers/profiling measures."""
 
 import argparse
 import importlib
@@ -41,7 +41,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(options: argparse.Namespace) -> int:
     """Returns the exit status."""
-    # By name: whoever imports the command line loads no model.
+    # Imported by name: the command line itself must not load torch.
     command: Any = importlib.import_module("workers.profiling.command")
     try:
         found = command.profile_for(options, opts.engine_options(options))

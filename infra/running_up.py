@@ -1,7 +1,7 @@
-"""Where the running `batchway up` of this user is: for commands that are not told which Redis.
+"""Finds this user's running `batchway up`, for commands without a Redis URL.
 
-`up` with a Redis of its own leaves a note beside that server's socket, in a directory that only
-its user may read and that goes with the server.
+`up` with a private Redis leaves a note beside the server's socket, in a directory that only its
+user can read and that is removed with the server.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ class RunningUp(msgspec.Struct, frozen=True):
 
 
 def leave_note(directory: Path, up: RunningUp) -> None:
-    """`directory` is that of the server's socket."""
+    """`directory` is the one with the server's socket."""
     (directory / _NOTE).write_bytes(msgspec.json.encode(up))
 
 
 def running_ups() -> list[RunningUp]:
-    """Those of this user that run now on a Redis of their own."""
+    """This user's running ones with a private Redis."""
     found = {}
     for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - only what is ours is read
         for note in Path(folder).glob(f"batchway-*/{_NOTE}"):

@@ -1,4 +1,4 @@
-"""How commands show a result: a table for people, JSON for programs."""
+"""Shows results: tables, JSON and progress."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first row being the heading."""
+    """Aligned columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -23,7 +23,7 @@ def date(seconds: float | None) -> str:
 
 
 def write(result: object, text: str, json_out: str | None) -> None:
-    """Prints the text, and writes JSON to a file for its owner alone; `-`: prints JSON instead."""
+    """Prints the text and writes JSON to a private file; `-` prints JSON instead."""
     as_json = json.dumps(result, indent=2)
     print(as_json if json_out == "-" else text)
     if json_out not in (None, "-"):
@@ -36,7 +36,7 @@ _WIDTH = 30
 
 
 def progress_line(what: str, stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """Shows how many of all are done; on a terminal only."""
+    """Shows progress on a terminal; does nothing elsewhere."""
     out = sys.stderr if stream is None else stream
     if not out.isatty():
         return lambda num_done, num_all: None

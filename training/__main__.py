@@ -1,4 +1,4 @@
-"""`python -m training`: trains the demo model, measures it and writes its folder."""
+"""`python -m training`: trains and evaluates the demo model and writes its folder."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ _EVALUATION_SEED = 1
 
 
 def main() -> int:
-    """Returns 1 where a family stays below 95 %, so that a script can tell."""
+    """Returns 1 if a family scores below 95 %."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     recipes = rounds(arguments.seed)
@@ -57,7 +57,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _trained(recipes: tuple[Recipe, ...], output: Path) -> LlamaForCausalLM:
-    """Trains and saves, and gives back what a server will load."""
+    """Trains and saves; returns the saved model."""
     model = build_model(recipes[0].seed)
 
     def report(step: int) -> None:
@@ -76,7 +76,7 @@ def _trained(recipes: tuple[Recipe, ...], output: Path) -> LlamaForCausalLM:
 
 
 def _generate_agrees(model: LlamaForCausalLM, scores: dict[str, list[Score]]) -> bool:
-    """Whether token-by-token generation says of two exercises per family what one pass said."""
+    """Whether token-by-token generation agrees with the scores on two exercises per family."""
     return all(
         generates_right(model, s.exercise) == s.is_right
         for family in scores.values()

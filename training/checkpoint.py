@@ -1,4 +1,4 @@
-"""The model's folder: writes and reads what transformers reads. Leaves the card to `card`."""
+"""Writes and reads the model's folder in transformers' format."""
 
 import copy
 import shutil
@@ -12,7 +12,7 @@ from training.tokenizer import BOS_ID, END_ID, PAD_ID, save_tokenizer
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes weights in bfloat16, configuration and tokenizer, each file whole or not at all."""
+    """Writes weights in bfloat16, configuration and tokenizer; each file atomically."""
     half = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
     half.set_attn_implementation("sdpa")
     half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def load(folder: Path) -> LlamaForCausalLM:
-    """The saved model in float32, the precision it is measured in."""
+    """The saved model in float32, the precision of the evaluation."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, LlamaForCausalLM)
     model.train(False)

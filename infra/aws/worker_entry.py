@@ -1,7 +1,7 @@
-"""What a worker's container runs: brings the weights, then runs `batchway worker` as its child.
+"""Entry point of a worker's container: fetches the weights and runs `batchway worker`.
 
-The model is named by BATCHWAY_MODEL: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on;
-while the worker holds jobs, asks ECS not to end the task.
+BATCHWAY_MODEL names the model: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on and
+protects the ECS task while the worker holds jobs.
 """
 
 import asyncio
@@ -28,14 +28,12 @@ log = logging.getLogger("batchway.weights")
 
 
 class WeightsMissing(Exception):
-    """There is nothing at that place."""
+    """There is nothing at that URL."""
 
 
 def fetch(client: Any, url: str, folder: Path) -> Path:
-    """Downloads all of s3://BUCKET/PREFIX; a file of the right size is kept. Returns the folder.
-
-    A file appears under its name once it is whole. Raises WeightsMissing, and what boto3 raises.
-    """
+    """Downloads all of s3://BUCKET/PREFIX and returns the folder. Keeps files of the right size; a
+    file gets its name when it is complete. Raises WeightsMissing, and what boto3 raises."""
     bucket, prefix = urlsplit(url).netloc, urlsplit(url).path.strip("/")
     prefix = f"{prefix}/" if prefix else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -65,7 +63,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
-    """Options of `batchway worker`, with the weights in place. Raises WeightsMissing."""
+    """Options of `batchway worker` for the model, after fetching it. Raises WeightsMissing."""
     model, name = environ.get("BATCHWAY_MODEL", "demo"), environ.get("BATCHWAY_SERVED_MODEL_NAME")
     arguments = [f"--served-model-name={name}"] if name else []
     if model.startswith("s3://"):
@@ -76,7 +74,7 @@ def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
 
 
 async def run(command: Sequence[str], redis_url: str, agent_url: str | None) -> int:
-    """Runs the worker to its end; its exit status."""
+    """Runs the worker until it ends; returns its exit status."""
     process = await asyncio.create_subprocess_exec(*command)
     loop = asyncio.get_running_loop()
     for number in _PASSED_ON:

@@ -1,4 +1,4 @@
-"""`batchway compare`: the same workload and model under each way of batching."""
+"""`batchway compare`: the same workload and model with each batching strategy."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ _GIB = 2**30
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status: 1 where answers were unlike."""
+    """Measures, prints, writes; returns 1 if answers differ."""
     try:
         base = _base_options(options)
         ways = _ways(options, base)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Prints and writes what was found; returns the exit status."""
+    """Prints and writes the results; returns the exit status."""
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
         from infra.bench.compare_plot import draw_comparison
@@ -66,7 +66,7 @@ def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
 
 
 def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
-    """Raises BadWorkload. Arrival times of a file are left out: loads are drawn."""
+    """Raises BadWorkload. Ignores a file's arrival times: loads are drawn."""
     if options.workload is not None:
         workload = read_workload(options.workload)
         return arriving(workload, [0.0] * len(workload.requests))
@@ -91,7 +91,7 @@ def _base_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[str, EngineOptions]]:
-    """A name and options for each strategy, and for each file. Raises ConfigurationError."""
+    """Name and options of each strategy or file. Raises ConfigurationError."""
     ways = []
     for name in ("static", "dynamic", "continuous"):
         is_padded = not options.flat and name != "continuous"

@@ -1,4 +1,4 @@
-"""`batchway bench engine`: a workload file through the engine, in this process."""
+"""`batchway bench engine`: runs a workload file through an engine in this process."""
 
 import argparse
 import json
@@ -71,7 +71,7 @@ def write_json(summary: dict[str, Any], path: Path) -> None:
 
 
 def tables(summary: dict[str, Any]) -> str:
-    """Throughput, then latencies in milliseconds: two tables, never one."""
+    """Separate tables of throughput and of latencies in milliseconds."""
     rows = [
         ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
         ("output tokens", str(summary["num_output_tokens"])),

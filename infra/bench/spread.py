@@ -1,12 +1,10 @@
-"""Percentiles of what was measured. Plain Python: adapters of peers use it in environments of
-their own.
-"""
+"""Percentiles, in plain Python: adapters of other engines use it in their own environments."""
 
 from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None of none."""
+    """The smallest value that at least `share` of the values do not exceed; None if empty."""
     if not values:
         return None
     ordered = sorted(values)

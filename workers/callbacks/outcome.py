@@ -1,18 +1,18 @@
-"""What came of one attempt to deliver a message."""
+"""The outcome of one delivery attempt."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The receiver has it."""
+    """The receiver accepted it."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It may succeed later. `retry_after_s`: what the receiver asked for."""
+    """It may succeed later. `retry_after_s`: the receiver's request."""
 
     note: str
     retry_after_s: float | None = None
@@ -20,7 +20,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It will not succeed unless something is changed: a dead letter at once."""
+    """A retry cannot succeed: becomes a dead letter at once."""
 
     note: str
 

@@ -1,4 +1,4 @@
-"""Posts a message to a URL: one POST to a checked address, no redirects, a short answer."""
+"""Posts a message to a URL: one POST to a checked address, without redirects."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ _GONE = 410
 
 
 class WebhookSender:
-    """One for each process. Reuses no connection: one opened for a name must serve no other."""
+    """One per process. Reuses no connection: one opened for a name must not serve another."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WebhookSender:
         await self._client.aclose()
 
     async def send(self, target: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Says what came of it; raises nothing of the network's."""
+        """Returns the outcome; raises no network error."""
         try:
             url = parse_callback_url(target, self._allow)
             async with asyncio.timeout(self._timeout_s):
@@ -78,7 +78,7 @@ class WebhookSender:
     async def _post_to(
         self, address: str, url: CallbackUrl, body: bytes, headers: Mapping[str, str]
     ) -> Outcome:
-        """To this address and no other; the name is for TLS and the Host header alone."""
+        """Connects to this address only; the name is used for TLS and the Host header."""
         shown = f"[{address}]" if isinstance(ip_address(address), IPv6Address) else address
         request = self._client.build_request(
             "POST",
@@ -113,7 +113,7 @@ class WebhookSender:
 
 
 async def _read_some(response: httpx.Response) -> None:
-    """Lets the receiver say what it likes, up to a bound; nothing of it is kept."""
+    """Reads the answer up to a limit and discards it."""
     num_bytes = 0
     async for chunk in response.aiter_raw():
         num_bytes += len(chunk)
@@ -124,7 +124,8 @@ async def _read_some(response: httpx.Response) -> None:
 def signed_headers(
     message_id: str, timestamp_s: int, body: bytes, secrets: Sequence[str]
 ) -> dict[str, str]:
-    """The three headers of a message; `timestamp_s` is the attempt's, Unix seconds."""
+    """The headers of a message by Standard Webhooks (standardwebhooks.com); `timestamp_s` is the
+    attempt's, Unix seconds."""
     headers = {"webhook-id": message_id, "webhook-timestamp": str(timestamp_s)}
     if secrets:
         signed = f"{message_id}.{timestamp_s}.".encode() + body

@@ -1,4 +1,4 @@
-"""`batchway profile`: loads a model, measures the machine, looks at each class of step, advises."""
+"""`batchway profile`: loads a model, measures the machine and each class of step, and advises."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ class CannotProfile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All that was found."""
+    """All results."""
 
     machine: Machine
     shape: Shape
@@ -70,7 +70,7 @@ def take_profile(
 
 
 def profile_for(options: argparse.Namespace, engine_options: EngineOptions) -> Profile:
-    """What the command line asks for. Raises ModelRefused, CannotProfile."""
+    """Runs the profile of the command line. Raises ModelRefused, CannotProfile."""
     load = Load(options.streams, options.prompt_tokens, options.timed_steps)
     try:
         return take_profile(engine_options, load, options.profiled_steps, options.trace)
