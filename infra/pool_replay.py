@@ -232,8 +232,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target-s", type=float, default=5.0, help="a request may wait so long")
     parser.add_argument("--cold-start-s", type=float, default=300.0)
     parser.add_argument("--max-workers", type=int, default=8)
-    parser.add_argument("--tokens-per-s", type=float, default=500.0, help="of one worker")
-    parser.add_argument("--stream-tokens-per-s", type=float, default=25.0, help="of one request")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=".svg or .png; needs matplotlib")
     given = parser.parse_args(arguments)
     arrivals = read_trace(given.trace)
@@ -244,10 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_workers=given.max_workers,
         cold_start_s=given.cold_start_s,
     )
-    model = WorkerModel(
-        tokens_per_s=given.tokens_per_s, stream_tokens_per_s=given.stream_tokens_per_s
-    )
-    outcomes = compare(arrivals, policy, model, given.target_s, given.at_start)
+    outcomes = compare(arrivals, policy, WorkerModel(), given.target_s, given.at_start)
     print(table(outcomes))
     if given.plot is not None:
         title = f"{len(arrivals)} requests, cold start {given.cold_start_s:g} s"

@@ -21,8 +21,6 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     whole = (
         ("--streams", 32, "sequences that decode together"),
         ("--prompt-tokens", 256, "tokens of each prompt"),
-        ("--timed-steps", 50, "of each class that are timed"),
-        ("--profiled-steps", 8, "of each class that torch's profiler looks into"),
     )
     for name, default, text in whole:
         group.add_argument(

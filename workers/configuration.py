@@ -261,13 +261,11 @@ _STRATEGY: Mapping[str, Rule] = {
 }
 _LANE_FIELDS = {
     "itl_target_ms": "itl_target_s",
-    "ttft_target_ms": "ttft_target_s",
     "minimum_share": "min_share",
 }
 _LANE: Mapping[str, Rule] = {
     "priority": _checked(_integer(0)),
     "itl_target_ms": _checked(_milliseconds),
-    "ttft_target_ms": _checked(_milliseconds),
     "minimum_share": _checked(_share_below_one),
     "ageing_tokens": _checked(_integer(1)),
     "strategy": _strategy,

@@ -28,7 +28,6 @@ from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import LoadedModel, load_model
 
-_NUM_FULL = 10_000  # requests
 _GIB = 2**30
 
 
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             make_workload(options, loaded.vocab_size),
             loaded.vocab_size,
             loads=options.load,
-            num_rounds=options.rounds or (1 if options.full else 3),
+            num_rounds=options.rounds,
             seed=options.seed,
             progress=progress_line("runs"),
         )
@@ -71,7 +70,7 @@ def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
         workload = read_workload(options.workload)
         return arriving(workload, [0.0] * len(workload.requests))
     return log_uniform_workload(
-        _NUM_FULL if options.full else options.requests,
+        options.requests,
         vocab_size,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,

@@ -26,7 +26,6 @@ lanes:
   interactive:
     priority: 0
     itl_target_ms: 80
-    ttft_target_ms: 1000
     ageing_tokens: 5000
   batch:
     priority: 2
@@ -56,7 +55,6 @@ def test_every_key_reaches_its_option() -> None:
                 name="interactive",
                 priority=0,
                 itl_target_s=0.08,
-                ttft_target_s=1.0,
                 ageing_tokens=5000,
             ),
             LaneOptions(

@@ -35,7 +35,6 @@ class LaneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     priority: int | None = None  # the smallest goes first
     itl_target_s: float | None = None  # between two tokens of a stream
-    ttft_target_s: float | None = None  # to the first token
     min_share: float | None = None  # of the computed tokens, while the lane has work
     ageing_tokens: int | None = None  # computed for others, they lift a tenant by one priority
     strategy: StrategyOptions | None = None  # None: the one of all lanes

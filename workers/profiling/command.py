@@ -18,6 +18,9 @@ from workers.profiling.findings import ClassFinding, advice
 from workers.profiling.machine import Machine, measure
 from workers.profiling.window import KINDS, Load, Watched, Windows, find
 
+_TIMED_STEPS = 50  # of each class
+_PROFILED_STEPS = 8  # of each class, under torch's profiler
+
 
 class CannotProfile(Exception):
     """The message is one sentence."""
@@ -71,9 +74,9 @@ def take_profile(
 
 def profile_for(options: argparse.Namespace, engine_options: EngineOptions) -> Profile:
     """Runs the profile of the command line. Raises ModelRefused, CannotProfile."""
-    load = Load(options.streams, options.prompt_tokens, options.timed_steps)
+    load = Load(options.streams, options.prompt_tokens, _TIMED_STEPS)
     try:
-        return take_profile(engine_options, load, options.profiled_steps, options.trace)
+        return take_profile(engine_options, load, _PROFILED_STEPS, options.trace)
     except torch.OutOfMemoryError as exc:
         raise CannotProfile("the device has too little memory for this") from exc
 
