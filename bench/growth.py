@@ -65,7 +65,6 @@ class Growth:
     cells: tuple[Cell, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         cells = [asdict(c) | {"limit_s": c.limit_s, "share": c.share} for c in self.cells]
         return asdict(self) | {"cells": cells}
 
@@ -171,7 +170,6 @@ def time_cell(
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

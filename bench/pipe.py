@@ -73,7 +73,6 @@ class Piped:
         return statistics.median(self.server_ttft_s) - statistics.median(self.engine_ttft_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"share": self.share, "added_ttft_s": self.added_ttft_s}
 
     def tables(self) -> str:
@@ -196,7 +195,6 @@ async def _serve(caller: Caller, workload: Workload, num_streams: int) -> LoadRu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.pipe", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

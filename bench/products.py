@@ -85,7 +85,6 @@ def table(found: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Measures and prints; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.products", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--threads", type=int, help="of torch and the kernels; all cores")

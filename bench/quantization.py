@@ -182,7 +182,6 @@ def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Compares and prints; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__)
     parser.add_argument("--model", default=str(demo_model_path()), metavar="DIR")
     parser.add_argument("--texts", type=int, help="300 of each family, or 64", metavar="N")

@@ -56,7 +56,6 @@ class NoArithmetic:
         self._sample = Sample(4)
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         return [self._sample if chunk.samples else None for chunk in chunks]
 
 

@@ -74,7 +74,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
     # Imported by name: the command line itself must not load torch.
     let_threads_wait_awake()
     command = importlib.import_module(f"infra.bench.{options.bench}_command")

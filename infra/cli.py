@@ -42,7 +42,6 @@ EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(
         level=getattr(options, "log_level", "info").upper(),

@@ -107,7 +107,6 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
     # Imported by name: the command line itself must not load torch.
     command = importlib.import_module("infra.bench.compare_command")
     status: int = command.run(options)

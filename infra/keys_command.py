@@ -42,7 +42,6 @@ class KeyUnknown(Exception):
 
 
 def add_keys_options(parser: argparse.ArgumentParser) -> None:
-    """The actions, each with its options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     create = _add(actions, "create", "make a key and print it; it is shown this once")
     _add_terms(create)

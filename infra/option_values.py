@@ -15,7 +15,6 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Parses integers in a range."""
     wanted = f"an integer of at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
 
     def parse(raw: str) -> int:

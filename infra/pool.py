@@ -84,7 +84,6 @@ class Decision:
 
 
 def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()) -> Decision:
-    """The desired pool size."""
     needed = max(policy.min_workers, min(policy.max_workers, num_needed(policy, view)))
     is_open = is_breaker_open(policy, view)
     needs = _recall(policy, view, needed, memory)

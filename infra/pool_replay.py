@@ -130,7 +130,6 @@ def _resize(pool: list[_Worker], num: int, now_s: float, cold_start_s: float) ->
 def _assign(
     pool: Sequence[_Worker], waiting: deque[Arrival], model: WorkerModel, now_s: float
 ) -> list[float]:
-    """Starts waiting requests that fit; returns their waits."""
     ready = [w for w in pool if w.ready_s <= now_s and not w.is_retired]
     waits_s = []
     while waiting and ready:
@@ -181,7 +180,6 @@ def compare(
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """As Markdown."""
     lines = [
         "| setting | GPU hours | missed | 99th percentile of waits (s) | most workers |",
         "|---|---|---|---|---|",

@@ -38,7 +38,6 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
     # Imported by name: the command line itself must not load torch.
     command: Any = importlib.import_module("workers.profiling.command")
     try:

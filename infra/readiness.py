@@ -16,7 +16,6 @@ def reachable_host(host: str) -> str:
 
 
 def in_url(host: str) -> str:
-    """The host in URL syntax."""
     return f"[{host}]" if ":" in host else host
 
 

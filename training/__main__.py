@@ -9,11 +9,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from infra.demo_model import demo_model_path
-from training import checkpoint
 from training.card import table, write_card
 from training.draws import FAMILIES
 from training.evaluate import Score, accuracy, generates_right, score_families
-from training.train import Recipe, build_model, round_to_bfloat16, rounds, train
+from training.train import Recipe, build_model, load, round_to_bfloat16, rounds, save, train
 
 _MIN_ACCURACY = 0.95
 _EVALUATION_SEED = 1
@@ -29,7 +28,7 @@ def main() -> int:
             replace(r, num_steps=min(r.num_steps, arguments.max_steps)) for r in recipes
         )
     if arguments.evaluate_only:
-        model = checkpoint.load(arguments.output)
+        model = load(arguments.output)
     else:
         model = _trained(recipes, arguments.output)
     scores = score_families(
@@ -71,8 +70,8 @@ def _trained(recipes: tuple[Recipe, ...], output: Path) -> LlamaForCausalLM:
     for recipe in recipes:
         train(model, recipe, report=report, report_every=max(1, recipe.num_steps // 6))
         round_to_bfloat16(model)
-    checkpoint.save(model, output)
-    return checkpoint.load(output)
+    save(model, output)
+    return load(output)
 
 
 def _generate_agrees(model: LlamaForCausalLM, scores: dict[str, list[Score]]) -> bool:

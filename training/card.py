@@ -67,7 +67,6 @@ decodes to itself. The licence is that of this repository.
 def write_card(
     folder: Path, recipes: tuple[Recipe, ...], scores: dict[str, list[Score]], num_parameters: int
 ) -> None:
-    """Writes README.md."""
     everything = [score for family in scores.values() for score in family]
     card = _CARD.format(
         num_parameters=num_parameters,

@@ -1,17 +1,21 @@
 """Trains the demo model on two cores, on exercises drawn during training."""
 
+import copy
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from training.attention import TRAINING_ATTENTION, register_training_attention
 from training.batches import Batch, batches
 from training.documents import Holes
-from training.tokenizer import BOS_ID, END_ID, MAX_CONTEXT, PAD_ID, VOCAB_SIZE
+from training.tokenizer import BOS_ID, END_ID, MAX_CONTEXT, PAD_ID, VOCAB_SIZE, save_tokenizer
 
 _END_WEIGHT = 5.0
 _FIRST_HOLES = Holes(whole_share=0.02)
@@ -170,11 +174,9 @@ class _Progress:
         self._num_tokens = 0
 
     def share_done(self, step: int) -> float:
-        """0 to 1."""
         return (step - 1) / self._recipe.num_steps
 
     def add(self, step: int, loss: float, num_tokens: int) -> None:
-        """Takes in one step."""
         self._losses.append(loss)
         self._num_tokens += num_tokens
         now_s = time.monotonic()
@@ -190,3 +192,27 @@ class _Progress:
             flush=True,
         )
         self._printed_s, self._losses, self._num_tokens = now_s, [], 0
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes weights in bfloat16, configuration and tokenizer; each file atomically."""
+    half = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
+    half.set_attn_implementation("sdpa")
+    half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=BOS_ID, eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        half.save_pretrained(scratch)
+        save_tokenizer(Path(scratch))
+        for path in Path(scratch).iterdir():
+            path.chmod(0o644)
+            shutil.move(path, folder / path.name)
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    """The saved model in float32, the precision of the evaluation."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    model.train(False)
+    return model

@@ -38,7 +38,6 @@ class BatchingConfig:
 
 
 def find(model_path: str) -> Path | None:
-    """The file beside a model, if there is one."""
     path = Path(model_path) / FILE_NAME
     return path if path.is_file() else None
 

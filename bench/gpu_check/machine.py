@@ -39,7 +39,6 @@ class Machine:
         }
 
     def wait(self) -> None:
-        """Waits until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -55,7 +54,6 @@ class Machine:
         return (time.perf_counter() - start_s) / repeats
 
     def free_bytes(self) -> int:
-        """Memory left for a KV cache."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self.device)[0])

@@ -37,7 +37,6 @@ class Report:
         return about | {"passed": self.passed} | found
 
     def table(self) -> str:
-        """One row for each figure."""
         versions = ", ".join(f"{name} {text}" for name, text in self.machine.versions().items())
         lines = [f"{self.machine.name}: {versions}", *self._roof_lines()]
         lines += [

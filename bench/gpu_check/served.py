@@ -125,6 +125,5 @@ def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[t
 
 
 def closed_workload(served: Served, num_streams: int, context: int, num_output: int) -> Workload:
-    """All requests at once."""
     prompts = random_prompts(num_streams, context, served.vocab_size)
     return Workload(tuple(WorkloadRequest(prompt, num_output) for prompt in prompts))

@@ -55,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Prints and writes the results; returns the exit status."""
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
         from infra.bench.compare_plot import draw_comparison

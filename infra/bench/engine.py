@@ -33,12 +33,10 @@ class Timeline:
 
     @property
     def e2e_s(self) -> float:
-        """From arrival to the last token."""
         return self.times_s[-1] - self.arrival_s
 
     @property
     def itls_s(self) -> list[float]:
-        """From each token to the next."""
         return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
@@ -117,7 +115,6 @@ def warm_up(engine: Engine, prompt_lengths: Sequence[int], vocab_size: int) -> N
 
 
 def peak_rss_bytes() -> int:
-    """Peak memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

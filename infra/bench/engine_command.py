@@ -20,7 +20,6 @@ _NUM_WARM_UP = 4  # requests
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status."""
     try:
         workload = read_workload(options.workload)
         engine_options = EngineOptions(

@@ -100,7 +100,6 @@ class Caller:
         call.end_s = now_s()
 
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
-        """Path (below /v1) and body."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,

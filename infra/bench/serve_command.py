@@ -34,7 +34,6 @@ class ServerRefuses(RuntimeError):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status."""
     logging.getLogger("httpx").setLevel("WARNING")  # it would log every request
     try:
         loads = make_loads(options)

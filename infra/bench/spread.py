@@ -12,7 +12,6 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99, p99.9 and the largest."""
     return {
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),

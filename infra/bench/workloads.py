@@ -70,7 +70,6 @@ def draw_request(
 
 
 def write_workload(workload: Workload, path: Path) -> None:
-    """In the format of `read_workload`."""
     path.write_bytes(msgspec.json.encode(workload))
 
 
@@ -96,7 +95,6 @@ def log_uniform_workload(
 
 
 def arriving(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
-    """The same requests at other times."""
     return Workload(
         tuple(
             WorkloadRequest(request.prompt_token_ids, request.max_tokens, arrival_s)

@@ -69,7 +69,6 @@ class EngineLoop:
         num_step_tokens: int = DEFAULT_STEP_TOKENS,
         max_output_tokens: int | None = None,
     ) -> None:
-        """`num_step_tokens`: see build_engine."""
         self._channel = channel
         self._engine = engine
         self._num_step_tokens = num_step_tokens
@@ -204,7 +203,6 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
 
 
 def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
-    """Runs the process; returns its exit code."""
     parser = argparse.ArgumentParser(prog="engine_process", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="number of the inherited socket")
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")

@@ -51,7 +51,6 @@ class Channel:
         return messages
 
     def _drain(self) -> None:
-        """Reads all available data without waiting."""
         while True:
             try:
                 self._read(flags=socket.MSG_DONTWAIT)

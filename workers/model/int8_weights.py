@@ -83,7 +83,6 @@ class Int8Linear(nn.Module):
         return self.int8_weight.widened()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference only: has no gradient."""
         x = x if before is None else before(x)
         if self.dtype == torch.float16:  # unscaled sums might overflow
             return F.linear(x, self.weight, self.bias)

@@ -43,9 +43,7 @@ class DecoderKernels(Protocol):
         """
         ...
 
-    def likeliest(self, logits: Tensor) -> Tensor:
-        """See the function of this name."""
-        ...
+    def likeliest(self, logits: Tensor) -> Tensor: ...
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -115,7 +115,6 @@ class PagedStep:
         self.prepared = prepared
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See AttentionStep.attend."""
         layer = self._layers[call.module]
         keys, values = layer.key_slots, layer.value_slots
         keys.index_copy_(0, self.slot_mapping, call.key.to(keys.dtype))
@@ -132,7 +131,10 @@ class PagedStep:
         norms: tuple[Tensor, Tensor, float] | None,
         flags: AttentionFlags,
     ) -> Tensor:
-        """See TurningStep.turn_and_attend."""
+        """Applies the rotary embedding while writing the cache, then attends.
+
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary) -> (T, num_heads, dim).
+        """
         assert self._kernels is not None
         layer = self._layers[module]
         keys, values = layer.key_slots, layer.value_slots

@@ -131,7 +131,6 @@ def _runner(
 def _paged(
     paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner:
-    """Runs steps ahead if requested."""
     progress(
         f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
         f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"

@@ -63,7 +63,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         if not chunks and not padding:
             return []
         batch = self._batch(chunks, padding)

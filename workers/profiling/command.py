@@ -36,7 +36,6 @@ class Profile:
     advice: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {
             "findings": [
                 asdict(f) | {"bound": f.bound.value, "efficiency": f.efficiency}

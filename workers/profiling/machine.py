@@ -78,6 +78,5 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

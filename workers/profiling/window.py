@@ -49,7 +49,6 @@ class Watched:
         self.shares_blocks = runner.shares_blocks
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
-        """See Model.run."""
         self.demand = demand_of(self._shape, chunks)
         started_s = time.perf_counter()
         rows = self._runner.run(chunks, padding)

@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def converted(model: str, dtype: str) -> str:
-    """The file of the converted model."""
     folder = Path(model).resolve()
     target = folder.with_name(f"{folder.name}-{dtype}.gguf")
     if not target.exists():

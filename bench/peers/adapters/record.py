@@ -14,7 +14,6 @@ from infra.bench.spread import spread
 
 
 def arguments() -> argparse.Namespace:
-    """The options of an adapter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--workload", type=Path, required=True)

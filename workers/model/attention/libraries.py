@@ -82,7 +82,6 @@ class _PreparedLibrary:
         self._plans: dict[Any, Any] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         if not self._library.takes(query, values, flags):
             if self._fallback is None:
                 self._fallback = self._packed.prepare(self._spans, self._device)

@@ -48,7 +48,6 @@ class PreparedNative:
         self._packed: PreparedAttention | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         num_heads, k_dim = query.shape[1:]
         kv_heads, v_dim = values.shape[1:]
         if not can_attend(num_heads, kv_heads, k_dim, v_dim):

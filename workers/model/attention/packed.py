@@ -46,7 +46,6 @@ class _PreparedPacked:
         self._parts: list[_Group | _Prompt] = [*groups, *prompts]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         if len(self._parts) == 1:
             return self._parts[0].attend(query, keys, values, flags)
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])

@@ -23,7 +23,6 @@ class _PreparedReference:
         self._spans = spans
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         for span in self._spans:
             rows = slice(span.first, span.first + span.num_tokens)

@@ -40,7 +40,6 @@ class PreparedRows:
         self._slots = torch.where(is_own, slots, slots[:, :1])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         seen = self._keys <= self._positions
         if flags.window is not None:
             seen = seen & (self._keys > self._positions - flags.window)

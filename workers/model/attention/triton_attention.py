@@ -77,7 +77,6 @@ class PreparedTriton:
         self._is_single = plan is not None or all(span.num_tokens == 1 for span in spans)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         num_tokens, num_heads, k_dim = query.shape
         kv_heads, v_dim = values.shape[1:]
         if not can_attend(num_heads, kv_heads, k_dim, v_dim):
@@ -206,7 +205,6 @@ def num_splits_of(num_tokens: int) -> int:
 
 
 def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
-    """Whether the kernel takes heads of these sizes."""
     return (
         num_heads % kv_heads == 0
         and num_heads // kv_heads <= 64

@@ -82,7 +82,6 @@ class AheadRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         flight, flight_ids = self._flight, self._flight_ids
         self._flight, self._flight_ids = {}, None
         used = {c.sequence: flight[c.sequence] for c in chunks if self._was_started(c, flight)}

@@ -23,7 +23,6 @@ class TritonKernels:
         self.dtype = dtype
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
-        """See DecoderKernels.can_turn."""
         return dim % 2 == 0 and can_attend(num_heads, kv_heads, dim, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,7 +49,6 @@ class TritonKernels:
         return out
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """See DecoderKernels.likeliest."""
         return likeliest(logits)
 
     def rotate_and_keep(
@@ -64,7 +62,6 @@ class TritonKernels:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """See DecoderKernels.rotate_and_keep."""
         num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
         rotary = cos.shape[-1]
         self._check(qkv, cos, sin, keys, values)

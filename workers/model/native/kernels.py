@@ -79,7 +79,6 @@ class Kernels:
         return out
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
-        """See DecoderKernels.can_turn."""
         return dim % (2 * VECTOR) == 0 and can_attend(num_heads, kv_heads, dim, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,7 +109,6 @@ class Kernels:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """See DecoderKernels.rotate_and_keep."""
         num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
         self._check(qkv, cos, sin, keys, values)
         assert qkv.is_contiguous()
@@ -223,7 +221,6 @@ class Kernels:
         )
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """See DecoderKernels.likeliest."""
         if logits.dtype != self.dtype or not logits.is_contiguous():
             return likeliest(logits)
         num_rows, vocab_size = logits.shape

@@ -3,7 +3,7 @@
 Each is built from a module of transformers and replaces it; `surgeon` compares the two.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,32 +13,11 @@ from workers.model.attention.interface import (
     STEP_KEYWORD,
     AttentionCall,
     AttentionFlags,
-    AttentionStep,
 )
 from workers.model.int8_weights import Norm
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import VECTOR
 from workers.model.surgery.linear import Layout, NativeGates, are_linear, weight_of
-
-
-class TurningStep(AttentionStep, Protocol):
-    """A step that applies the rotary embedding itself while writing the cache."""
-
-    def turn_and_attend(
-        self,
-        module: nn.Module,
-        qkv: Tensor,
-        num_heads: int,
-        cos: Tensor,
-        sin: Tensor,
-        norms: "HeadNorms | None",
-        flags: AttentionFlags,
-    ) -> Tensor:
-        """qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary)
-        -> (T, num_heads, dim).
-        """
-        ...
-
 
 HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key heads, and eps
 
@@ -131,7 +110,6 @@ class MergedMLP(nn.Module):
         self.down_proj = layout.linear(weight_of(old.down_proj), old.down_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, hidden) -> the same shape."""
         out: Tensor = self.down_proj(self.gated(x.reshape(-1, x.shape[-1])))
         return out.view(*x.shape[:-1], -1)
 
@@ -155,7 +133,6 @@ class NativeRMSNorm(nn.Module):
         self.weight, self.eps, self._kernels = weight, eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, dim) -> the same shape."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
 

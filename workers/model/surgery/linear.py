@@ -29,7 +29,6 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference only: has no gradient."""
         return multiply_packed(x if before is None else before(x), self._packed, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
@@ -50,7 +49,6 @@ class PlainLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference only: has no gradient."""
         return F.linear(x if before is None else before(x), self._weight, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
@@ -71,7 +69,6 @@ class NativeLinear(nn.Module):
         self._kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference only: has no gradient."""
         flat = x.reshape(-1, x.shape[-1])
         out = self._kernels.linear(flat, self.panels, self.num_out, norm=_parts(before))
         if self.bias is not None:
@@ -97,7 +94,6 @@ class NativeGates(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference only: has no gradient."""
         return self.kernels.linear(x, self.panels, self.num_out, norm=_parts(before), is_gated=True)
 
 
@@ -131,7 +127,6 @@ class Layout:
         return self.products is not None
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        """One layer."""
         if self.products is None:
             return _by_torch(weight, bias)
         shape = _shape(weight)

@@ -52,7 +52,7 @@ class Stack:
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor, step: Any
     ) -> Tensor:
-        """input_ids and position_ids (1, T); `step` a TurningStep -> logits (num_rows, vocab_size)
+        """input_ids and position_ids (1, T); `step` a PagedStep -> logits (num_rows, vocab_size)
         of the rows in logits_index (num_rows,).
         """
         x: Tensor = self._embedding(input_ids[0])
@@ -94,7 +94,6 @@ class _Turns:
             self._table = self._compute(torch.arange(num_positions, device=like.device)[None])
 
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids (1, T)."""
         if self._table is None:
             return self._compute(position_ids)
         cos, sin = self._table
