@@ -157,45 +157,25 @@ def _integer(minimum: int) -> Check:
     return check
 
 
-def _number(value: Any) -> float | None:
-    """The value as float; None unless it is a finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def _real(accepts: Callable[[float], bool], wanted: str, per_unit: float = 1.0) -> Check:
+    """Checks for a finite number; returns it divided by `per_unit`."""
+
+    def check(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not accepts(value):
+            raise _Wrong(f"must be {wanted}, not {value!r}")
+        return float(value) / per_unit
+
+    return check
 
 
-def _share(value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 <= number <= 1:
-        raise _Wrong(f"must be between 0 and 1, not {value!r}")
-    return number
-
-
-def _positive_share(value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 < number <= 1:
-        raise _Wrong(f"must be over 0 and at most 1, not {value!r}")
-    return number
-
-
-def _share_below_one(value: Any) -> float:
-    if _share(value) == 1:
-        raise _Wrong(f"must be below 1, or the other lanes get nothing, not {value!r}")
-    return float(value)
-
-
-def _seconds(value: Any) -> float:
-    number = _number(value)
-    if number is None or number < 0:
-        raise _Wrong(f"must be seconds, at least 0, not {value!r}")
-    return number
-
-
-def _milliseconds(value: Any) -> float:
-    """Converts milliseconds, the unit of the file, to seconds."""
-    number = _number(value)
-    if number is None or number <= 0:
-        raise _Wrong(f"must be milliseconds, over 0, not {value!r}")
-    return number / 1000
+_share = _real(lambda value: 0 <= value <= 1, "between 0 and 1")
+_positive_share = _real(lambda value: 0 < value <= 1, "over 0 and at most 1")
+_minimum_share = _real(
+    lambda value: 0 <= value < 1, "at least 0 and below 1, or the other lanes get nothing"
+)
+_seconds = _real(lambda value: value >= 0, "seconds, at least 0")
+_milliseconds = _real(lambda value: value > 0, "milliseconds, over 0", per_unit=1000.0)
 
 
 def _truth(value: Any) -> bool:
@@ -265,7 +245,7 @@ _LANE_FIELDS = {
 _LANE: Mapping[str, Rule] = {
     "priority": _checked(_integer(0)),
     "itl_target_ms": _checked(_milliseconds),
-    "minimum_share": _checked(_share_below_one),
+    "minimum_share": _checked(_minimum_share),
     "ageing_tokens": _checked(_integer(1)),
     "strategy": _strategy,
 }
