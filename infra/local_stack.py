@@ -222,7 +222,7 @@ class LocalStack:
             lambda: self._console.line("batchway", "still waiting for a worker to be ready"),
         )
         model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # a closed output
             print(welcome(self._gateway_url, model, has_key=has_key), flush=True)
 
 

@@ -1,7 +1,7 @@
 """The options of the command line, each defined once.
 
-Imports nothing heavy: `--help` must be instant, and a gateway must never load torch. Over 300
-lines: it is one list.
+Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
+Over 300 lines: it is one list.
 """
 
 import argparse

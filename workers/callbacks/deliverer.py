@@ -17,8 +17,14 @@ from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
-from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import (
+    MAX_PROGRESS_FAILURES,
+    Delivered,
+    Failed,
+    Outcome,
+    Refused,
+    next_delay_s,
+)
 from workers.callbacks.settings import CallbackSettings
 from workers.callbacks.webhook import WebhookSender, signed_headers
 

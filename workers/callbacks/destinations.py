@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused
 
 MAX_BYTES = 250_000  # of a body: queues, topics and buses accept 256 KiB with envelope
 

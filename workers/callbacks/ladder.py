@@ -1,9 +1,36 @@
-"""The retry schedule of failed deliveries: delays in seconds."""
+"""Outcomes of delivery attempts, and the retry schedule: delays in seconds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from random import Random
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The receiver accepted it."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It may succeed later. `retry_after_s`: the receiver's request."""
+
+    note: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A retry cannot succeed: becomes a dead letter at once."""
+
+    note: str
+
+
+Outcome = Delivered | Failed | Refused
+
 
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 

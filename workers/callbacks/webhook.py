@@ -15,8 +15,7 @@ from contract.addresses import AllowList
 from contract.callback_secrets import SECRET_PREFIX
 from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
 from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
-from workers.callbacks.ladder import parse_retry_after
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused, parse_retry_after
 
 MAX_ANSWER_BYTES = 64 * 1024
 _GONE = 410

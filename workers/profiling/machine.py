@@ -12,7 +12,7 @@ _GPU_READ_BYTES = 2 * 2**30
 _COLUMNS = 8192
 _GEMM_SIZE = 2048
 _GPU_GEMM_SIZE = 8192
-_TIMES = 7  # the best of so many
+_TIMES = 7  # the best of several
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,8 +205,8 @@ class HeldJob:
         )
 
     def take(self, out: TokenOut | ChoiceEnded) -> bool:
-        """Takes engine output. Returns True if it completes a stop string; the engine must then be
-        told, as it sees no text."""
+        """Takes engine output. Returns True if it completes a stop string: the engine must then be
+        stopped, as it sees no text."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
             return False  # computed before the engine received the stop
