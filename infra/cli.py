@@ -1,4 +1,4 @@
-"""The command `batchway`: reads options, then hands over. Each command imports its own needs."""
+"""The command `batchway`: parses options and runs the command. Commands import what they need."""
 
 import argparse
 import asyncio
@@ -35,21 +35,20 @@ from infra.preconditions import (
     operators_redis,
 )
 from infra.profile_command import run_profile
-from infra.redis_roles_command import run_redis_roles
+from infra.redis_roles import run_redis_roles
 from infra.top_command import run_top
 
 EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(
         level=getattr(options, "log_level", "info").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
+    logging.getLogger("uvicorn").setLevel("WARNING")  # its startup messages repeat ours
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
@@ -72,7 +71,7 @@ def _up(options: argparse.Namespace) -> int:
     check_directory(options.object_store)
     if options.engine_module is None:
         check_model(options.model)
-    os.environ[ALLOW_VARIABLE] = options.callback_allow  # for gateway and callbacks alike
+    os.environ[ALLOW_VARIABLE] = options.callback_allow  # read by gateway and callbacks
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
             "--data-dir keeps the data of a Redis that batchway starts; here REDIS_URL or "
@@ -125,7 +124,7 @@ def _gateway(options: argparse.Namespace) -> int:
     from infra.lifeline import end_with_parent
 
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
-    # uvicorn raises the signal that it has obeyed once more, when all is done.
+    # uvicorn raises the signal it handled again when it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     serve(settings, listener=listener, on_bound=_say_where)
@@ -133,7 +132,7 @@ def _gateway(options: argparse.Namespace) -> int:
 
 
 def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
-    """The gateway's settings: from the environment, where no option says otherwise."""
+    """The gateway's settings: from the environment, overridden by options."""
     try:
         return GatewaySettings.from_env(
             redis_url=url,
@@ -146,7 +145,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
 
 
 def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
-    """The listening socket, before anything else is started."""
+    """Binds the listening socket before anything is started."""
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
@@ -163,7 +162,7 @@ def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.sock
 
 
 def _has_keys(settings: GatewaySettings) -> bool:
-    """Whether Redis holds an API key; one of `up`'s own holds none that anybody could know."""
+    """Whether Redis holds an API key; a new private Redis holds none."""
     if settings.api_key is not None or not settings.redis_url:
         return False
     try:

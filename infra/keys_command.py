@@ -1,7 +1,7 @@
-"""`batchway keys`: makes, lists, ends and renews API keys in a Redis.
+"""`batchway keys`: creates, lists, revokes and rotates API keys.
 
-The new key goes to standard output, everything else to the table or to standard error: a key that
-is not caught there is lost, for Redis keeps its digest alone.
+Only the new key goes to standard output. Redis stores only its digest, so a key that is not saved
+then is lost.
 """
 
 import argparse
@@ -35,14 +35,13 @@ _COLUMNS = ("prefix", "state", "tenant", "scopes", "lanes", "limits", "created",
 
 
 class KeyUnknown(Exception):
-    """No such key, or none that the action may be done to. The message is one sentence."""
+    """No such key, or the action does not apply to it. The message is one sentence."""
 
 
 # --- options ----------------------------------------------------------------------------------
 
 
 def add_keys_options(parser: argparse.ArgumentParser) -> None:
-    """The actions, each with its options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     create = _add(actions, "create", "make a key and print it; it is shown this once")
     _add_terms(create)
@@ -176,7 +175,7 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
-    """Whether an installation has a key. Raises BrokerUnavailable."""
+    """Whether an installation has an API key. Raises BrokerUnavailable."""
     client = connect(redis_url)
     try:
         return await ApiKeys(client, Keys(namespace)).exist()

@@ -16,8 +16,7 @@ from gateway.http.errors import ApiError, bad_request
 
 MAX_DEPTH = 32
 
-# Also one that never ends, up to the end: looked for again from each of its quotes, it would take
-# time that grows with the square of the body.
+# Also matches an unterminated string; scanning again would be quadratic.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -29,9 +29,7 @@ class Limits:
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
     def check_head(self, scope: Scope) -> None:
-        """Raises where the head is too long, or calls us by a name that is none of ours. The server
-        stops a head that is still coming at this length, and takes in whole what came in one piece.
-        """
+        """Raises ApiError if the head is too long or its Host header is not allowed."""
         if _num_head_bytes(scope) > MAX_HEADER_BYTES:
             message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
             raise ApiError(431, "headers_too_large", message, headers={"connection": "close"})

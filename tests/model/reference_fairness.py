@@ -24,8 +24,7 @@ MAX_OWED = 2**20
 class Turns:
     """Of one lane: tokens handed out by tenant, while it has a line and after.
 
-    Who comes back starts at the clock, the counter of the last that went, so that no credit is
-    saved up; and where it was at least, so that no debt is forgotten by an empty line.
+    A returning tenant starts at the higher of its own counter and that of the tenant served last.
     """
 
     active: dict[str, int] = field(default_factory=dict)

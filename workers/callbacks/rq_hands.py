@@ -1,7 +1,7 @@
-"""RQ as the hands of callbacks: a queue of attempts, and a worker that makes many at a time.
+"""Uses RQ to run delivery attempts, many at a time in one worker.
 
-The outbox is the truth. Whatever RQ loses, with a killed worker or a flushed key, is made again
-when the lease of the outbox record lapses; so nothing here is retried or scheduled.
+The outbox is authoritative. If RQ loses an attempt, the outbox lease expires and the attempt is
+made again; so nothing here is retried or scheduled.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, sign
 log = logging.getLogger("batchway.callbacks")
 
 MAINTENANCE_S = 60
-_DEQUEUE_S = 1  # how long a look into an empty queue waits, and so a stop
-_PAUSE_S = 1.0  # between two lives of a worker that Redis left
+_DEQUEUE_S = 1  # blocking time of a poll, and so of a stop
+_PAUSE_S = 1.0  # before restarting a worker that lost Redis
 _SOCKET_S = 10.0
 _CONNECT_S = 1.0
 
 
 def open_redis(url: str) -> redis.Redis:
-    """RQ's own client: it blocks, and keeps bytes as they are."""
+    """RQ's own client: blocking, and without decoding."""
     return redis.Redis.from_url(
         url,
         protocol=2,
@@ -59,10 +59,8 @@ class AttemptQueue:
         )
 
     def put(self, attempts: Sequence[Taken]) -> None:
-        """Enqueues attempts; one that is there already is left alone.
-
-        RQ's own `unique` is a script, and users of Redis may run none.
-        """
+        """Enqueues attempts; leaves existing ones alone. RQ's own `unique` is a script, which our
+        Redis users may not run."""
         for taken in attempts:
             job = signed_job(taken, self._key, self._client, JSONSerializer)
             with self._client.pipeline() as transaction:
@@ -83,7 +81,7 @@ class AttemptQueue:
 
 
 class _NoPenalty(BaseDeathPenalty):
-    """RQ would interrupt a thread with a signal; an attempt has a time limit of its own."""
+    """Does nothing: RQ would interrupt threads by a signal, and attempts have their own timeout."""
 
     def setup_death_penalty(self) -> None: ...
 
@@ -91,7 +89,7 @@ class _NoPenalty(BaseDeathPenalty):
 
 
 class ThreadedWorker(BaseWorker):
-    """Takes RQ jobs while it has free threads. Hears no commands: they come through Redis."""
+    """Takes RQ jobs while it has free threads. Ignores commands, which come through Redis."""
 
     death_penalty_class = _NoPenalty
     job_class = SignedJob
@@ -127,13 +125,13 @@ class ThreadedWorker(BaseWorker):
         self._stop_requested = True
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Comes before each look into the queue, which is where a stop is obeyed."""
+        """Runs before each poll of the queue; obeys a stop here."""
         if self._stop_requested:
             raise StopRequested
         super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: Job, queue: Any) -> None:
-        """Hands a job to a free thread, for which it waits."""
+        """Waits for a free thread and hands it the job."""
         self._free.acquire()
         try:
             execution = self.prepare_execution(job)
@@ -143,7 +141,7 @@ class ThreadedWorker(BaseWorker):
             raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
-        """RQ's, with our one function in the place of the job's own."""
+        """As in RQ, but calls our function instead of the job's."""
         assert isinstance(job, SignedJob)
         try:
             taken = self._attempts.taken_of(job)
@@ -158,31 +156,31 @@ class ThreadedWorker(BaseWorker):
             self.perform_job(job, queue, execution)
         except NoPermissionError as exc:
             log.error("%s", denied(self.connection, "a command of RQ's worker", exc))
-        except Exception as exc:  # RQ's book-keeping, where Redis has gone
+        except Exception as exc:  # RQ's bookkeeping, when Redis is gone
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
 
     def bootstrap(self, *_: Any) -> None:
-        """Without RQ's log handlers, which tell of every step."""
+        """Omits RQ's log handlers, which log every step."""
         self.register_birth()  # type: ignore[no-untyped-call]
         self.set_state(WorkerStatus.STARTED)
 
     def check_for_suspension(self, burst: bool) -> None:
-        """Nor would they hold it up."""
+        """Ignores suspension."""
 
     def subscribe(self) -> None:
-        """Commands would let whoever writes to Redis end this process."""
+        """Ignores commands: they would let any Redis writer end this process."""
 
     def _install_signal_handlers(self) -> None:
-        """Signals are the process's."""
+        """The process handles signals itself."""
 
     def procline(self, message: str) -> None:
-        """The process is called what it is called."""
+        """Keeps the process name."""
 
 
 class RqHands:
-    """The worker and its threads, kept at work until they are told to stop."""
+    """The worker and its threads, kept running until told to stop."""
 
     def __init__(
         self,
@@ -205,7 +203,7 @@ class RqHands:
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes no more; returns when what is under way has ended."""
+        """Takes no more jobs; returns when running ones have ended."""
         self._stop.set()
         if self._worker is not None:
             self._worker.ask_to_stop()

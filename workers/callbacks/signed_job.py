@@ -1,9 +1,9 @@
-"""RQ jobs that do one thing only: make one attempt to deliver the outbox record they name.
+"""RQ jobs that can only attempt delivery of the outbox record they name.
 
-RQ imports and calls whatever function a job's record names, and so whoever can write to Redis
-could run code here, with the JSON serializer too. These jobs are never imported from: their
-function is compared with the one that is allowed, their arguments carry an HMAC under a key that
-Redis does not hold, and RQ's other ways to run or to send something are cut off.
+RQ imports and calls the function named in a job's record, so whoever can write to Redis could run
+code, even with the JSON serializer. These jobs import nothing: their function name is compared with
+the only allowed one, their arguments carry an HMAC under a key that is not in Redis, and RQ's other
+ways to run or send something are disabled.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from rq.job import Job
 
 from contract.outbox import Taken
 
-FUNCTION = "workers.callbacks.deliver"  # a name to compare with; there is no such function
-_TTL_S = 60  # an RQ job that nobody takes; by then the outbox has long made another
+FUNCTION = "workers.callbacks.deliver"  # a name to compare with; the function does not exist
+_TTL_S = 60  # of an RQ job; after that the outbox has made another attempt
 
 
 class ForgedJob(Exception):
@@ -24,10 +24,8 @@ class ForgedJob(Exception):
 
 
 class SignedJob(Job):
-    """An RQ job as it is read back: everything but its arguments is dropped.
-
-    `hands` is what it does; whoever has checked it sets that.
-    """
+    """An RQ job as read back, reduced to its arguments. `hands` is the function to call; whoever
+    has verified the job sets it."""
 
     hands: Callable[[], None] | None = None
 
@@ -36,7 +34,7 @@ class SignedJob(Job):
         self._success_callback_name = None
         self._failure_callback_name = None
         self._stopped_callback_name = None
-        self.webhooks = []  # of RQ's own, which go wherever the record says
+        self.webhooks = []  # RQ's webhooks go wherever the record says
         self._dependency_ids = []
         self.retries_left = self.repeats_left = None
         self.group_id = self.rate_limit_key = None
@@ -53,7 +51,7 @@ class SignedJob(Job):
             self.hands()
 
     def taken(self, key: bytes) -> Taken:
-        """What it asks to deliver. Raises ForgedJob."""
+        """The delivery it asks for. Raises ForgedJob."""
         try:
             function, instance, args, kwargs = self.serializer.loads(self.data)
             job_id, attempt, mac = args
@@ -71,12 +69,12 @@ class SignedJob(Job):
 
 
 def rq_job_id(taken: Taken) -> str:
-    """One for each attempt: RQ lets an id be used once while its record is there."""
+    """One id per attempt: RQ accepts an id once while its record exists."""
     return f"cb-{taken.job_id}-{taken.attempt}"
 
 
 def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> SignedJob:
-    """The RQ job of an attempt; it holds no more than the record's id."""
+    """The RQ job of an attempt; contains only the record's id."""
     job = SignedJob.create(
         FUNCTION,
         args=(taken.job_id, taken.attempt, _mac(key, taken)),
@@ -93,7 +91,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
 
 
 def derived_key(key: str, namespace: str) -> bytes:
-    """The key of a namespace: what one signs, another does not take."""
+    """The key of a namespace; signatures are not valid in another namespace."""
     return hmac.digest(key.encode(), f"batchway callbacks {namespace}".encode(), hashlib.sha256)
 
 

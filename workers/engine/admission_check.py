@@ -57,9 +57,8 @@ class AdmissionCheck:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a place, and a block under the high-water mark: else no one may enter
-        for whom no other goes.
-        """
+        """Whether there is a place, and a block under the high-water mark. Otherwise admission
+        needs a preemption."""
         num_running = len(self._running.sequences)
         num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
         return num_running == 0 or (

@@ -1,7 +1,7 @@
-"""Who runs, that is holds blocks; and the streams among them, which need one token each.
+"""The running sequences (those that hold blocks), and the streams among them.
 
-Most of a step's work is the streams' and the same for each, so it is done for all of them in a
-few passes. Leaves to the scheduler who may run and what they get.
+Streams need one token each and are most of a step's work, so they are processed together in a few
+passes.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from workers.engine.sequence import Account, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """In the order in which they were let in; `num_kv` are the tokens of all."""
+    """Streams in admission order; `num_kv` is their total of tokens."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_kv: int = 0
@@ -21,11 +21,11 @@ class Streams:
 
     @property
     def features(self) -> tuple[float, float, float]:
-        """What `step_features` says of a token for each."""
+        """`step_features` of one token for each stream."""
         return float(len(self.sequences)), float(self.num_kv), 0.0
 
     def without(self, sequence: Sequence) -> "Streams":
-        """The same but for one of them."""
+        """The same without one stream."""
         sequences = self.sequences.copy()
         sequences.remove(sequence)
         num_by_account = Counter(self.num_by_account) - Counter((sequence.account,))
@@ -33,12 +33,10 @@ class Streams:
 
 
 class Running:
-    """The running sequences, all and by account. Who they are changes less often than each step, so
-    it is kept.
-    """
+    """The running sequences, all and by account. Kept across steps, as they change less often."""
 
     def __init__(self) -> None:
-        # Sets in order of insertion: removal is constant-time, iteration deterministic.
+        # Dicts as ordered sets: constant-time removal, deterministic iteration.
         self.sequences: dict[Sequence, None] = {}
         self.by_account: dict[Account, dict[Sequence, None]] = {}  # of those that have any
         self.num_changes = 0

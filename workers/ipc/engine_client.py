@@ -1,4 +1,4 @@
-"""The supervisor's end of the engine process: starts it, speaks frames, sees it end."""
+"""The supervisor's end of the socket: starts the engine process and exchanges frames with it."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ GRACE_S = 5.0
 
 
 class EngineClient(asyncio.Protocol):
-    """One engine process. When this process dies, however, the engine ends by itself."""
+    """One engine process. It ends by itself when this process dies."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class EngineClient(asyncio.Protocol):
         options: EngineOptions,
         on_messages: Callable[[list[FromEngine]], None],
     ) -> Self:
-        """Spawns `python -m module` with one end of a socket pair; `on_messages` takes in what the
-        engine says, as it comes."""
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` receives its
+        messages."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -69,12 +69,14 @@ class EngineClient(asyncio.Protocol):
         return self._process.pid
 
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Sends one frame. Nothing is raised where the engine is gone: `end` returns then."""
+        """Sends one frame. Does not raise if the engine has ended: `end` returns then."""
         if messages and self._transport is not None:
             self._transport.write(encode_frame(messages))
 
     async def end(self) -> None:
-        """Waits for the engine's end. Raises what `on_messages` raised: that ends an engine too."""
+        """Waits for the engine to end. Raises what `on_messages` raised; that also ends the
+        engine.
+        """
         await self._has_ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -92,11 +94,9 @@ class EngineClient(asyncio.Protocol):
             return await self._process.wait()
 
     def kill(self) -> None:
-        """At once, whatever it does; `end` returns then."""
-        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+        """Kills the process at once; `end` returns then."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             self._process.kill()
-
-    # --- what the event loop calls ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
