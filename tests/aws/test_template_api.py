@@ -85,7 +85,7 @@ def test_streams_go_through_the_web_adapter() -> None:
 
 def test_functions_are_given_settings_that_exist() -> None:
     """Every variable of ours is one that the gateway reads."""
-    known = {variable(name) for name in GatewaySettings.__dataclass_fields__} | {SECRETS_VARIABLE}
+    known = {variable(name) for name in GatewaySettings.model_fields} | {SECRETS_VARIABLE}
     for name, function in of_type("AWS::Lambda::Function").items():
         given = set(function["Environment"]["Variables"])
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
