@@ -6,7 +6,7 @@ On a CPU the fused backward pass is three to five times slower than this for sho
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 TRAINING_ATTENTION = "causal_by_length"
 _MAX_PLAIN_TOKENS = 512  # beyond, the fused kernel is faster
@@ -14,7 +14,7 @@ _MAX_PLAIN_TOKENS = 512  # beyond, the fused kernel is faster
 
 def register_training_attention() -> None:
     """Makes TRAINING_ATTENTION known to transformers, which passes it no mask."""
-    ALL_ATTENTION_FUNCTIONS.register(TRAINING_ATTENTION, _attend)
+    AttentionInterface.register(TRAINING_ATTENTION, _attend)
 
 
 def _attend(

@@ -17,11 +17,10 @@ from rq import Queue
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from rq.timeouts import BaseDeathPenalty
-from rq.worker import BaseWorker, WorkerStatus
 
 from contract.connection import denied
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import WorkerInThread
 from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
 
 log = logging.getLogger("batchway.callbacks")
@@ -82,18 +81,9 @@ class AttemptQueue:
         return job.taken(self._key)
 
 
-class _NoPenalty(BaseDeathPenalty):
-    """RQ would interrupt a thread with a signal; an attempt has a time limit of its own."""
+class ThreadedWorker(WorkerInThread):
+    """Takes RQ jobs while it has free threads."""
 
-    def setup_death_penalty(self) -> None: ...
-
-    def cancel_death_penalty(self) -> None: ...
-
-
-class ThreadedWorker(BaseWorker):
-    """Takes RQ jobs while it has free threads. Hears no commands: they come through Redis."""
-
-    death_penalty_class = _NoPenalty
     job_class = SignedJob
     log_result_lifespan = False
     max_connection_wait_time = _PAUSE_S
@@ -118,17 +108,18 @@ class ThreadedWorker(BaseWorker):
         self._deliver = deliver
         self._pool = pool
         self._free = free
+        self._is_ending = False
 
     @property
     def dequeue_timeout(self) -> int:
         return _DEQUEUE_S
 
     def ask_to_stop(self) -> None:
-        self._stop_requested = True
+        self._is_ending = True
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Comes before each look into the queue, which is where a stop is obeyed."""
-        if self._stop_requested:
+        if self._is_ending:
             raise StopRequested
         super().heartbeat(timeout, pipeline)
 
@@ -162,23 +153,6 @@ class ThreadedWorker(BaseWorker):
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
-
-    def bootstrap(self, *_: Any) -> None:
-        """Without RQ's log handlers, which tell of every step."""
-        self.register_birth()  # type: ignore[no-untyped-call]
-        self.set_state(WorkerStatus.STARTED)
-
-    def check_for_suspension(self, burst: bool) -> None:
-        """Nor would they hold it up."""
-
-    def subscribe(self) -> None:
-        """Commands would let whoever writes to Redis end this process."""
-
-    def _install_signal_handlers(self) -> None:
-        """Signals are the process's."""
-
-    def procline(self, message: str) -> None:
-        """The process is called what it is called."""
 
 
 class RqHands:

@@ -8,12 +8,10 @@ Redis does not hold, and RQ's other ways to run or to send something are cut off
 
 import hashlib
 import hmac
-from collections.abc import Callable
 from typing import Any
 
-from rq.job import Job
-
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import FAILURE_TTL_S, JobWithoutCode
 
 FUNCTION = "workers.callbacks.deliver"  # a name to compare with; there is no such function
 _TTL_S = 60  # an RQ job that nobody takes; by then the outbox has long made another
@@ -23,34 +21,13 @@ class ForgedJob(Exception):
     """An RQ job that no relay of ours made. The message quotes nothing of it."""
 
 
-class SignedJob(Job):
-    """An RQ job as it is read back: everything but its arguments is dropped.
-
-    `hands` is what it does; whoever has checked it sets that.
-    """
-
-    hands: Callable[[], None] | None = None
-
-    def restore(self, raw_data: Any) -> Any:
-        super().restore(raw_data)
-        self._success_callback_name = None
-        self._failure_callback_name = None
-        self._stopped_callback_name = None
-        self.webhooks = []  # of RQ's own, which go wherever the record says
-        self._dependency_ids = []
-        self.retries_left = self.repeats_left = None
-        self.group_id = self.rate_limit_key = None
-        self.result_ttl, self.failure_ttl = 0, _TTL_S
-        self.meta = {}
+class SignedJob(JobWithoutCode):
+    """An RQ job that asks for one attempt."""
 
     @property
     def func(self) -> None:
         """RQ would import it by name."""
         raise ForgedJob("nothing is imported")
-
-    def _execute(self) -> None:
-        if self.hands is not None:
-            self.hands()
 
     def taken(self, key: bytes) -> Taken:
         """What it asks to deliver. Raises ForgedJob."""
@@ -85,7 +62,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
         serializer=serializer,
         ttl=_TTL_S,
         result_ttl=0,
-        failure_ttl=_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
         description=rq_job_id(taken),
     )
     assert isinstance(job, SignedJob)

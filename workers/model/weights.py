@@ -1,6 +1,7 @@
 """Reads a decoder's weights: safetensors only, all of them, never code that comes with a model."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
-from transformers.utils.import_utils import is_accelerate_available
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.transformers_compat import forget_attention, set_own_attention
 
 
 class _OwnAttentionTable(Exception):
@@ -33,7 +34,7 @@ def load_decoder(
     try:
         decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:
-        config._attn_implementation = None
+        forget_attention(config)
         decoder = _read(path, arguments)
     frozen: nn.Module = decoder.to(device).eval().requires_grad_(False)
     return frozen
@@ -41,20 +42,14 @@ def load_decoder(
 
 def use_own_attention(decoder: Any) -> None:
     """Takes our attention back out, for transformers' own."""
-    if decoder.config._attn_implementation != ATTENTION_NAME:
-        return
-    name = "sdpa" if decoder._supports_sdpa else "eager"
-    if decoder._can_set_attn_implementation():
-        decoder.set_attn_implementation(name)
-    else:  # no attention of its looks there, but its masks may depend on it
-        decoder.config._attn_implementation = name
+    set_own_attention(decoder, ATTENTION_NAME)
 
 
 def _placement(device: torch.device) -> dict[str, Any]:
     """Straight to a GPU where accelerate is installed; transformers asks for it. Else the weights
     pass through the CPU's memory.
     """
-    if device.type == "cpu" or not is_accelerate_available():
+    if device.type == "cpu" or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": device}}
 
