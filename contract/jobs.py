@@ -29,6 +29,18 @@ TERMINAL_STATUSES = frozenset(
     {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED}
 )
 
+# The states as callers name them.
+PUBLIC_STATUSES = {
+    "queued": frozenset({JobStatus.QUEUED}),
+    "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
+    **{status.value: frozenset({status}) for status in sorted(TERMINAL_STATUSES)},
+}
+
+
+def public_status(status: JobStatus) -> str:
+    """The state as callers name it: `claimed` and `streaming` are both `running`."""
+    return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
+
 
 class Endpoint(StrEnum):
     """The HTTP endpoint whose shapes the job's answer takes."""

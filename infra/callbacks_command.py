@@ -12,7 +12,6 @@ from contract.callback_secrets import Secrets
 from contract.connection import connect
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
-from gateway.settings import variable
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from workers.callbacks.settings import CallbackSettings
 
 KEY_VARIABLE = "BATCHWAY_CALLBACK_KEY"
-SECRETS_VARIABLE = variable("callback_secrets")
-ALLOW_VARIABLE = variable("callback_allow")
-AWS_VARIABLE = variable("callback_aws")
+SECRETS_VARIABLE = "BATCHWAY_CALLBACK_SECRETS"
+ALLOW_VARIABLE = "BATCHWAY_CALLBACK_ALLOW"
+AWS_VARIABLE = "BATCHWAY_CALLBACK_AWS"
 URL_VARIABLE = "BATCHWAY_PUBLIC_URL"
 ACTIONS = ("list", "show", "replay")
 EXIT_UNKNOWN = 1

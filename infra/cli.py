@@ -10,9 +10,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
-from gateway.settings import GatewaySettings
 from infra import options as opts
 from infra.bench_command import run_bench
 from infra.callbacks_command import (
@@ -37,6 +37,9 @@ from infra.preconditions import (
 from infra.profile_command import run_profile
 from infra.redis_roles import run_redis_roles
 from infra.top_command import run_top
+
+if TYPE_CHECKING:
+    from gateway.settings import GatewaySettings
 
 EXIT_USAGE = 2
 
@@ -131,8 +134,10 @@ def _gateway(options: argparse.Namespace) -> int:
     return 0
 
 
-def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
-    """The gateway's settings: from the environment, overridden by options."""
+def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings":
+    """The gateway's settings: from the environment, where no option says otherwise."""
+    from gateway.settings import GatewaySettings  # needs pydantic, which a worker does not have
+
     try:
         return GatewaySettings.from_env(
             redis_url=url,
@@ -144,8 +149,8 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
         raise UsageError(str(exc)) from exc
 
 
-def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
-    """Binds the listening socket before anything is started."""
+def _bind(settings: "GatewaySettings", options: argparse.Namespace) -> socket.socket:
+    """The listening socket, before anything else is started."""
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
@@ -161,8 +166,8 @@ def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.sock
         ) from exc
 
 
-def _has_keys(settings: GatewaySettings) -> bool:
-    """Whether Redis holds an API key; a new private Redis holds none."""
+def _has_keys(settings: "GatewaySettings") -> bool:
+    """Whether Redis holds an API key; one of `up`'s own holds none that anybody could know."""
     if settings.api_key is not None or not settings.redis_url:
         return False
     try:

@@ -22,12 +22,11 @@ from contract.api_keys import (
 )
 from contract.connection import connect
 from contract.keys import Keys
-from gateway.settings import variable
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
 
-PEPPER_VARIABLE = variable("key_pepper")
+PEPPER_VARIABLE = "BATCHWAY_KEY_PEPPER"
 ACTIONS = ("create", "list", "revoke", "rotate")
 EXIT_UNKNOWN = 1
 OVERLAP_S = 86_400.0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_args
 
 from contract.redis_url import redis_url_of
-from gateway.settings import GatewaySettings, variable
 from infra.computing_options import add_computing_options, add_quantization_option
 from infra.demo_model import demo_model_path
 from infra.option_values import (
@@ -30,14 +29,14 @@ LIFELINE_GRACE_S = 10.0  # beyond the drain time, after the parent has ended
 DEMO_NAME = "demo"
 DEFAULT_NAMESPACE = "default"
 OF_RUNNING_UP = "that of the running `batchway up`"
-NAMESPACE_VARIABLE = variable("namespace")
-OBJECT_STORE_VARIABLE = variable("object_store")
-DRAIN_VARIABLE = variable("drain_s")
-DRAIN_RELEASE_VARIABLE = variable("drain_release_s")
-SPOT_NOTICE_VARIABLE = variable("spot_notice")
+NAMESPACE_VARIABLE = "BATCHWAY_NAMESPACE"
+OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
+DRAIN_VARIABLE = "BATCHWAY_DRAIN_S"
+DRAIN_RELEASE_VARIABLE = "BATCHWAY_DRAIN_RELEASE_S"
+SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 
 _ENGINE = EngineOptions(model_path="")
-GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
+GATEWAY_DRAIN_S = 20.0
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")

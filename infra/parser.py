@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_object_store_option(gateway, "all lies in Redis")
     opts.add_drain_option(
         gateway,
-        opts.GATEWAY_DEFAULTS.drain_s,
+        opts.GATEWAY_DRAIN_S,
         "when asked to end, how long running requests may go on",
     )
     gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by `batchway up`

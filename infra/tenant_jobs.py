@@ -12,9 +12,8 @@ from typing import Any
 from contract.calls import JobView, Wanted
 from contract.connection import connect
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
-from gateway.jobs.job_objects import PUBLIC_STATUSES, public_status
 from infra import option_values
 from infra.tables import date, table, write
 from workers.settings import LANES

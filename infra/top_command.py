@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.settings import variable
 from infra import options as opts
 from infra.option_values import number
 from infra.preconditions import UsageError, check_extra, running_up
@@ -22,7 +21,7 @@ from infra.tables import write
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-KEY_VARIABLE = variable("api_key")
+KEY_VARIABLE = "BATCHWAY_API_KEY"
 _TIMEOUT_S = 5.0
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _PICTURE_COLUMNS = 150

@@ -4,7 +4,7 @@ to five times slower for short sequences."""
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 TRAINING_ATTENTION = "causal_by_length"
 _MAX_PLAIN_TOKENS = 512  # above, the fused kernel is faster
@@ -12,7 +12,7 @@ _MAX_PLAIN_TOKENS = 512  # above, the fused kernel is faster
 
 def register_training_attention() -> None:
     """Makes TRAINING_ATTENTION known to transformers, which passes it no mask."""
-    ALL_ATTENTION_FUNCTIONS.register(TRAINING_ATTENTION, _attend)
+    AttentionInterface.register(TRAINING_ATTENTION, _attend)
 
 
 def _attend(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
+from gateway.settings import GatewaySettings
 
 _STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
 _BY_A_REQUEST = "on-demand"
@@ -17,5 +18,6 @@ def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
     if environ.get(_STARTED_BY, _BY_A_REQUEST) == _BY_A_REQUEST:
         return
     importlib.import_module("tokenizers.decoders")
-    for body in (ChatBody, CompletionBody, JobBody, JobChange):
-        body.model_rebuild()
+    importlib.import_module("boto3")  # in Lambda's Python; it reads the secrets
+    for model in (ChatBody, CompletionBody, JobBody, JobChange, GatewaySettings):
+        model.model_rebuild()

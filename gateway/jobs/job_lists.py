@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from contract.calls import Wanted
-from contract.jobs import DEFAULT_LANES, JobStatus, ModelCard
+from contract.jobs import DEFAULT_LANES, PUBLIC_STATUSES, JobStatus, ModelCard
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.errors import ApiError, UnknownJob, bad_request, invalid_value
 from gateway.http.routing import Route
-from gateway.jobs.job_objects import PUBLIC_STATUSES, checked_id, job_object
+from gateway.jobs.job_objects import checked_id, job_object
 from gateway.openai.sync_answers import check_may_change, gateway_of, json_response
 
 router = APIRouter(route_class=Route)

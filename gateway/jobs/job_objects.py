@@ -5,16 +5,9 @@ from typing import Any
 
 from contract.callback_state import CallbackState
 from contract.calls import JobView, Position, Submitted
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.jobs import Job, JobStatus, public_status
 from gateway.http.errors import UnknownJob
 from gateway.openai.answers import usage
-
-# The states as callers name them.
-PUBLIC_STATUSES = {
-    "queued": frozenset({JobStatus.QUEUED}),
-    "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
-    **{status.value: frozenset({status}) for status in sorted(TERMINAL_STATUSES)},
-}
 
 _JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
 
@@ -24,11 +17,6 @@ def checked_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
         raise UnknownJob(job_id[:64])
     return job_id
-
-
-def public_status(status: JobStatus) -> str:
-    """`claimed` and `streaming` are one thing to a caller."""
-    return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
 
 
 def events_url(job_id: str) -> str:

@@ -17,11 +17,10 @@ from rq import Queue
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from rq.timeouts import BaseDeathPenalty
-from rq.worker import BaseWorker, WorkerStatus
 
 from contract.connection import denied
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import WorkerInThread
 from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
 
 log = logging.getLogger("batchway.callbacks")
@@ -80,18 +79,9 @@ class AttemptQueue:
         return job.taken(self._key)
 
 
-class _NoPenalty(BaseDeathPenalty):
-    """Does nothing: RQ would interrupt threads by a signal, and attempts have their own timeout."""
+class ThreadedWorker(WorkerInThread):
+    """Takes RQ jobs while it has free threads."""
 
-    def setup_death_penalty(self) -> None: ...
-
-    def cancel_death_penalty(self) -> None: ...
-
-
-class ThreadedWorker(BaseWorker):
-    """Takes RQ jobs while it has free threads. Ignores commands, which come through Redis."""
-
-    death_penalty_class = _NoPenalty
     job_class = SignedJob
     log_result_lifespan = False
     max_connection_wait_time = _PAUSE_S
@@ -116,17 +106,18 @@ class ThreadedWorker(BaseWorker):
         self._deliver = deliver
         self._pool = pool
         self._free = free
+        self._is_ending = False
 
     @property
     def dequeue_timeout(self) -> int:
         return _DEQUEUE_S
 
     def ask_to_stop(self) -> None:
-        self._stop_requested = True
+        self._is_ending = True
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         """Runs before each poll of the queue; obeys a stop here."""
-        if self._stop_requested:
+        if self._is_ending:
             raise StopRequested
         super().heartbeat(timeout, pipeline)
 
@@ -160,23 +151,6 @@ class ThreadedWorker(BaseWorker):
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
-
-    def bootstrap(self, *_: Any) -> None:
-        """Omits RQ's log handlers, which log every step."""
-        self.register_birth()  # type: ignore[no-untyped-call]
-        self.set_state(WorkerStatus.STARTED)
-
-    def check_for_suspension(self, burst: bool) -> None:
-        """Ignores suspension."""
-
-    def subscribe(self) -> None:
-        """Ignores commands: they would let any Redis writer end this process."""
-
-    def _install_signal_handlers(self) -> None:
-        """The process handles signals itself."""
-
-    def procline(self, message: str) -> None:
-        """Keeps the process name."""
 
 
 class RqHands:

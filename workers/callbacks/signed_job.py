@@ -8,12 +8,10 @@ ways to run or send something are disabled.
 
 import hashlib
 import hmac
-from collections.abc import Callable
 from typing import Any
 
-from rq.job import Job
-
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import FAILURE_TTL_S, JobWithoutCode
 
 FUNCTION = "workers.callbacks.deliver"  # a name to compare with; the function does not exist
 _TTL_S = 60  # of an RQ job; after that the outbox has made another attempt
@@ -23,32 +21,13 @@ class ForgedJob(Exception):
     """An RQ job that no relay of ours made. The message quotes nothing of it."""
 
 
-class SignedJob(Job):
-    """An RQ job as read back, reduced to its arguments. `hands` is the function to call; whoever
-    has verified the job sets it."""
-
-    hands: Callable[[], None] | None = None
-
-    def restore(self, raw_data: Any) -> Any:
-        super().restore(raw_data)
-        self._success_callback_name = None
-        self._failure_callback_name = None
-        self._stopped_callback_name = None
-        self.webhooks = []  # RQ's webhooks go wherever the record says
-        self._dependency_ids = []
-        self.retries_left = self.repeats_left = None
-        self.group_id = self.rate_limit_key = None
-        self.result_ttl, self.failure_ttl = 0, _TTL_S
-        self.meta = {}
+class SignedJob(JobWithoutCode):
+    """An RQ job that asks for one attempt."""
 
     @property
     def func(self) -> None:
         """RQ would import it by name."""
         raise ForgedJob("nothing is imported")
-
-    def _execute(self) -> None:
-        if self.hands is not None:
-            self.hands()
 
     def taken(self, key: bytes) -> Taken:
         """The delivery it asks for. Raises ForgedJob."""
@@ -83,7 +62,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
         serializer=serializer,
         ttl=_TTL_S,
         result_ttl=0,
-        failure_ttl=_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
         description=rq_job_id(taken),
     )
     assert isinstance(job, SignedJob)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
 # A name that modeling_rope_utils.dynamic_rope_update ignores.
 _FIXED = "fixed"

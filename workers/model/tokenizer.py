@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from contract.codec import encode_tokenizer
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.transformers_compat import get_tokenizer_config
 
 _MAX_TEMPLATE_CHARS = 2**20
 

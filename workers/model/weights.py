@@ -1,6 +1,7 @@
 """Reads a decoder's weights: safetensors only, all of them, and no code of the model."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
-from transformers.utils.import_utils import is_accelerate_available
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.transformers_compat import forget_attention, set_own_attention
 
 
 class _OwnAttentionTable(Exception):
@@ -33,27 +34,22 @@ def load_decoder(
     try:
         decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:
-        config._attn_implementation = None
+        forget_attention(config)
         decoder = _read(path, arguments)
     frozen: nn.Module = decoder.to(device).eval().requires_grad_(False)
     return frozen
 
 
 def use_own_attention(decoder: Any) -> None:
-    """Restores transformers' own attention."""
-    if decoder.config._attn_implementation != ATTENTION_NAME:
-        return
-    name = "sdpa" if decoder._supports_sdpa else "eager"
-    if decoder._can_set_attn_implementation():
-        decoder.set_attn_implementation(name)
-    else:  # its masks may still depend on the setting
-        decoder.config._attn_implementation = name
+    """Takes our attention back out, for transformers' own."""
+    set_own_attention(decoder, ATTENTION_NAME)
 
 
 def _placement(device: torch.device) -> dict[str, Any]:
-    """Loads straight to a GPU if accelerate is installed, which transformers requires for that;
-    otherwise through CPU memory."""
-    if device.type == "cpu" or not is_accelerate_available():
+    """Straight to a GPU where accelerate is installed; transformers asks for it. Else the weights
+    pass through the CPU's memory.
+    """
+    if device.type == "cpu" or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": device}}
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cachetools import LRUCache
 from msgspec.structs import replace
 
 from contract.calls import LaneRoom
@@ -69,19 +70,19 @@ class Holding:
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
-    _num_drained: int = 0  # by jobs that have left, minus what others had drained before
-    _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
-    _epochs: dict[str, int] = field(default_factory=dict)  # latest epoch of each job started here
+    _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
+    _cancelled: LRUCache[tuple[str, int], bool] = field(
+        default_factory=lambda: LRUCache(_MAX_CANCELLED)
+    )
+    # The latest epoch of each job that was started here.
+    _epochs: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_MAX_EPOCHS))
 
     def start(self, job: HeldJob, *, is_first: bool = False) -> None:
         """Holds a job. `is_first`: no worker has run it before."""
         self.jobs[job.job.id] = job
         self.spans.note_claim(job, is_first=is_first)
         self._num_drained -= job.num_drained
-        self._epochs.pop(job.job.id, None)
         self._epochs[job.job.id] = job.epoch
-        while len(self._epochs) > _MAX_EPOCHS:
-            del self._epochs[next(iter(self._epochs))]
 
     def has_started(self, job_id: str, epoch: int) -> bool:
         """Whether the job was started here under this or a later epoch: output of that run may
@@ -104,9 +105,7 @@ class Holding:
             self.tokens_after_cancel += num_unlogged
             if self.get(job.job.id, job.epoch) is not None:
                 self.tokens_after_cancel += job.num_unlogged_tokens
-                self._cancelled[(job.job.id, job.epoch)] = None
-                while len(self._cancelled) > _MAX_CANCELLED:
-                    del self._cancelled[next(iter(self._cancelled))]
+                self._cancelled[(job.job.id, job.epoch)] = True
         self.drop(job, str(status))
 
     def count_late(self, job_id: str, epoch: int) -> None:

@@ -29,7 +29,7 @@ from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.meter import Meter
-from workers.supervisor.metrics_page import MetricsPage, MetricsUnservable
+from workers.supervisor.metrics_page import MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
 from workers.supervisor.publisher import Publisher
 from workers.supervisor.results import ResultKeeper, tidy
@@ -82,7 +82,6 @@ class Supervisor:
         parts = (settings, self._lane, self._engine, self._holding, self._publisher, self._meter)
         self._keeper = EngineKeeper(*parts)
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
-        self._page = MetricsPage(settings, self._meter)
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
         self._looked_s = 0.0  # when room was last looked for
@@ -118,7 +117,7 @@ class Supervisor:
             *self._leases.duties(),
             self._watch_notice(),
             tidy(self._store, self._lane),
-            self._page.serve(),
+            serve_metrics(self._settings, self._meter),
             self._drained(),
         ]
         running = [asyncio.create_task(duty) for duty in duties]
