@@ -131,6 +131,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: TraceContext | None = None
     stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
+    weight: float = 1.0  # of its tenant: its share of a lane is to others' as the weights are
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:

@@ -35,7 +35,7 @@ _READ_COMMANDS = (
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
     "lengths line litter log out outbox own poison q quarantine recount run runid stored tenant "
-    "totals"
+    "totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone

@@ -42,6 +42,7 @@ class Request:
     outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice: n a prompt
     finished: tuple[bool, ...]  # choices that have already ended, one entry per choice
     deadline_s: float | None = None  # on the engine's clock; then it ends wherever it is
+    weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
 
     def max_num_known(self, max_model_len: int) -> int:
         """The most tokens that one of its sequences can reach, prompt and output."""
@@ -66,6 +67,7 @@ class Request:
                 ending_ids=ending_ids,
                 arrival=first_arrival + choice,
                 deadline_s=self.deadline_s,
+                weight=self.weight,
             )
             for choice, output_ids in enumerate(self.outputs)
             if not self.finished[choice]
