@@ -96,10 +96,8 @@ class Places:
         would give it more than its share, among those that hold any and itself."""
         num_jobs, num_tokens = self.held.get(tenant, (0, 0))
         holders = list(self.held) if tenant in self.held else [*self.held, tenant]
-        weight, total = (
-            self.weights.get(tenant, 1.0),
-            sum(self.weights.get(h, 1.0) for h in holders),
-        )
+        weight = self.weights.get(tenant, 1.0)
+        total = sum(self.weights.get(holder, 1.0) for holder in holders)
         if num_jobs + 1 > math.floor(self.max_jobs * weight / total):
             return 0
         return math.floor(self.max_tokens * weight / total) - num_tokens

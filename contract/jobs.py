@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from contract.fairness import MAX_WEIGHT, MIN_WEIGHT
+
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
 
@@ -131,7 +133,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: TraceContext | None = None
     stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
-    weight: float = 1.0  # of its tenant: its share of a lane is to others' as the weights are
+    # Of its tenant: what that gets of a lane is to what others get as their weights are.
+    weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:

@@ -88,7 +88,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
+            reads=f"{_SIGHT_KEYS} active counters job line log pool run tenant weights workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(
@@ -160,7 +160,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families that are one key; the others are many, of which each goes on after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases litter poison quarantine runid outbox "
-    "memory models api_keys key_pepper clock_offset object_store"
+    "memory models api_keys key_pepper clock_offset object_store weights"
 )
 
 

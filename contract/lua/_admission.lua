@@ -176,7 +176,7 @@ function admission.weigh(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
-  job.weight = terms.weight or 1
+  job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)

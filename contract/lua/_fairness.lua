@@ -17,9 +17,9 @@ local function clock(tag, model, lane)
   return tonumber(redis.call('GET', lane_key(tag, 'clock', model, lane)) or 0)
 end
 
--- What is stored as a tenant's weight, as a number; 1 where it is none.
-local function readable_weight(stored)
-  local weight = tonumber(stored or 1)
+-- What was said to be a tenant's weight, as a number; 1 where it is none.
+local function readable_weight(said)
+  local weight = tonumber(said or 1)
   return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
 end
 

@@ -313,8 +313,8 @@ def test_tenants_that_wait_get_by_weight(
     costs: list[int], claims: list[tuple[str, int]], weights: tuple[float, float]
 ) -> None:
     """Three workers claim as they like; two tenants with jobs of any cost, both always waiting,
-    never differ by more than twice the largest cost, each by its weight. (The reference is held against the functions
-    in tests/model.)"""
+    never differ by more than twice the largest cost, each by its weight. (The reference is held
+    against the functions in tests/model.)"""
     reference = Reference()
     for index, cost in enumerate(costs):
         enqueue(reference, "tu"[index % 2], "standard", cost, weights[index % 2])

@@ -327,8 +327,8 @@ async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
 
 
 async def test_shares_of_places_are_by_weight(functions: Functions) -> None:
-    """A tenant of weight 3 gets three of four places; its latest job says its weight, whatever those
-    before it said."""
+    """A tenant of weight 3 gets three of four places; its latest job says its weight, whatever
+    those before it said."""
     for weight in (0.25, 100.0, 3.0):
         await functions.submit(make_job("light", weight=weight), make_submission())
     await functions.submit(make_job("light", weight=3.0), make_submission())

@@ -375,7 +375,7 @@ def test_a_retention_that_is_too_short_is_no_term() -> None:
 @pytest.mark.parametrize("weight", [0.0, 0.009, 100.5, float("nan"), float("inf")])
 def test_a_weight_out_of_bounds_is_no_term(weight: float) -> None:
     """Neither is what is no number."""
-    with pytest.raises(ValueError, match="a weight is a number from 0.01 to 100"):
+    with pytest.raises(ValueError, match="a weight is a number from"):
         KeyTerms(tenant="acme", weight=weight)
 
 

@@ -38,8 +38,8 @@ def batching(tmp_path: Path) -> str:
 
 
 def shares_of(views: dict[str, list[JobView]]) -> dict[str, float]:
-    """Of the tokens of the jobs that ended from when all had ended that began before the last tenant
-    came, to when the first tenant has no job waiting any more."""
+    """Of the tokens of the jobs that ended while all tenants had work: from when all had ended that
+    began before the last tenant came, to when the first tenant had no job waiting."""
     claimed = [[v.claimed_ms or 0 for v in all_] for all_ in views.values()]
     came_ms, to_ms = max(map(min, claimed)), min(map(max, claimed))
     every = [view for all_ in views.values() for view in all_]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from contract.calls import Append, LaneRoom, Verdict
 from contract.events import LogEntry
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import FinishReason, JobStatus
 from contract.keys import Keys
 from contract.tasks import end
 from payloads.directory import DirectoryStore
@@ -76,7 +76,7 @@ async def test_jobs_that_end_together_end_a_few_at_a_time(
     for claimed in claims:
         held = HeldJob(claimed, tokenizer)
         holding.jobs[held.job.id] = held
-        held.take(TokenOut(held.job.id, held.epoch, 0, 0, 97, "length"))
+        held.take(TokenOut(held.job.id, held.epoch, 0, 0, 97, FinishReason.LENGTH))
         publisher.note(held)
     publishing = asyncio.create_task(publisher.run())
 
