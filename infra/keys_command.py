@@ -21,6 +21,7 @@ from contract.api_keys import (
     Scope,
 )
 from contract.connection import connect
+from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
 from infra import option_values
 from infra import options as opts
@@ -112,6 +113,14 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         "(default: no limit)",
     )
     parser.add_argument(
+        "--weight",
+        type=_weight,
+        default=1.0,
+        metavar="NUMBER",
+        help="what the tenant gets of a lane's tokens and places is to what others get as their "
+        "weights are, 0.01 to 100 (default: 1)",
+    )
+    parser.add_argument(
         "--retention-s",
         type=_retention_s,
         default=0.0,
@@ -147,6 +156,15 @@ def _share(raw: str) -> float:
     value = option_values.number(may_be_zero=False)(raw)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
+    return value
+
+
+def _weight(raw: str) -> float:
+    value = option_values.number(may_be_zero=False)(raw)
+    if not MIN_WEIGHT <= value <= MAX_WEIGHT:
+        raise argparse.ArgumentTypeError(
+            f"must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, not {raw!r}"
+        )
     return value
 
 
@@ -202,6 +220,7 @@ async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
         tokens_per_minute=options.tokens_per_minute,
         concurrent_tokens=options.concurrent_tokens,
         lane_share=options.lane_share,
+        weight=options.weight,
         retention_s=options.retention_s,
     )
     key, prefix = await api_keys.create(terms, lifetime_s=_lifetime_s(options))
@@ -257,6 +276,7 @@ def _shown(key: ApiKey) -> dict[str, Any]:
         "tokens_per_minute": terms.tokens_per_minute or None,
         "concurrent_tokens": terms.concurrent_tokens or None,
         "lane_share": terms.lane_share or None,
+        "weight": terms.weight,
         "retention_s": terms.retention_s or None,
         "created_at": key.created_ms / 1000,
         "expires_at": None if key.expires_ms is None else key.expires_ms / 1000,
@@ -273,6 +293,8 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         "retention_s": "s kept",
     }
     limits = [f"{key[name]:.10g} {unit}" for name, unit in units.items() if key[name]]
+    if key["weight"] != 1:
+        limits.append(f"weight {key['weight']:.10g}")
     return (
         key["prefix"],
         key["state"],

@@ -37,7 +37,7 @@ _READ_COMMANDS = (
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
     "lengths line orphaned log out outbox own poison q quarantine recount run runid stored tenant "
-    "totals"
+    "totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
 _SIGHT_KEYS = "clock clock_offset"  # read by all; only tests set the second
@@ -90,7 +90,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
+            reads=f"{_SIGHT_KEYS} active counters job line log pool run tenant weights workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(
@@ -160,7 +160,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families with a single key; the others continue after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper clock_offset object_store"
+    "memory models api_keys key_pepper clock_offset object_store weights"
 )
 
 

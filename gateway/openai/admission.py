@@ -70,6 +70,7 @@ async def prepare(
         echo=_echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
+        weight=terms.caller.terms.weight,
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)

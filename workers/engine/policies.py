@@ -84,6 +84,7 @@ class VirtualTokenCounters(Policy):
     have work differ in service by at most 2 * max(input_weight * longest input, output_weight *
     tokens of KV) there; here one step's budget more, for the order is made once a step. A tenant
     that comes back is lifted to the least of those who stayed: being idle saves nothing up.
+    Service is divided by the tenant's weight, that of its latest sequence.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -91,6 +92,7 @@ class VirtualTokenCounters(Policy):
         self._output_weight = output_weight
         self._counters: dict[tuple[str, str], float] = {}
         self._num_live: Counter[tuple[str, str]] = Counter()
+        self._weights: dict[tuple[str, str], float] = {}  # of those who are live
         self._floors: dict[str, float] = {}  # by lane: the least counter when last anyone was live
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
@@ -105,16 +107,18 @@ class VirtualTokenCounters(Policy):
             floor = self._floor(sequence.lane)
             self._counters[account] = max(self._counters.get(account, 0.0), floor)
         self._num_live[account] += 1
+        self._weights[account] = sequence.weight
 
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
-        self._counters[account] += self._input_weight * num_in + self._output_weight * num_out
+        service = self._input_weight * num_in + self._output_weight * num_out
+        self._counters[account] += service / self._weights[account]
 
     def leave(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant
         self._num_live[account] -= 1
         if self._num_live[account] > 0:
             return
-        del self._num_live[account]
+        del self._num_live[account], self._weights[account]
         self._floors[sequence.lane] = self._counters[account]
         self._forget_paid_up(sequence.lane)
 

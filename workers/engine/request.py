@@ -40,6 +40,7 @@ class Request:
     outputs: tuple[tuple[int, ...], ...]  # known output ids per choice, n per prompt
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # on the engine's clock; the job ends then
+    weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
 
     def max_num_known(self, max_model_len: int) -> int:
         """The most tokens, prompt and output, that one of its sequences can reach."""
@@ -64,6 +65,7 @@ class Request:
                 ending_ids=ending_ids,
                 arrival=first_arrival + choice,
                 deadline_s=self.deadline_s,
+                weight=self.weight,
             )
             for choice, output_ids in enumerate(self.outputs)
             if not self.finished[choice]

@@ -27,6 +27,7 @@ class Sequence:
     ending_ids: frozenset[int] = frozenset()  # eos (unless ignored) and stop tokens
     arrival: int = 0  # order of arrival in this engine; kept across preemptions
     deadline_s: float | None = None  # on the engine's clock
+    weight: float = 1.0  # of its tenant
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks

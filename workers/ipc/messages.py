@@ -84,6 +84,7 @@ class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
+    weight: float = 1.0  # of its tenant
 
 
 class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

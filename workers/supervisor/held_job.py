@@ -202,6 +202,7 @@ class HeldJob:
             tuple([tuple(choice.token_ids) for choice in self._choices]),
             tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,
+            self.job.weight,
         )
 
     def take(self, out: TokenOut | ChoiceEnded) -> bool:

@@ -20,6 +20,7 @@ from workers.supervisor.worker_broker import WorkerBroker
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
+_MAX_ENDS = 8  # in one call: Redis packs each log, and other jobs' tokens wait meanwhile
 
 
 class Publisher:
@@ -60,7 +61,7 @@ class Publisher:
 
     def _gather(self) -> tuple[list[HeldJob], list[Append]]:
         """At most one event per job; the rest waits for the next call."""
-        jobs, items = [], []
+        jobs, items, num_ends = [], [], 0
         news, self._news = self._news, {}
         for job_id, job in news.items():
             event, num_tokens = job.take_event()
@@ -71,6 +72,8 @@ class Publisher:
             elif self._failures and (job_id, job.epoch) in self._failures:
                 fin = JobStatus.FAILED
                 code, message = self._failures.pop((job_id, job.epoch))
+            elif job.is_complete and num_ends == _MAX_ENDS:
+                self.note(job)
             elif job.is_complete:
                 if not self._results.is_due(job):
                     fin = "" if job.is_being_kept else JobStatus.SUCCEEDED
@@ -78,6 +81,7 @@ class Publisher:
                     self._results.begin(job, self.note)
                 else:
                     self.note(job)  # after this event is in its log
+            num_ends += bool(fin)
             if event is not None or fin:
                 jobs.append(job)
                 number = job.next_number

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 32  # lower bound per logged token
 _TIMEOUT_S = 10.0
+_MAX_AT_ONCE = 4  # reads of logs, which Redis does before any append that comes after them
 
 
 class ResultKeeper:
@@ -36,6 +37,7 @@ class ResultKeeper:
         self._min_bytes = min_bytes
         self._lane = lane
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def is_due(self, job: HeldJob) -> bool:
         """Whether a job that has all its output should be stored before it ends."""
@@ -58,10 +60,11 @@ class ResultKeeper:
     async def _keep(self, job: HeldJob, note: Callable[[HeldJob], None]) -> None:
         assert self._store is not None
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with self._turns:
                 entries = await self._lane.read_log(job.job.id, job.job.tenant)
-                if not entries or entries[-1].number != job.next_number - 1:
-                    return
+            if not entries or entries[-1].number != job.next_number - 1:
+                return
+            async with asyncio.timeout(_TIMEOUT_S):
                 data = await asyncio.to_thread(encode_result, job.job, entries)
                 if len(data) >= self._min_bytes:
                     key = result_key(job.job.id, job.epoch)
