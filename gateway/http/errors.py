@@ -1,14 +1,15 @@
-"""The one place where errors become HTTP, in OpenAI's error shape. Never with a stack or an input.
+"""Errors as HTTP answers in OpenAI's error shape, never with a stack or an input.
 
-ApiError is what the gateway raises on purpose; `to_api_error` translates what `contract` raises.
+The gateway raises ApiError on purpose; `to_api_error` translates what `contract` raises.
 """
 
 import difflib
-import logging
 import random
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -26,7 +27,10 @@ from contract.jobs import JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.http.load_headers import rate_headers, retry_after
 
-log = logging.getLogger("batchway.gateway")
+# Codes of a refused parameter, beside invalid_value.
+MISSING = "missing_required_parameter"
+UNKNOWN = "unknown_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 # Every ErrorCode of the contract as an HTTP status; a meta-test keeps this complete.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {
@@ -52,14 +56,53 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _SOON_S = 1.0  # what failed a moment ago may be back
 _UNFIT_S = 30.0  # an operator must act
 _FULL_S = 5.0  # what runs must end first
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 _MAX_NAMES, _MAX_NAME = 10, 256  # of models in a message: how many, and characters of each
 # Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
 _NO_RETRY = {"x-should-retry": "false"}
 
 
-class ApiError(BatchwayError):
-    """A refusal with everything that its HTTP answer says."""
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetails
+
+
+_REASONS: Mapping[int, str] = {
+    400: "What the caller must change; `param` names it",
+    401: "No API key, or none that is good",
+    403: "The key is not for this",
+    404: "It does not exist, or is another tenant's",
+    408: "The body did not arrive in time",
+    409: "The job is not in a state for this",
+    413: "The body is too long",
+    415: "The content-type is not application/json",
+    422: "The Idempotency-Key was used with another body",
+    429: "Capacity exists, but not for this now; see `x-dropped-reason` and `Retry-After`",
+    431: "The request line and headers are too long",
+    500: "The job failed, or an internal error",
+    503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
+    504: "The job did not end before its deadline",
+}
+
+
+def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors of a route for its `responses`, in the OpenAPI document."""
+    return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
+
+
+class ApiError(BatchwayError, HTTPException):
+    """A refusal with everything that its HTTP answer says. FastAPI passes on an HTTPException that
+    is raised while it reads a body; others it replaces.
+    """
+
+    headers: dict[str, str]
 
     def __init__(
         self,
@@ -71,13 +114,13 @@ class ApiError(BatchwayError):
         headers: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(f"{status} {code}")  # not the message: it may quote the caller
+        # The detail is logged, the message is not: it may quote the caller.
+        HTTPException.__init__(self, status, code, dict(headers or {}))
         self.retry_after_s = retry_after_s
         self.status = status
         self.code = code
         self.message = message
         self.param = param
-        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
         """OpenAI's error object."""
@@ -259,21 +302,3 @@ def failure_of(end: End) -> ApiError | None:
     code = ErrorCode(end.code) if end.code in set(ErrorCode) else ErrorCode.ENGINE_ERROR
     status = STATUS_BY_CODE[code]
     return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
-
-
-def answer_of(exc: Exception, draw: Callable[[], float]) -> Response | None:
-    """How an error answers its request, the framework's own included, in the one shape; None for
-    what nobody has raised on purpose. `draw` is that of `ApiError.response`.
-    """
-    if isinstance(exc, BatchwayError):
-        error = to_api_error(exc)
-        if error.code == "internal_error":
-            log.error("unexpected %s", type(exc).__name__)
-        return error.response(draw)
-    if isinstance(exc, HTTPException):
-        code = _HTTP_CODES.get(exc.status_code, "bad_request")
-        message = exc.detail
-        if exc.status_code == 405 and exc.headers is not None:
-            message = f"this path takes {exc.headers['Allow']}"
-        return ApiError(exc.status_code, code, message, headers=exc.headers).response()
-    return None
