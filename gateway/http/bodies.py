@@ -7,13 +7,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from gateway.http.auth import Caller, identify
 from gateway.http.errors import ApiError, bad_request
 
 MAX_DEPTH = 32
@@ -29,29 +30,42 @@ class _Refused(ValueError):
 
 
 class StrictRequest(Request):
-    """A request whose body must be one JSON object. FastAPI calls `body` and `json` only where an
-    endpoint has a body.
+    """A request whose body must be one JSON object. FastAPI calls `body` and `json` for endpoints
+    with a body, before any dependency; `refuse_malformed` then raises what is wrong with it.
     """
 
     fields: dict[str, Any] | None = None  # the parsed body
+    refusal: ApiError | None = None
 
     async def body(self) -> bytes:
-        """Raises ApiError."""
+        """Raises ApiError where the caller leaves."""
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # Also keeps other sites' pages from posting here without a CORS preflight.
             message = "the content-type must be application/json"
-            raise ApiError(415, "unsupported_media_type", message)
+            self.refusal = ApiError(415, "unsupported_media_type", message)
+            return b""
         try:
             return await super().body()
         except ClientDisconnect:
             raise ApiError(499, "client_closed_request", "the caller has left") from None
 
     async def json(self) -> dict[str, Any]:
-        """Raises ApiError."""
         if self.fields is None:
-            self.fields = parse_object(await self.body())
+            raw = await self.body()
+            try:
+                self.fields = parse_object(raw)
+            except ApiError as error:
+                self.refusal, self.fields = error, {}
         return self.fields
+
+
+async def refuse_malformed(request: Request, _: Annotated[Caller, Depends(identify)]) -> None:
+    """A dependency of every router whose endpoints have bodies. Callers without a key are refused
+    first. Raises ApiError.
+    """
+    if isinstance(request, StrictRequest) and request.refusal is not None:
+        raise request.refusal
 
 
 class StrictRoute(APIRoute):
@@ -64,6 +78,14 @@ class StrictRoute(APIRoute):
             return await handle(StrictRequest(request.scope, request.receive))
 
         return strict
+
+
+class StrictRouter(APIRouter):
+    """A router whose endpoints take JSON objects by these rules."""
+
+    def __init__(self, **options: Any) -> None:
+        dependencies = [Depends(refuse_malformed)]
+        super().__init__(route_class=StrictRoute, dependencies=dependencies, **options)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from contract.calls import JobView
 from contract.jobs import JobStatus
 from gateway.http import sse
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.bodies import StrictRoute
+from gateway.http.bodies import StrictRouter
 from gateway.http.errors import ApiError, answers
 from gateway.jobs.event_ids import AskedPosition
 from gateway.jobs.job_objects import (
@@ -34,7 +34,7 @@ from gateway.openai.sync_answers import (
 )
 from gateway.openai.unsupported import ignored_header
 
-router = APIRouter(route_class=StrictRoute, tags=["jobs"], responses=answers(401, 403, 429))
+router = StrictRouter(tags=["jobs"], responses=answers(401, 403, 429))
 
 
 @router.post(

@@ -3,13 +3,13 @@
 import time
 from typing import Literal
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from pydantic import BaseModel
 
 from contract.calls import Quote
 from contract.jobs import Job
 from gateway.http.auth import Inference
-from gateway.http.bodies import StrictRoute
+from gateway.http.bodies import StrictRouter
 from gateway.http.errors import answers, to_api_error
 from gateway.http.load_headers import rate_headers
 from gateway.jobs.job_objects import UnixSeconds, place
@@ -17,7 +17,7 @@ from gateway.jobs.job_terms import AskedJob, prepare_job
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath
 
-router = APIRouter(route_class=StrictRoute, tags=["calls"], responses=answers(401, 403, 429))
+router = StrictRouter(tags=["calls"], responses=answers(401, 403, 429))
 
 
 class Refusal(BaseModel):
