@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from gateway.http.auth import Caller, identify
 from gateway.http.errors import ApiError, bad_request
 
 MAX_DEPTH = 32
@@ -60,12 +59,14 @@ class StrictRequest(Request):
         return self.fields
 
 
-async def refuse_malformed(request: Request, _: Annotated[Caller, Depends(identify)]) -> None:
-    """A dependency of every router whose endpoints have bodies. Callers without a key are refused
-    first. Raises ApiError.
-    """
+async def refuse_malformed(request: Request) -> None:
+    """Raises ApiError."""
     if isinstance(request, StrictRequest) and request.refusal is not None:
         raise request.refusal
+
+
+# An argument behind the caller's: who may not call is refused first.
+WellFormed = Annotated[None, Depends(refuse_malformed)]
 
 
 class StrictRoute(APIRoute):
@@ -78,14 +79,6 @@ class StrictRoute(APIRoute):
             return await handle(StrictRequest(request.scope, request.receive))
 
         return strict
-
-
-class StrictRouter(APIRouter):
-    """A router whose endpoints take JSON objects by these rules."""
-
-    def __init__(self, **options: Any) -> None:
-        dependencies = [Depends(refuse_malformed)]
-        super().__init__(route_class=StrictRoute, dependencies=dependencies, **options)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

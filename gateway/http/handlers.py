@@ -102,14 +102,15 @@ def _translated(error: Mapping[str, Any], body: Any) -> ApiError:
     context = error.get("ctx", {})
     if error["type"].startswith("union_tag"):
         context = {"param": context["discriminator"].strip("'")}
-    path += filter(None, [context.get("param")])
-    param = ".".join(part[:_MAX_NAME] for part in path) or None
+    if context.get("param") is not None:
+        path.append(context["param"])
+    param = ".".join(part[:_MAX_NAME] for part in path) if path else None
     code = _CODES.get(error["type"])
     if error["type"] == "union_tag_not_found":
         code = MISSING
     is_plain = error["type"] == MISSING or code != MISSING
     message = error["msg"] if is_plain else "missing parameter"
-    message = f"{param}: {message}" if param else message
+    message = f"{param}: {message}" if path else message
     return bad_request(code, message, param) if code else invalid_value(param, message)
 
 

@@ -93,9 +93,10 @@ def checked_id(job_id: str) -> str:
     return job_id
 
 
-async def job_id_of(
-    job_id: Annotated[str, Path(json_schema_extra={"pattern": f"^{_JOB_ID.pattern}$"})],
-) -> str:
+JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": f"^{_JOB_ID.pattern}$"})]
+
+
+async def job_id_of(job_id: JobIdPath) -> str:
     return checked_id(job_id)
 
 

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from contract.calls import JobView
 from contract.jobs import JobStatus
 from gateway.http import sse
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.bodies import StrictRouter
+from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import ApiError, answers
 from gateway.jobs.event_ids import AskedPosition
 from gateway.jobs.job_objects import (
@@ -34,7 +34,7 @@ from gateway.openai.sync_answers import (
 )
 from gateway.openai.unsupported import ignored_header
 
-router = StrictRouter(tags=["jobs"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=StrictRoute, tags=["jobs"], responses=answers(401, 403, 429))
 
 
 @router.post(
@@ -43,6 +43,7 @@ router = StrictRouter(tags=["jobs"], responses=answers(401, 403, 429))
 async def create_job(
     request: Request,
     caller: JobsWriter,
+    _checked: WellFormed,
     gateway: AcceptingGateway,
     asked: AskedJob,
     key: IdempotencyKey = "",
@@ -110,7 +111,7 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
 
 @router.patch("/v1/jobs/{job_id}", responses=answers(404, 409, 415))
 async def change_job(
-    caller: JobsWriter, gateway: ThisGateway, job_id: JobId, change: JobChange
+    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, job_id: JobId, change: JobChange
 ) -> JobObject:
     """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
     broker = gateway.broker

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from contract.payloads.directory import DirectoryStore
 from gateway.http.errors import answers, not_found
+from gateway.jobs.job_objects import JobIdPath
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath, FinishReason
 
@@ -34,7 +35,9 @@ class StoredResult(BaseModel):
 
 
 @router.get("/v1/objects/{job_id}/{name}", response_model=StoredResult)
-async def get_object(request: Request, gateway: ThisGateway, job_id: str, name: str) -> Response:
+async def get_object(
+    request: Request, gateway: ThisGateway, job_id: JobIdPath, name: str
+) -> Response:
     """The object as it was written; 404 for a URL that is not ours, that has expired, or whose
     object is gone."""
     store = gateway.broker.payloads.store

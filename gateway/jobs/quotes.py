@@ -3,13 +3,13 @@
 import time
 from typing import Literal
 
-from fastapi import Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from contract.calls import Quote
 from contract.jobs import Job
 from gateway.http.auth import Inference
-from gateway.http.bodies import StrictRouter
+from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import answers, to_api_error
 from gateway.http.load_headers import rate_headers
 from gateway.jobs.job_objects import UnixSeconds, place
@@ -17,7 +17,7 @@ from gateway.jobs.job_terms import AskedJob, prepare_job
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath
 
-router = StrictRouter(tags=["calls"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=StrictRoute, tags=["calls"], responses=answers(401, 403, 429))
 
 
 class Refusal(BaseModel):
@@ -44,7 +44,11 @@ class QuoteObject(BaseModel):
 
 @router.post("/v1/quote", responses=answers(404, 415))
 async def quote_job(
-    caller: Inference, gateway: ThisGateway, asked: AskedJob, response: Response
+    caller: Inference,
+    _checked: WellFormed,
+    gateway: ThisGateway,
+    asked: AskedJob,
+    response: Response,
 ) -> QuoteObject:
     """What `POST /v1/jobs` would say of the same body."""
     job, submission = await prepare_job(gateway, asked, caller, idempotency_key="", body_hash="")

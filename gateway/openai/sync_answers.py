@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
@@ -18,7 +18,7 @@ from contract.errors import BatchwayError
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
 from gateway.http.auth import Caller, Inference
-from gateway.http.bodies import StrictRouter
+from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import ApiError, UnknownJob, answers, invalid_value, to_call_error
 from gateway.http.load_headers import ServerTiming, rate_headers
 from gateway.jobs.event_ids import START, AskedPosition, Position
@@ -55,7 +55,8 @@ IdempotencyKey = Annotated[
         description="the same key and body: the job of the first call answers",
     ),
 ]
-router = StrictRouter(
+router = APIRouter(
+    route_class=StrictRoute,
     tags=["calls"],
     responses={
         200: EVENTS,
@@ -90,6 +91,7 @@ class CallOptions(msgspec.Struct, frozen=True):
 async def call_options(
     request: Request,
     caller: Inference,
+    _checked: WellFormed,
     gateway: AcceptingGateway,
     preference: AskedPreference,
     position: AskedPosition,

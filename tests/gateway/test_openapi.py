@@ -138,7 +138,7 @@ def error_shape(_context: Any, response: Any, _case: Any) -> None:
 
 def questions() -> Iterator[tuple[str, str, GenerationMode]]:
     """Good ones of each operation, and bad ones where there is anything to say badly."""
-    operations = [(method, path) for path in schema for method in schema[path]]
+    operations = [(method.upper(), path) for path in schema for method in schema[path]]
     for method, path in sorted(operations):
         yield method, path, GenerationMode.POSITIVE
         raw = schema[path][method].definition.raw
