@@ -14,8 +14,7 @@ from gateway.http import health, metrics_route
 from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.drain import Drain
 from gateway.http.embedded_metrics import EmbeddedMetrics
-from gateway.http.errors import answers
-from gateway.http.handlers import add_handlers
+from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import RequestLimits
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.middleware import RequestObserver

@@ -6,10 +6,8 @@ The gateway raises ApiError on purpose; `to_api_error` translates what `contract
 import difflib
 import random
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -59,42 +57,6 @@ _FULL_S = 5.0  # what runs must end first
 _MAX_NAMES, _MAX_NAME = 10, 256  # of models in a message: how many, and characters of each
 # Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
 _NO_RETRY = {"x-should-retry": "false"}
-
-
-class ErrorDetails(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(BaseModel):
-    """OpenAI's error object."""
-
-    error: ErrorDetails
-
-
-_REASONS: Mapping[int, str] = {
-    400: "What the caller must change; `param` names it",
-    401: "No API key, or none that is good",
-    403: "The key is not for this",
-    404: "It does not exist, or is another tenant's",
-    408: "The body did not arrive in time",
-    409: "The job is not in a state for this",
-    413: "The body is too long",
-    415: "The content-type is not application/json",
-    422: "The Idempotency-Key was used with another body",
-    429: "Capacity exists, but not for this now; see `x-dropped-reason` and `Retry-After`",
-    431: "The request line and headers are too long",
-    500: "The job failed, or an internal error",
-    503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
-    504: "The job did not end before its deadline",
-}
-
-
-def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors of a route for its `responses`, in the OpenAPI document."""
-    return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
 
 
 class ApiError(BatchwayError, HTTPException):

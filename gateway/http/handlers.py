@@ -1,4 +1,6 @@
-"""The app's exception handlers: every error as OpenAI's error object, without any input."""
+"""The app's exception handlers: every error as OpenAI's error object, without any input; and the
+errors of routes for the OpenAPI document.
+"""
 
 import difflib
 import logging
@@ -7,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -46,6 +49,42 @@ _ELSEWHERE = {
     "/v1/moderations": "no moderation",
     "/v1/fine_tuning": "no training",
 }
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetails
+
+
+_REASONS: Mapping[int, str] = {
+    400: "What the caller must change; `param` names it",
+    401: "No API key, or none that is good",
+    403: "The key is not for this",
+    404: "It does not exist, or is another tenant's",
+    408: "The body did not arrive in time",
+    409: "The job is not in a state for this",
+    413: "The body is too long",
+    415: "The content-type is not application/json",
+    422: "The Idempotency-Key was used with another body",
+    429: "Capacity exists, but not for this now; see `x-dropped-reason` and `Retry-After`",
+    431: "The request line and headers are too long",
+    500: "The job failed, or an internal error",
+    503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
+    504: "The job did not end before its deadline",
+}
+
+
+def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors of a route for its `responses`, in the OpenAPI document."""
+    return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
 
 
 def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:

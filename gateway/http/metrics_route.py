@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from contract.errors import BrokerUnavailable
 from contract.fleet_snapshot import FleetSnapshot
 from gateway.http.auth import MetricsReader
-from gateway.http.errors import answers
+from gateway.http.handlers import answers
 from gateway.jobs.streams import ThisGateway
 
 router = APIRouter(tags=["health"])

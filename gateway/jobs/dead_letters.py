@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from contract.callbacks import OutboxState
 from contract.outbox import DeadLetter
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.errors import ApiError, answers, not_found
+from gateway.http.errors import ApiError, not_found
+from gateway.http.handlers import answers
 from gateway.jobs.job_objects import JobId, UnixSeconds
 from gateway.jobs.streams import ThisGateway
 

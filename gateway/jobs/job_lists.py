@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from contract.calls import Wanted
 from contract.jobs import DEFAULT_LANES
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.errors import ApiError, UnknownJob, answers, bad_request, invalid_value
+from gateway.http.errors import ApiError, UnknownJob, bad_request, invalid_value
+from gateway.http.handlers import answers
 from gateway.jobs.job_objects import (
     PUBLIC_STATUSES,
     JobId,

@@ -10,7 +10,8 @@ from contract.jobs import JobStatus
 from gateway.http import sse
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
-from gateway.http.errors import ApiError, answers
+from gateway.http.errors import ApiError
+from gateway.http.handlers import answers
 from gateway.jobs.event_ids import AskedPosition
 from gateway.jobs.job_objects import (
     AcceptedJob,

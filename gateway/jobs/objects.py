@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from contract.payloads.directory import DirectoryStore
-from gateway.http.errors import answers, not_found
+from gateway.http.errors import not_found
+from gateway.http.handlers import answers
 from gateway.jobs.job_objects import JobIdPath
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath, FinishReason

@@ -10,7 +10,8 @@ from contract.calls import Quote
 from contract.jobs import Job
 from gateway.http.auth import Inference
 from gateway.http.bodies import StrictRoute, WellFormed
-from gateway.http.errors import answers, to_api_error
+from gateway.http.errors import to_api_error
+from gateway.http.handlers import answers
 from gateway.http.load_headers import rate_headers
 from gateway.jobs.job_objects import UnixSeconds, place
 from gateway.jobs.job_terms import AskedJob, prepare_job

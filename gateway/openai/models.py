@@ -7,7 +7,8 @@ from pydantic import BaseModel
 
 from contract.jobs import ModelCard
 from gateway.http.auth import AnyCaller
-from gateway.http.errors import answers, no_such_model
+from gateway.http.errors import no_such_model
+from gateway.http.handlers import answers
 from gateway.jobs.streams import ThisGateway
 
 router = APIRouter(tags=["models"], responses=answers(401, 403, 429))

@@ -19,7 +19,8 @@ from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
 from gateway.http.auth import Caller, Inference
 from gateway.http.bodies import StrictRoute, WellFormed
-from gateway.http.errors import ApiError, UnknownJob, answers, invalid_value, to_call_error
+from gateway.http.errors import ApiError, UnknownJob, invalid_value, to_call_error
+from gateway.http.handlers import answers
 from gateway.http.load_headers import ServerTiming, rate_headers
 from gateway.jobs.event_ids import START, AskedPosition, Position
 from gateway.jobs.job_objects import AcceptedJob, accepted_response, submitted_object
