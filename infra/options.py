@@ -12,7 +12,11 @@ from typing import get_args
 
 from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
-from infra.computing_options import add_computing_options, add_quantization_option
+from infra.computing_options import (
+    add_computing_options,
+    add_engine_options,
+    add_quantization_option,
+)
 from infra.demo_model import demo_model_path
 from infra.option_values import (
     integer,
@@ -155,6 +159,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="lanes, strategies and limits (default: batching.yaml beside the model)",
     )
     add_computing_options(group)
+    add_engine_options(group)
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
@@ -290,6 +295,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         attention=options.attention,
         steps=options.steps,
         fused=not options.torch_only,
+        engine_args=dict(options.engine_arg),
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -305,4 +311,8 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     pairs.append(("served_model_name", served_name(options)))
     given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
     given += ["--torch-only"] * options.torch_only
+    given += [f"--engine={options.engine}"]
+    given += [f"--engine-arg={name}={value}" for name, value in options.engine_arg]
+    if options.engine_python:
+        given += [f"--engine-python={options.engine_python}"]
     return tuple(given)

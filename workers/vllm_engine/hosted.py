@@ -1,7 +1,7 @@
 """vLLM's engine in the place of `workers.engine.engine.Engine`: the same calls, the same reports.
 
-vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice is
-a request of its own, and a `Sequence` says what of it is known.
+vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice
+is a request of its own, and a `Sequence` says what of it is known.
 """
 
 import time
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import msgspec
 from vllm import LLMEngine
 from vllm.config import VllmConfig
 from vllm.logprobs import Logprob
@@ -28,7 +27,7 @@ from workers.engine.strategy import Strategies
 from workers.vllm_engine.sampling import extra_args
 
 
-class Stats(StatLoggerBase):
+class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
     """What vLLM said of its last step. Fields that a version does not have count as 0."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
@@ -231,7 +230,8 @@ class HostedEngine:
                 sequence.started_s = sequence.started_s or self._clock_s()
             sequence.token_ids.append(token_id)
             end = sequence.end_reason(self._max_model_len)
-            logprob, top = 0.0, ()
+            logprob: float = 0.0
+            top: tuple[tuple[int, float], ...] = ()
             if completion.logprobs is not None and sequence.params.logprobs is not None:
                 found = completion.logprobs[place]
                 logprob, top = _scores(found, token_id, sequence.params.logprobs)

@@ -42,9 +42,7 @@ def start_vllm(
     config = llm.vllm_config
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
-    eos = eos_token_ids(
-        options.model_path, model.hf_config, options.revision or DEFAULT_REVISION
-    )
+    eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
     engine = HostedEngine(
         llm, stats[0], limits_of(options, vocab_size), frozenset(eos), lanes_of(options)
     )
@@ -70,7 +68,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     def refuse(message: str) -> NoReturn:
         raise ModelRefused(f"--engine-arg: {message}")
 
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = refuse
     ours = {
         "model": options.model_path,
         "revision": options.revision,

@@ -48,7 +48,7 @@ def extra_args(sequence: Sequence) -> dict[str, Any] | None:
     return {EXTRA: msgspec.json.encode(choice).decode()}
 
 
-class SeededSampling(LogitsProcessor):
+class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here
     """One for each process that samples. A row's state is its `Sequence`, without blocks."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
