@@ -1,4 +1,4 @@
-"""Where vLLM is installed, for tests that run it; they skip where scripts/setup-vllm has not run."""
+"""Where vLLM is installed, for tests that run it; without it they skip."""
 
 import os
 from pathlib import Path

@@ -14,7 +14,10 @@ from tests.vllm_environment import vllm_arguments
 @pytest.fixture(scope="package", params=["own", pytest.param("vllm", marks=pytest.mark.campaign)])
 def stack(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterator[Stack]:
     """On a Redis that the tests may look into."""
-    arguments = (f"--redis-url={redis_server.url}", f"--namespace={KEYS.namespace}")
+    arguments: tuple[str, ...] = (
+        f"--redis-url={redis_server.url}",
+        f"--namespace={KEYS.namespace}",
+    )
     if request.param == "vllm":
         arguments += vllm_arguments()
     with running_demo_stack(*arguments) as stack:

@@ -4,6 +4,7 @@ Takes what `workers.engine_process.engine_loop` takes, and speaks the same frame
 processes are in this one's group: where the supervisor is gone and a step hangs, all are killed.
 """
 
+import multiprocessing
 import os
 import select
 import signal
@@ -33,4 +34,7 @@ if __name__ == "__main__":
 
     number = int(sys.argv[sys.argv.index("--fd") + 1])
     threading.Thread(target=_end_with_supervisor, args=[os.dup(number)], daemon=True).start()
-    sys.exit(main(start=start_vllm))
+    status = main(start=start_vllm)
+    for child in multiprocessing.active_children():  # vLLM would wait for each to end by itself
+        child.kill()
+    sys.exit(status)

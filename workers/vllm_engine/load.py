@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vllm import EngineArgs, LLMEngine
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from workers.engine.model import ModelRefused
@@ -17,6 +18,8 @@ from workers.vllm_engine.sampling import SeededSampling
 
 log = logging.getLogger("batchway.engine")
 
+_CPU_KV_BYTES = 2**30
+_MAX_MESSAGE = 500
 _PROCESSOR = f"{SeededSampling.__module__}:{SeededSampling.__qualname__}"
 
 
@@ -77,7 +80,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "block_size": options.block_size,
-        "kv_cache_memory_bytes": options.kv_memory_bytes,
+        "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
         "enable_prefix_caching": "true" if options.prefix_caching else "false",
         "scheduling_policy": "priority",
         "logits_processors": _PROCESSOR,
@@ -96,6 +99,12 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     return EngineArgs.from_cli_args(parser.parse_args(words))
 
 
+def default_kv_memory_bytes() -> int | None:
+    """On a CPU vLLM takes nine tenths of the machine's memory, or fails where others use some.
+    None: on a GPU its default stands."""
+    return _CPU_KV_BYTES if current_platform.is_cpu() else None
+
+
 def _words(name: str, value: str) -> list[str]:
     option = name.replace("_", "-")
     match value.lower():
@@ -107,4 +116,5 @@ def _words(name: str, value: str) -> list[str]:
 
 
 def _line(exc: BaseException) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+    """Its whole message in one line: the cause is not always in the first."""
+    return " ".join(str(exc).split())[:_MAX_MESSAGE] or type(exc).__name__
