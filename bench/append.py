@@ -1,9 +1,8 @@
-"""What logging a step costs: python -m bench.append
+"""Measures the cost of logging a step: python -m bench.append
 
-One call of `append` writes a token of each running job, as a worker's supervisor does once a step,
-beside the engine's next step; one call in ten renews the jobs' leases too. One connection over a
-Unix socket to a private server. Beside the whole call stands Redis's own part of it, the function's
-time (`INFO commandstats`).
+One call of `append` writes a token of each running job, as a supervisor does once per step; one
+call in ten also renews leases. Uses one connection over a Unix socket to a private server. Also
+reports the function's own time (`INFO commandstats`).
 """
 
 import argparse
@@ -31,12 +30,12 @@ NUM_JOBS = (1, 32, 64, 128, 256)
 _TERMS = Submission(max_output_tokens=100_000, deadline_s=600, retention_s=60)
 _NUM_WARM_UP = 5  # calls
 _LEASE_S = 600
-_RENEWED_CALLS = 10  # from one that renews leases to the next: half a second of a worker's steps
+_RENEWED_CALLS = 10  # calls between lease renewals: half a second of a worker's steps
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a step of so many jobs. Milliseconds; `function_ms` is the mean inside Redis."""
+    """For steps of `num_jobs` jobs. Milliseconds; `function_ms` is the mean inside Redis."""
 
     num_jobs: int
     p50_ms: float
@@ -45,7 +44,7 @@ class Figures:
 
 
 async def measure(num_jobs: int, num_calls: int) -> Figures:
-    """So many jobs of some tenants are submitted and claimed; then each gets a token a call."""
+    """Submits and claims jobs of several tenants; each then gets a token per call."""
     with EmbeddedRedis() as server:
         client = connect(server.url, command_timeout_s=None)
         try:
@@ -60,7 +59,7 @@ async def measure(num_jobs: int, num_calls: int) -> Figures:
 
 
 def step_of(claimed: Sequence[Claimed], number: int) -> list[Append]:
-    """A token for each job, in the event of that number, counted from 1."""
+    """A token for each job, in event `number` (from 1)."""
     event = Tokens((ChoiceDelta(0, number - 1, (97,), "a"),))
     return [Append(c.job.id, c.epoch, number, event, 1) for c in claimed]
 

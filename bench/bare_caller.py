@@ -1,4 +1,4 @@
-"""A caller that is a bare socket: what it waits for is the server, and no client library."""
+"""A caller on a bare socket, to measure a server without a client library."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ _READ_BYTES = 2**16
 
 
 class BareCaller:
-    """One connection, kept from call to call. Raises OSError where there is no server."""
+    """One persistent connection. Raises OSError without a server."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = httpx.URL(url)
@@ -29,9 +29,8 @@ class BareCaller:
         self._socket.close()
 
     def ttft_s(self, path: str, body: Mapping[str, Any]) -> float:
-        """From sending to the first event of a stream, which is read to its end. Raises
-        RuntimeError where the answer is another, and OSError.
-        """
+        """Seconds from sending to the first event of a stream, which is read to its end. Raises
+        OSError, and RuntimeError for any other answer."""
         raw = json.dumps(body).encode()
         head = (
             f"POST /v1/{path} HTTP/1.1\r\nhost: {self._url.host}\r\n"

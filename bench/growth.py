@@ -1,9 +1,8 @@
-"""How a step's time grows with batch and context: python -m bench.growth --model DIR
+"""Measures step time by batch and context: python -m bench.growth --model DIR
 
-Steps in which every stream gets one token, beside the least that this machine could take for them:
-the bytes that must be read over measured bandwidth, or the operations over the measured rate of a
-matrix product, whichever is longer. Through the model runner alone: what the engine's bookkeeping
-adds is told by bench.scheduler. The KV of the context is random numbers, not computed.
+Each stream gets one token per step. The result is compared with this machine's limit: bytes to read
+over measured bandwidth, or operations over the measured product rate, whichever is longer. Uses the
+model runner alone (bench.scheduler measures the engine's bookkeeping). The context's KV is random.
 """
 
 import argparse
@@ -37,13 +36,13 @@ _TILE_BLOCKS = 64  # of random KV, repeated
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Of one batch and context. Seconds; the step's is a median."""
+    """One batch and context. Seconds; step_s is a median."""
 
     num_streams: int
     context: int
     step_s: float
-    memory_s: float  # the least that reading takes
-    compute_s: float  # the least that computing takes
+    memory_s: float  # lower bound of reading
+    compute_s: float  # lower bound of computing
 
     @property
     def limit_s(self) -> float:
@@ -51,13 +50,13 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """The limit's share of the step: 1 could not be beaten."""
+        """The limit's share of the step; at most 1."""
         return self.limit_s / self.step_s
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """All cells of a model; those whose KV did not fit are not among them."""
+    """All cells of a model whose KV fits."""
 
     machine: Machine
     shape: Shape
@@ -66,14 +65,12 @@ class Growth:
     cells: tuple[Cell, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         cells = [asdict(c) | {"limit_s": c.limit_s, "share": c.share} for c in self.cells]
         return asdict(self) | {"cells": cells}
 
     def table(self) -> str:
-        """A row for each batch, a column for each context: step / limit in ms and the share; `b`
-        where bytes are the limit, `o` where operations are.
-        """
+        """A row per batch, a column per context: step / limit in ms and the share; `b` if bytes are
+        the limit, `o` if operations are."""
         found = {(cell.num_streams, cell.context): cell for cell in self.cells}
         lines = ["| streams | " + " | ".join(f"context {n:,}" for n in self.contexts) + " |"]
         lines.append("|---" * (1 + len(self.contexts)) + "|")
@@ -108,7 +105,7 @@ def measure_growth(options: EngineOptions, batches: Seq[int], contexts: Seq[int]
 
 
 def make_streams(runner: ModelRunner, num_streams: int, context: int) -> list[Sequence] | None:
-    """Streams that have `context` tokens, all but the last computed; None where they do not fit."""
+    """Streams with `context` tokens, all but the last computed; None if they do not fit."""
     most = context + _NUM_WARM_UP + _MOST_STEPS
     num_blocks = -(-most // runner.block_size)
     if num_streams * num_blocks > runner.num_blocks or most > runner.max_model_len:
@@ -131,7 +128,7 @@ def make_streams(runner: ModelRunner, num_streams: int, context: int) -> list[Se
 
 
 def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
-    """Random KV for the first blocks: reading pages that were never written to costs nothing."""
+    """Random KV for the first blocks: reading untouched pages costs nothing."""
     for layer in runner.cache.layers.values():
         for tensor in (layer.keys, layer.values):
             tile = torch.randn(_TILE_BLOCKS, *tensor.shape[1:]).to(tensor)
@@ -173,7 +170,6 @@ def time_cell(
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

@@ -1,4 +1,4 @@
-"""Models to measure with: Llama's architecture with random weights, saved as checkpoints are."""
+"""Random models for measurements: Llama's architecture, saved as checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# ~5 M and ~124 M parameters; embeddings of their own for input and output.
+# About 5 M and 124 M parameters; embeddings are not tied.
 SIZES: Mapping[str, Mapping[str, int]] = {
     "S": {
         "hidden_size": 256,
@@ -29,15 +29,15 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "vocab_size": 32000,
     },
 }
-CONTEXT_LENGTH = 8448  # 8,192 tokens of context and room to go on
+CONTEXT_LENGTH = 8448  # 8,192 tokens of context and some to generate
 _SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 
 def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
-    """Writes a model of that size with a byte tokenizer; returns the folder.
+    """Writes a model of this size with a byte tokenizer; returns the folder.
 
-    Matrices are drawn large enough that what a token attends to decides what comes next, so that
-    a wrong position or neighbour shows in the greedy tokens.
+    The matrices are large enough that attention decides the next token, so that a wrong position or
+    neighbour changes the greedy tokens.
     """
     torch.manual_seed(seed)
     arguments: dict[str, Any] = dict(SIZES[size])
@@ -61,7 +61,7 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Bytes as tokens behind the special ones; ids above them have names of their own."""
+    """Bytes as tokens after the special ones; other ids get unique names."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*_SPECIAL, *alphabet]
     words += [f"<{i}>" for i in range(len(words), vocab_size)]

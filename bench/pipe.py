@@ -1,9 +1,8 @@
-"""What HTTP, Redis and the supervisor add to the engine: python -m bench.pipe --model DIR
+"""Measures what HTTP, Redis and the supervisor add: python -m bench.pipe --model DIR
 
-The same requests through an engine in this process and through `batchway up`, in turns, with the
-same options: tokens a second with many streams at once, then the time to the first token of one
-request alone, at a bare socket and through httpx. Every prompt is another, so that none is found
-computed.
+Runs the same requests, alternately, through an engine in this process and through `batchway up`
+with the same options: tokens per second with many streams, then time to first token of single
+requests, on a bare socket and through httpx. Every prompt is different, so no prefix is cached.
 """
 
 import argparse
@@ -33,52 +32,51 @@ from workers.ipc.messages import EngineOptions
 
 _READY = "batchway is ready: "
 _END_S = 30.0
-_NOT_INHERITED = ("REDIS_URL", "BATCHWAY_API_KEY")  # a Redis of its own, open to this process
+_NOT_INHERITED = ("REDIS_URL", "BATCHWAY_API_KEY")  # a private Redis, open to this process
 _TIMEOUT_S = 600.0
 _MODEL = "m"
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is asked of both."""
+    """What to measure on both."""
 
     num_streams: int
     num_prompt: int  # tokens
     num_output: int
     num_rounds: int
-    num_alone: int  # requests one after the other, for the time to the first token
+    num_alone: int  # single requests, for the time to first token
 
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """One entry a round, or a request; processor time in seconds, of the server's rounds."""
+    """One entry per round or request; processor time in seconds, of the server's rounds."""
 
     size: Size
     engine_tokens_per_s: list[float]
     server_tokens_per_s: list[float]
     engine_ttft_s: list[float]
-    server_ttft_s: list[float]  # at a bare socket
-    httpx_ttft_s: list[float]  # of the server too: what a common client adds
+    server_ttft_s: list[float]  # on a bare socket
+    httpx_ttft_s: list[float]  # includes a common client's share
     processor_s: dict[str, float]
-    num_tokens: int  # that the server put out in its rounds
+    num_tokens: int  # of the server's rounds
 
     @property
     def share(self) -> float:
-        """The server's throughput of the engine's, by medians."""
+        """The server's throughput relative to the engine's, by medians."""
         medians = map(statistics.median, (self.server_tokens_per_s, self.engine_tokens_per_s))
         return next(medians) / next(medians)
 
     @property
     def added_ttft_s(self) -> float:
-        """By medians."""
+        """Difference of the medians."""
         return statistics.median(self.server_ttft_s) - statistics.median(self.engine_ttft_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"share": self.share, "added_ttft_s": self.added_ttft_s}
 
     def tables(self) -> str:
-        """Throughput, latency and processor time, apart."""
+        """Separate tables of throughput, latency and processor time."""
         rounds = zip(self.engine_tokens_per_s, self.server_tokens_per_s, strict=True)
         lines = ["| round | engine (tokens/s) | server (tokens/s) | share |", "|---|---|---|---|"]
         for number, (engine, server) in enumerate(rounds, start=1):
@@ -111,7 +109,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(arguments: Sequence[str]) -> Iterator[Server]:
-    """Ends it at exit. Raises RuntimeError where it does not start."""
+    """Stops it at exit. Raises RuntimeError if it does not start."""
     process = subprocess.Popen(  # noqa: S603 - our own command
         [sys.executable, "-m", "infra", "up", "--port=0", *arguments],
         stdin=subprocess.DEVNULL,
@@ -137,7 +135,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
 
 
 async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Piped:
-    """Both in turns, each round with new prompts; first one round that is not counted."""
+    """Alternates both, each round with new prompts; the first round is not counted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=_TIMEOUT_S, limits=limits)
     draw = _drawing(vocab_size)
@@ -170,7 +168,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
 
 
 def _drawing(vocab_size: int) -> Callable[[int, int, int], Workload]:
-    """Requests of one shape, at each call others."""
+    """Draws requests of one shape, different ones at each call."""
     number = 0
 
     def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:
@@ -197,7 +195,6 @@ async def _serve(caller: Caller, workload: Workload, num_streams: int) -> LoadRu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.pipe", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

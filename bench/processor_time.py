@@ -1,11 +1,11 @@
-"""Which part of a running `batchway up` uses how much of the processor. Linux only: reads /proc."""
+"""Processor time by part of a running `batchway up`. Linux only: reads /proc."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# A part's name by what its command line holds; the first that fits.
+# Part names by a piece of the command line; the first match counts.
 _PARTS = {
     "engine": "workers.engine_process.engine_loop",
     "worker's supervisor": "infra worker",
@@ -18,7 +18,7 @@ OTHERS, CALLERS = "others", "the callers, in this process"
 
 
 class ProcessorTime:
-    """Adds up what a process and those below it use while it is asked to count."""
+    """Sums up the use of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -43,7 +43,7 @@ class ProcessorTime:
 
 
 def _below(pid: int) -> list[int]:
-    """The process, its children, theirs, and so on."""
+    """The process and its descendants."""
     found = [pid]
     for parent in found:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -58,6 +58,6 @@ def _part_of(pid: int) -> str:
 
 
 def _used_s(pid: int) -> float:
-    """User and system time: fields 14 and 15 of stat, behind the name in brackets."""
+    """User and system time: fields 14 and 15 of stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,7 @@
-"""A decoder's matrix products by rows, in each type: python -m bench.products --model DIR
+"""Times a decoder's matrix products by rows, in each type: python -m bench.products --model DIR
 
-All linear layers of the model's shape but the head, with random weights, one after the other as a
-step has them, by whatever multiplies on this processor. The least of some rounds, in turns.
+All linear layers of the model's shape but the head, with random weights, in a step's order, by the
+fastest product. The minimum of some alternating rounds.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measure(model: str, rows: Seq[int], num_rounds: int) -> Mapping[str, Mapping
 
 
 def table(found: Mapping[str, Mapping[int, float]]) -> str:
-    """A row for each type, a column for each number of rows; milliseconds."""
+    """A row per type, a column per number of rows; milliseconds."""
     rows = list(next(iter(found.values())))
     lines = ["| rows | " + " | ".join(map(str, rows)) + " |", "|---" * (1 + len(rows)) + "|"]
     for name, walls_s in found.items():
@@ -85,7 +85,6 @@ def table(found: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Measures and prints; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.products", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--threads", type=int, help="of torch and the kernels; all cores")

@@ -1,9 +1,9 @@
-"""What rounded weights change: python -m bench.quantization [--model DIR]
+"""Measures the effect of quantized weights: python -m bench.quantization [--model DIR]
 
-One text after the other through the engine's own path in every type, the right tokens fed in,
-beside the reference: weights as they are, float32. For the demo model the texts are exercises that
-it was never trained on, and answers are scored; after random prompts any other model goes on as the
-reference does, greedily. So a way that finds the text's own tokens likeliest would have said them.
+Runs texts through the engine's path in every type, feeding in the right tokens, and compares with
+the reference: unquantized float32. For the demo model the texts are exercises that it was not
+trained on, and answers are scored; other models continue random prompts, greedily, with the
+reference.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from workers.profiling.demand import shape_of
 
 _WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
 _KV_BYTES = 2**27
-_EXERCISE_SEED = 1  # as the demo model's card has it
+_EXERCISE_SEED = 1  # as in the demo model's card
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens, of which the first `num_given` are not scored."""
+    """Tokens; the first `num_given` are not scored."""
 
     token_ids: tuple[int, ...]
     num_given: int
@@ -45,15 +45,15 @@ class Text:
 
 @dataclass(slots=True)
 class Tally:
-    """Of one way: sums over scored tokens, and counts of texts."""
+    """One type: sums over scored tokens, and counts of texts."""
 
     num_tokens: int = 0
     loss: float = 0.0  # nats
-    divergence: float = 0.0  # of its distribution from the reference's, nats
-    difference: float = 0.0  # squares, in shares of the variance of the reference's logits
+    divergence: float = 0.0  # from the reference's distribution, nats
+    difference: float = 0.0  # mean squares relative to the variance of the reference's logits
     num_same_tokens: int = 0
-    num_same_texts: int = 0  # all of their tokens' likeliest ones are the reference's
-    num_right_texts: int = 0  # and are the text's own
+    num_same_texts: int = 0  # all likeliest tokens are the reference's
+    num_right_texts: int = 0  # all likeliest tokens are the text's
 
     def add(self, logits: Tensor, reference: Tensor, wanted: Tensor) -> None:
         """logits and reference (n, vocab_size), wanted (n,): a text's scored tokens."""
@@ -72,7 +72,7 @@ class Tally:
 
 
 def exercises(num_each: int) -> list[Text]:
-    """Of the demo model's families, none of which it was trained on."""
+    """From the demo model's families, not used in training."""
     found = [e for family in FAMILIES for e in held_out(family, _EXERCISE_SEED, num_each)]
     return [
         Text((*prompt_ids(exercise), *answer_ids(exercise)), len(prompt_ids(exercise)))
@@ -81,7 +81,7 @@ def exercises(num_each: int) -> list[Text]:
 
 
 def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -> list[Text]:
-    """Random prompts, and what the model says after them, greedily."""
+    """Random prompts with the model's greedy continuations."""
     workload = log_uniform_workload(
         num_texts, loaded.vocab_size, prompt_tokens=(16, 128), output_tokens=(64, 64)
     )
@@ -94,7 +94,7 @@ def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -
 
 
 def logits_of(runner: ModelRunner, text: Text) -> Tensor:
-    """(n, vocab_size): of what follows each token from the last given one on, but for the last."""
+    """Logits (n, vocab_size) after each token from the last given one on, except the last."""
     num_tokens = len(text.token_ids)
     sequence = Sequence(
         job_id="text",
@@ -130,9 +130,8 @@ def options_of(model: str, dtype: str, quantization: str, threads: int | None) -
 def compare(
     model: str, num_texts: int, threads: int | None
 ) -> tuple[list[Text], list[tuple[str, int, Tally]]]:
-    """The texts; name, bytes that a step reads of the weights, and tally of each way; the reference
-    first. Raises ModelRefused.
-    """
+    """The texts; name, bytes read per step and results of each type, the reference first. Raises
+    ModelRefused."""
     options = [options_of(model, *way, threads) for way in _WAYS]
     loaded = [load_model(each, lambda text: None) for each in options]
     if model == str(demo_model_path()):
@@ -183,7 +182,6 @@ def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str
 
 
 def main(argv: Seq[str] | None = None) -> int:
-    """Compares and prints; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__)
     parser.add_argument("--model", default=str(demo_model_path()), metavar="DIR")
     parser.add_argument("--texts", type=int, help="300 of each family, or 64", metavar="N")

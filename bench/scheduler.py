@@ -1,8 +1,7 @@
-"""What the engine's bookkeeping costs a step: python -m bench.scheduler [--json OUT]
+"""Measures the engine's bookkeeping per step: python -m bench.scheduler [--json OUT]
 
-The engine as workers build it, around a model that computes nothing, so that all of a step's time
-is the host's: order, admission, blocks, tokens, reports. Timed with so many sequences running and
-so many waiting. Every step all that run get a token.
+Uses the engine as workers build it, with a model that computes nothing. Times steps with given
+numbers of running and waiting sequences; every running sequence gets a token per step.
 """
 
 import argparse
@@ -27,25 +26,25 @@ from workers.ipc.messages import EngineOptions
 RUNNING = (16, 64, 256)
 WAITING = (0, 1_000, 10_000)
 NUM_TENANTS = 20
-# Of those who run and of those who wait: nobody who waits may take the place of one who runs.
+# Waiting sequences must not displace running ones.
 RUNNING_LANES, WAITING_LANES = ("interactive", "standard"), ("standard", "batch")
 _VOCAB_SIZE = 32_000
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 64
 _MAX_MODEL_LEN = 2**20
-_NUM_BEFORE = 64  # tokens of output that a stream has while the others begin
+_NUM_BEFORE = 64  # output tokens a stream may produce while others start
 
 
 class Load(StrEnum):
-    """Why those who wait do so, and for how long."""
+    """Why sequences wait, and for how long."""
 
-    STEADY = "steady"  # all places are taken, and nobody ends
-    TURNOVER = "turnover"  # each step one ends, and one of those who wait begins
-    MEMORY = "memory"  # places are free, blocks are not
+    STEADY = "steady"  # no free place, and none ends
+    TURNOVER = "turnover"  # in each step one ends and a waiting one starts
+    MEMORY = "memory"  # free places, but no free blocks
 
 
 class NoArithmetic:
-    """A Model that yields a token for each chunk that asks, and does nothing else."""
+    """A Model that only returns a token for each sampling chunk."""
 
     block_size = _BLOCK_SIZE
     shares_blocks = True
@@ -57,13 +56,12 @@ class NoArithmetic:
         self._sample = Sample(4)
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         return [self._sample if chunk.samples else None for chunk in chunks]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Milliseconds of host time of a step."""
+    """Milliseconds of host time per step."""
 
     load: Load
     num_running: int
@@ -74,7 +72,7 @@ class Figures:
 
 
 def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> Figures:
-    """Brings the engine to where so many run and wait, then times steps."""
+    """Starts the sequences, then times steps."""
     engine = make_engine(load, num_running, num_steps)
     fill(engine, load, num_running, num_waiting, num_steps)
     gc.collect()
@@ -85,7 +83,7 @@ def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> F
         report = engine.step()
         host_s.append(time.perf_counter() - start_s - report.step_s)
         assert report.num_step_seqs == num_running, "as many run as are to be measured"
-        for _ in range(report.num_finished):  # one comes for each that ends
+        for _ in range(report.num_finished):  # replace those that ended
             _add(engine, next_number, WAITING_LANES, num_running)
             next_number += 1
     shares = (0.5, 0.99, 1.0)
@@ -94,7 +92,7 @@ def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> F
 
 
 def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
-    """With room for so many streams to go on for so many steps, and under MEMORY for no more."""
+    """With memory for the streams; under MEMORY for no more."""
     num_blocks = num_running * -(-_most_tokens(num_running, num_steps) // _BLOCK_SIZE)
     options = EngineOptions(
         model_path="",
@@ -103,7 +101,7 @@ def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
         kv_high_water=1.0,
     )
     if load is Load.MEMORY:
-        # A block more than each prompt needs: those who run go beyond the mark, nobody joins them.
+        # One block more than each prompt: growth exceeds the mark, so nobody is admitted.
         num_allowed = num_running * (_PROMPT_TOKENS // _BLOCK_SIZE + 1)
         options = msgspec.structs.replace(
             options, max_num_seqs=4 * num_running, kv_high_water=(num_allowed + 0.5) / num_blocks
@@ -112,9 +110,9 @@ def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
 
 
 def fill(engine: Engine, load: Load, num_running: int, num_waiting: int, num_steps: int) -> None:
-    """Starts those who run, then adds those who wait."""
+    """Starts running sequences, then adds waiting ones."""
     for number in range(num_running):
-        # Under TURNOVER they end one after the other.
+        # Under TURNOVER they end one by one.
         num_output = _most_tokens(num_running, num_steps) - _PROMPT_TOKENS
         if load is Load.TURNOVER:
             num_output = _NUM_BEFORE + number
@@ -126,7 +124,7 @@ def fill(engine: Engine, load: Load, num_running: int, num_waiting: int, num_ste
 
 
 def _most_tokens(num_running: int, num_steps: int) -> int:
-    """Of one sequence, at the end."""
+    """Of one sequence, at its end."""
     return _PROMPT_TOKENS + _NUM_BEFORE + num_running + num_steps
 
 

@@ -1,7 +1,7 @@
-"""How long `submit` takes while more and more jobs wait: python -m bench.submit
+"""Measures `submit` with growing queues: python -m bench.submit
 
-One connection over a Unix socket to a private Redis. The time is of the whole call: encoding, the
-round trip, the function. Beside it the function's own time by Redis (`INFO commandstats`).
+Uses one connection over a Unix socket to a private Redis. Reports the whole call (encoding, round
+trip, function) and the function's own time (`INFO commandstats`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ _TERMS = Submission(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one length of the queue. Milliseconds; `function_ms` is the mean inside Redis."""
+    """One queue length. Milliseconds; `function_ms` is the mean inside Redis."""
 
     num_queued: int
     submit_p50_ms: float
@@ -62,7 +62,7 @@ def make_job(index: int, num_prompt: int = 200) -> Job:
 
 
 async def measure(num_calls: int, queued: tuple[int, ...] = QUEUED) -> list[Figures]:
-    """All limits are set, so that each is looked at, and none is met."""
+    """Sets all limits, so that each is checked, but none is reached."""
     figures = []
     with EmbeddedRedis() as server:
         client = connect(server.url, command_timeout_s=None)

@@ -16,6 +16,7 @@ import redis.asyncio
 
 from contract.connection import broker_errors
 from contract.errors import wire_errors
+from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
 from contract.redis_clock import now_ms
 
@@ -43,8 +44,8 @@ MIN_RETENTION_S = 60.0  # of a job, after its end: its caller must have time to 
 
 class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose a key is and what it grants. Limits are the tenant's, shared by all its keys; where
-    these differ, those of the key that is used count. 0: no limit of its own, and the
-    installation's retention. Raises ValueError.
+    these differ, those of the key that is used count, and of `weight` that of the key whose job was
+    accepted last. 0: no limit of its own, and the installation's retention. Raises ValueError.
     """
 
     tenant: str
@@ -54,6 +55,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_minute: int = 0
     concurrent_tokens: int = 0
     lane_share: float = 0.0  # of a lane's bound, 0 to 1
+    weight: float = 1.0  # the tenant's share of a lane is to others' as their weights are
     retention_s: float = 0.0  # of jobs that ask for none
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
         if self.retention_s and not self.retention_s >= MIN_RETENTION_S:
             raise ValueError(f"a retention is {MIN_RETENTION_S:g} s or more")
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ValueError(f"a weight is a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):

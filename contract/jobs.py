@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
 
@@ -28,6 +29,18 @@ class JobStatus(StrEnum):
 TERMINAL_STATUSES = frozenset(
     {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED}
 )
+
+# The states as callers name them.
+PUBLIC_STATUSES = {
+    "queued": frozenset({JobStatus.QUEUED}),
+    "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
+    **{status.value: frozenset({status}) for status in sorted(TERMINAL_STATUSES)},
+}
+
+
+def public_status(status: JobStatus) -> str:
+    """The state as callers name it: `claimed` and `streaming` are both `running`."""
+    return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
 
 
 class Endpoint(StrEnum):
@@ -131,6 +144,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: TraceContext | None = None
     stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
+    # Of its tenant: what that gets of a lane is to what others get as their weights are.
+    weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:

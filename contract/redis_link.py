@@ -51,8 +51,7 @@ class RedisLink(asyncio.Protocol):
         if reader.at_eof() or transport.is_closing():  # of that we would not hear again
             transport.abort()
             raise ConnectionError("closed as it was opened")
-        # redis-py has read all that it has asked for. Its writer is kept: its end would be the
-        # socket's.
+        # redis-py has read all replies. Keep the writer; dropping it closes the socket.
         self._writer, self._transport = writer, transport
         transport.set_protocol(self)
 

@@ -53,6 +53,7 @@ def asked(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
         "requests_per_min": limits.requests_per_min,
         "tokens_per_min": limits.tokens_per_min,
         "concurrent_tokens": limits.concurrent_tokens,
+        "weight": job.weight,
         "lane_share": limits.lane_share,
         "stored_bytes": _stored_bytes(job, s, packed),
         "max_tenant_bytes": s.max_tenant_stored_bytes,

@@ -1,25 +1,25 @@
-"""Mends the append-only file of a Redis that lost its power.
+"""Repairs the append-only file of a Redis after a power loss.
 
-What a function writes stands in the file as MULTI … EXEC. Where the file ends inside such a block,
-Redis 7.0 (and every other server that was tried but Valkey 9.1.2) drops the last command alone,
-keeps the open MULTI and writes on behind it; the next start then runs half of the function. So a
-server that we start is told not to mend the file itself (`aof-load-truncated no`): it stops, the
-whole block is cut off here, and it is started again.
+The writes of a function are stored as MULTI … EXEC. If the file ends inside such a block, Redis 7.0
+(and every other server tried but Valkey 9.1.2) drops only the last command, keeps the open MULTI
+and appends to it; the next start then runs half of the function. So servers that we start do not
+repair the file themselves (`aof-load-truncated no`): they stop, the whole block is cut off here,
+and they are started again.
 
-The servers' own tool is not used: Valkey 9.1's does not know Valkey 9.1's own base file, and a
-block that an earlier start left open makes each of them cut off all that came after it.
+The servers' own tool is not used: Valkey 9.1's rejects Valkey 9.1's base file, and all of them cut
+off everything after a block that an earlier start left open.
 """
 
 import os
 from pathlib import Path
 from typing import BinaryIO
 
-# The last words of a server that found the end of its file in the middle of a write.
+# The last message of a server whose file ends inside a write.
 ENDS_EARLY = "Unexpected end of file reading the append only file"
 
 
 def cut_off_unfinished_write(data_dir: Path) -> None:
-    """Ends the newest file behind its last whole command or block."""
+    """Truncates the newest file after its last complete command or block."""
     directory = data_dir / "appendonlydir"
     manifest = (directory / "appendonly.aof.manifest").read_text().split("\n")
     # `file <name> seq <number> type <b, h or i>`, in the order in which they are read
@@ -30,8 +30,8 @@ def cut_off_unfinished_write(data_dir: Path) -> None:
 
 
 def _end_of_whole_writes(file: BinaryIO) -> int:
-    """In bytes. A MULTI in an open block shows that the block was left open by an earlier start:
-    servers run it with the next one, so it counts as whole."""
+    """Offset in bytes. A MULTI inside an open block means that an earlier start left the block
+    open: servers run it with the next one, so it counts as complete."""
     end, is_open = 0, False
     while True:
         begin = file.tell()
@@ -47,7 +47,7 @@ def _end_of_whole_writes(file: BinaryIO) -> int:
 
 
 def _next_command(file: BinaryIO) -> bytes | None:
-    """Reads a command, or the note of a time; its first word, or None where it is not whole."""
+    """Reads a command or timestamp; returns its first word, or None if it is incomplete."""
     line = file.readline()
     if not line.endswith(b"\r\n"):
         return None
@@ -63,5 +63,5 @@ def _next_command(file: BinaryIO) -> bytes | None:
 
 
 def _length(line: bytes) -> int:
-    """Bytes of the word that follows, with its line's end; 0 where the line is not whole."""
+    """Bytes of the following word including its line end; 0 if the line is incomplete."""
     return int(line[1:]) + 2 if line.endswith(b"\r\n") else 0

@@ -1,4 +1,4 @@
-"""`batchway bench`: options of the measurements. Leaves measuring to bench/."""
+"""Options of `batchway bench`; infra/bench measures."""
 
 import argparse
 import importlib
@@ -74,8 +74,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
-    # By name: whoever imports the command line loads no model.
+    # Imported by name: the command line itself must not load torch.
     let_threads_wait_awake()
     command = importlib.import_module(f"infra.bench.{options.bench}_command")
     status: int = command.run(options)
@@ -83,8 +82,6 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def let_threads_wait_awake() -> None:
-    """For a measurement has its cores to itself; a worker may not, and its threads soon sleep.
-
-    Before torch is imported. What libgomp does by default, some 3 ms; the operator's word stands.
-    """
+    """Lets threads spin (libgomp's default, some 3 ms), as a measurement has its cores to itself;
+    an operator's setting is kept. Call before torch is imported."""
     os.environ.setdefault("GOMP_SPINCOUNT", "300000")

@@ -1,4 +1,4 @@
-"""Options of `batchway bench serve`. Leaves measuring to bench/."""
+"""Options of `batchway bench serve`; infra/bench measures."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`batchway jobs calibration`: how true the predicted waits of a model's lanes were."""
+"""`batchway jobs calibration`: compares predicted waits with actual ones."""
 
 import argparse
 import asyncio

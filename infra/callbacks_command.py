@@ -1,4 +1,4 @@
-"""`batchway callbacks`: tells callers what became of their jobs, and shows what it gave up."""
+"""`batchway callbacks`: delivers callbacks and shows those that it gave up."""
 
 import argparse
 import asyncio
@@ -12,7 +12,6 @@ from contract.callback_secrets import Secrets
 from contract.connection import connect
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
-from gateway.settings import variable
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from workers.callbacks.settings import CallbackSettings
 
 KEY_VARIABLE = "BATCHWAY_CALLBACK_KEY"
-SECRETS_VARIABLE = variable("callback_secrets")
-ALLOW_VARIABLE = variable("callback_allow")
-AWS_VARIABLE = variable("callback_aws")
+SECRETS_VARIABLE = "BATCHWAY_CALLBACK_SECRETS"
+ALLOW_VARIABLE = "BATCHWAY_CALLBACK_ALLOW"
+AWS_VARIABLE = "BATCHWAY_CALLBACK_AWS"
 URL_VARIABLE = "BATCHWAY_PUBLIC_URL"
 ACTIONS = ("list", "show", "replay")
 EXIT_UNKNOWN = 1
@@ -34,7 +33,7 @@ _UNKNOWN = "no such callback"
 
 
 def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
-    """Without an action it delivers; `dead` looks at what could not be."""
+    """Without an action it delivers; `dead` manages undeliverable messages."""
     opts.add_shared_options(parser, redis_default="refused")
     opts.add_object_store_option(parser, "all lies in Redis")
     opts.add_drain_option(parser, DRAIN_S, "when asked to end, how long attempts may go on")
@@ -93,7 +92,7 @@ def allow_list(raw: str) -> str:
 
 
 def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
-    """Raises BrokerUnavailable; ValueError for settings that cannot work."""
+    """Raises BrokerUnavailable, and ValueError for invalid settings."""
     if options.callbacks == "dead":
         return asyncio.run(_dead(options, url))
 
@@ -106,7 +105,7 @@ def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
 
 
 def callback_settings(options: argparse.Namespace, url: str) -> "CallbackSettings":
-    """What options and variables say. Raises ValueError."""
+    """Settings from options and environment variables. Raises ValueError."""
     from workers.callbacks.settings import CallbackSettings
 
     try:
@@ -162,7 +161,7 @@ async def _outbox(options: argparse.Namespace, url: str) -> AsyncIterator[Outbox
 
 
 def _fields(letter: DeadLetter) -> dict[str, Any]:
-    """Never the secret, and of a target its kind alone: a URL may hold one."""
+    """Leaves out the secret, and of a target all but its kind: a URL may hold a secret."""
     record = letter.record
     return {
         "job": record.job_id,

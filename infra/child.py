@@ -1,4 +1,4 @@
-"""One child process: started, heard, ended. Leaves to others whether it is started again."""
+"""Runs one child process and shows its output."""
 
 import asyncio
 import contextlib
@@ -6,16 +6,46 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
-from infra.console import Console
+_COLOURS = (36, 33, 35, 32, 34)  # cyan, yellow, magenta, green, blue
+_NAME_WIDTH = len("batchway")
+
+
+class Console:
+    """Prints `name | line`, coloured on a terminal unless NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO, environ: Mapping[str, str] = os.environ) -> None:
+        self._stream = stream
+        self._is_coloured = stream.isatty() and not environ.get("NO_COLOR")
+        self._colours: dict[str, int] = {}
+        self._is_read = True
+
+    def line(self, name: str, text: str) -> None:
+        """Prints one line; a closed output is ignored."""
+        if not self._is_read:
+            return
+        try:
+            self._stream.write(f"{self._prefix(name)} {text}\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # a closed pipe, a closed terminal, a closed file
+            self._is_read = False
+
+    def _prefix(self, name: str) -> str:
+        prefix = f"{name:<{_NAME_WIDTH}} |"
+        if not self._is_coloured:
+            return prefix
+        colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+        return f"\x1b[{colour}m{prefix}\x1b[0m"
+
 
 _POLL_S = 0.05
 _READ_BYTES = 2**16
-_OUTPUT_GRACE_S = 1.0  # for the last lines of a child that has ended
+_OUTPUT_GRACE_S = 1.0  # for the last output of a child that has ended
 
 
 class Child:
-    """A process in a session of its own, so that a Ctrl-C in the terminal does not reach it."""
+    """A process in its own session, so that a terminal's Ctrl-C does not reach it."""
 
     def __init__(
         self,
@@ -44,7 +74,7 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Spawns the process; its output is shown as it comes."""
+        """Starts the process; its output is shown as it comes."""
         assert not self.is_running, "started twice"
         read_fd, write_fd = os.pipe()
         try:
@@ -65,10 +95,10 @@ class Child:
         self._output = asyncio.create_task(self._show_output(read_fd))
 
     async def wait(self) -> int:
-        """Returns the exit status, negative for a signal, once its last lines are shown."""
+        """Returns the exit status (negative for a signal) after its last output."""
         assert self._process is not None, "not started"
         assert self._output is not None
-        # Polled: the one way to wait that needs neither a thread nor a signal on any platform.
+        # Polling is the only portable way without threads or signals.
         while (status := self._process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
@@ -77,7 +107,7 @@ class Child:
         return status
 
     async def stop(self, budget_s: float) -> None:
-        """SIGTERM, and SIGKILL once the budget is spent."""
+        """SIGTERM, then SIGKILL when the budget is spent."""
         if not self.is_running:
             return
         self._signal(signal.SIGTERM)
@@ -92,7 +122,7 @@ class Child:
     def kill(self) -> None:
         """SIGKILL to the process and its own children."""
         if self.is_running:
-            # macOS says "not permitted" of a group that has just ended.
+            # macOS reports a group that has just ended as "not permitted".
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 

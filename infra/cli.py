@@ -1,4 +1,4 @@
-"""The command `batchway`: reads options, then hands over. Each command imports its own needs."""
+"""The command `batchway`: parses options and runs the command. Commands import what they need."""
 
 import argparse
 import asyncio
@@ -10,9 +10,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
-from gateway.settings import GatewaySettings
 from infra import options as opts
 from infra.bench_command import run_bench
 from infra.callbacks_command import (
@@ -36,21 +36,23 @@ from infra.preconditions import (
     operators_redis,
 )
 from infra.profile_command import run_profile
-from infra.redis_roles_command import run_redis_roles
+from infra.redis_roles import run_redis_roles
 from infra.top_command import run_top
+
+if TYPE_CHECKING:
+    from gateway.settings import GatewaySettings
 
 EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(
         level=getattr(options, "log_level", "info").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.getLogger("uvicorn").setLevel("WARNING")  # it tells its steps; ours are told already
+    logging.getLogger("uvicorn").setLevel("WARNING")  # its startup messages repeat ours
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
@@ -74,7 +76,7 @@ def _up(options: argparse.Namespace) -> int:
     engine_python(options)
     if options.engine_module is None:
         check_model(options.model)
-    os.environ[ALLOW_VARIABLE] = options.callback_allow  # for gateway and callbacks alike
+    os.environ[ALLOW_VARIABLE] = options.callback_allow  # read by gateway and callbacks
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
             "--data-dir keeps the data of a Redis that batchway starts; here REDIS_URL or "
@@ -127,15 +129,17 @@ def _gateway(options: argparse.Namespace) -> int:
     from infra.lifeline import end_with_parent
 
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
-    # uvicorn raises the signal that it has obeyed once more, when all is done.
+    # uvicorn raises the signal it handled again when it has ended.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     serve(settings, listener=listener, on_bound=_say_where)
     return 0
 
 
-def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
+def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings":
     """The gateway's settings: from the environment, where no option says otherwise."""
+    from gateway.settings import GatewaySettings  # needs pydantic, which a worker does not have
+
     try:
         return GatewaySettings.from_env(
             redis_url=url,
@@ -147,7 +151,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> GatewaySettings:
         raise UsageError(str(exc)) from exc
 
 
-def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.socket:
+def _bind(settings: "GatewaySettings", options: argparse.Namespace) -> socket.socket:
     """The listening socket, before anything else is started."""
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
@@ -164,7 +168,7 @@ def _bind(settings: GatewaySettings, options: argparse.Namespace) -> socket.sock
         ) from exc
 
 
-def _has_keys(settings: GatewaySettings) -> bool:
+def _has_keys(settings: "GatewaySettings") -> bool:
     """Whether Redis holds an API key; one of `up`'s own holds none that anybody could know."""
     if settings.api_key is not None or not settings.redis_url:
         return False

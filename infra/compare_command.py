@@ -1,4 +1,4 @@
-"""`batchway compare`: options of the comparison. Leaves measuring to bench/."""
+"""Options of `batchway compare`; infra/bench measures."""
 
 import argparse
 import importlib
@@ -27,11 +27,6 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="drawn, in each run (default: 96)",
     )
-    group.add_argument(
-        "--full",
-        action="store_true",
-        help="10,000 requests, in one round (default: as --requests and --rounds say)",
-    )
     for name, text in (("prompt", "16:128"), ("output", "4:128")):
         group.add_argument(
             f"--{name}-tokens",
@@ -52,8 +47,9 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rounds",
         type=integer(1),
+        default=3,
         metavar="N",
-        help="in each, all ways run in turns; medians are told (default: 3, with --full 1)",
+        help="in each, all ways run in turns; medians are told (default: 3)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
@@ -111,8 +107,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
-    # By name: whoever imports the command line loads no model.
+    # Imported by name: the command line itself must not load torch.
     command = importlib.import_module("infra.bench.compare_command")
     status: int = command.run(options)
     return status

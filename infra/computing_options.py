@@ -1,6 +1,6 @@
-"""Options of how a worker computes: by which kernels, and how steps reach the device.
+"""Options for kernels and step execution.
 
-What has never run on a GPU is off by default, and its help says that it is unmeasured.
+Code that has never run on a GPU is off by default, and its help says so.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`batchway drain`: tells workers to go, and shows how they do. Leaves the draining to them."""
+"""`batchway drain`: orders workers to drain and shows their progress."""
 
 import argparse
 import asyncio
@@ -76,7 +76,7 @@ async def _tell(roster: Roster, options: argparse.Namespace) -> list[str]:
 
 
 async def _follow(roster: Roster, incarnation: str) -> None:
-    """Says each change on standard error until the worker has left."""
+    """Prints each change to standard error until the worker has left."""
     before = ""
     while (view := await roster.worker(incarnation)) is not None:
         now = _state(view)

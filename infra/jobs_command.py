@@ -1,4 +1,4 @@
-"""`batchway jobs`: what an operator does to jobs; here those in quarantine."""
+"""`batchway jobs`: operator actions on jobs; this module handles quarantined ones."""
 
 import argparse
 import asyncio
@@ -22,7 +22,6 @@ _HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can 
 
 
 def add_jobs_options(parser: argparse.ArgumentParser) -> None:
-    """The actions, each with its options."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_list_options(_add_kind(kinds, "list", "list a tenant's jobs, the youngest first"))
     _add_job(_add_kind(kinds, "show", "show a job: state and sizes, never text"))

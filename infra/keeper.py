@@ -1,33 +1,32 @@
-"""Decides whether and when a part that has ended is started again."""
+"""Restarts a child process that has ended."""
 
 import asyncio
 import signal
 import time
 from typing import NoReturn
 
-from infra.child import Child
-from infra.console import Console
+from infra.child import Child, Console
 
 EXIT_USAGE = 2  # options that cannot work
 EXIT_REFUSED = 3  # a model that cannot be served
-_FINAL_STATUSES = frozenset({EXIT_USAGE, EXIT_REFUSED})  # trying again would change nothing
+_FINAL_STATUSES = frozenset({EXIT_USAGE, EXIT_REFUSED})  # a restart would not help
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _HEALTHY_AFTER_S = 60.0
 
 
 class PartLost(Exception):
-    """A part has ended and will not be started again. The message is one sentence."""
+    """A part has ended and will not be restarted. The message is one sentence."""
 
 
 class Restarts:
-    """Growing pauses between quick deaths, and a bound on their number."""
+    """Growing pauses between quick failures, and a limit on their number."""
 
     def __init__(self) -> None:
         self._num_quick = 0
 
     def next_pause_s(self, lived_s: float) -> float | None:
-        """How long to wait before the next start; None where enough is enough."""
+        """How long to wait before the next start; None after too many failures."""
         if lived_s >= _HEALTHY_AFTER_S:
             self._num_quick = 0
         if self._num_quick >= len(_PAUSES_S):
@@ -37,7 +36,7 @@ class Restarts:
 
 
 async def keep_running(child: Child, console: Console) -> NoReturn:
-    """Starts a child, and again whenever it ends. Raises PartLost."""
+    """Starts a child and restarts it whenever it ends. Raises PartLost."""
     restarts = Restarts()
     while True:
         started_s = time.monotonic()
@@ -54,7 +53,7 @@ async def keep_running(child: Child, console: Console) -> NoReturn:
 
 
 def describe_status(status: int) -> str:
-    """An exit status in words, as subprocess gives it: negative for a signal."""
+    """Describes an exit status as subprocess gives it: negative for a signal."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -1,11 +1,12 @@
-"""`batchway keys`: makes, lists, ends and renews API keys in a Redis.
+"""`batchway keys`: creates, lists, revokes and rotates API keys.
 
-The new key goes to standard output, everything else to the table or to standard error: a key that
-is not caught there is lost, for Redis keeps its digest alone.
+Only the new key goes to standard output. Redis stores only its digest, so a key that is not saved
+then is lost.
 """
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -21,13 +22,13 @@ from contract.api_keys import (
     Scope,
 )
 from contract.connection import connect
+from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
-from gateway.settings import variable
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
 
-PEPPER_VARIABLE = variable("key_pepper")
+PEPPER_VARIABLE = "BATCHWAY_KEY_PEPPER"
 ACTIONS = ("create", "list", "revoke", "rotate")
 EXIT_UNKNOWN = 1
 OVERLAP_S = 86_400.0
@@ -35,14 +36,13 @@ _COLUMNS = ("prefix", "state", "tenant", "scopes", "lanes", "limits", "created",
 
 
 class KeyUnknown(Exception):
-    """No such key, or none that the action may be done to. The message is one sentence."""
+    """No such key, or the action does not apply to it. The message is one sentence."""
 
 
 # --- options ----------------------------------------------------------------------------------
 
 
 def add_keys_options(parser: argparse.ArgumentParser) -> None:
-    """The actions, each with its options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     create = _add(actions, "create", "make a key and print it; it is shown this once")
     _add_terms(create)
@@ -107,15 +107,23 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--lane-share",
-        type=_share,
+        type=_number(0, 1),
         default=0.0,
         metavar="SHARE",
         help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
         "(default: no limit)",
     )
     parser.add_argument(
+        "--weight",
+        type=_number(MIN_WEIGHT, MAX_WEIGHT),
+        default=1.0,
+        metavar="NUMBER",
+        help="what the tenant gets of a lane's tokens and places is to what others get as their "
+        "weights are, 0.01 to 100 (default: 1)",
+    )
+    parser.add_argument(
         "--retention-s",
-        type=_retention_s,
+        type=_number(MIN_RETENTION_S, math.inf),
         default=0.0,
         metavar="SECONDS",
         help="how long the tenant's jobs that ask for no time of their own are kept after their "
@@ -145,18 +153,17 @@ def _scopes(raw: str) -> tuple[Scope, ...]:
     return tuple(Scope(name) for name in names)
 
 
-def _share(raw: str) -> float:
-    value = option_values.number(may_be_zero=False)(raw)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
-    return value
+def _number(least: float, most: float) -> Callable[[str], float]:
+    """Takes numbers over 0 within these bounds."""
 
+    def take(raw: str) -> float:
+        value = option_values.number(may_be_zero=False)(raw)
+        if not least <= value <= most:
+            bounds = f"from {least:g}" + ("" if most == math.inf else f" to {most:g}")
+            raise argparse.ArgumentTypeError(f"must be a number {bounds}, not {raw!r}")
+        return value
 
-def _retention_s(raw: str) -> float:
-    value = option_values.number(may_be_zero=False)(raw)
-    if value < MIN_RETENTION_S:
-        raise argparse.ArgumentTypeError(f"must be at least {MIN_RETENTION_S:g}, not {raw!r}")
-    return value
+    return take
 
 
 # --- actions ----------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
-    """Whether an installation has a key. Raises BrokerUnavailable."""
+    """Whether an installation has an API key. Raises BrokerUnavailable."""
     client = connect(redis_url)
     try:
         return await ApiKeys(client, Keys(namespace)).exist()
@@ -204,6 +211,7 @@ async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
         tokens_per_minute=options.tokens_per_minute,
         concurrent_tokens=options.concurrent_tokens,
         lane_share=options.lane_share,
+        weight=options.weight,
         retention_s=options.retention_s,
     )
     key, prefix = await api_keys.create(terms, lifetime_s=_lifetime_s(options))
@@ -259,6 +267,7 @@ def _shown(key: ApiKey) -> dict[str, Any]:
         "tokens_per_minute": terms.tokens_per_minute or None,
         "concurrent_tokens": terms.concurrent_tokens or None,
         "lane_share": terms.lane_share or None,
+        "weight": terms.weight,
         "retention_s": terms.retention_s or None,
         "created_at": key.created_ms / 1000,
         "expires_at": None if key.expires_ms is None else key.expires_ms / 1000,
@@ -275,6 +284,8 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         "retention_s": "s kept",
     }
     limits = [f"{key[name]:.10g} {unit}" for name, unit in units.items() if key[name]]
+    if key["weight"] != 1:
+        limits.append(f"weight {key['weight']:.10g}")
     return (
         key["prefix"],
         key["state"],

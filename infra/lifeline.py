@@ -1,7 +1,7 @@
-"""Lets children notice that their parent is gone, however it went, kill -9 included.
+"""Lets children notice that their parent has ended, even by SIGKILL.
 
-The parent holds the only write end of a pipe; a child holds the read end, which meets its end of
-file when the kernel closes the parent's. Works wherever there are pipes.
+The parent holds the only write end of a pipe; children hold the read end, which reaches end of file
+when the parent is gone.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-LIFELINE_VARIABLE = "BATCHWAY_LIFELINE_FD"  # internal: from `batchway up` to its children
+LIFELINE_VARIABLE = "BATCHWAY_LIFELINE_FD"  # internal: set by `batchway up` for its children
 
 
 @contextlib.contextmanager
 def lifeline() -> Iterator[int]:
-    """The read end, to be passed to children; this process keeps the write end."""
+    """Yields the read end for children; this process keeps the write end."""
     read_fd, write_fd = os.pipe()
     try:
         yield read_fd
@@ -26,10 +26,8 @@ def lifeline() -> Iterator[int]:
 
 
 def end_with_parent(grace_s: float) -> None:
-    """Ends this process when the parent is gone: SIGTERM, and after a grace SIGKILL.
-
-    Does nothing in a process that was given no lifeline.
-    """
+    """Ends this process after its parent: SIGTERM, then SIGKILL after `grace_s`. Does nothing
+    without a lifeline."""
     fd = os.environ.pop(LIFELINE_VARIABLE, None)
     if fd is None:
         return

@@ -1,7 +1,4 @@
-"""Runs everything on this machine: Redis, workers and a gateway, as children of one process.
-
-Knows processes and their order; what each of them does, its own command says.
-"""
+"""Runs Redis, workers and a gateway as children of one process, in the right order."""
 
 import asyncio
 import contextlib
@@ -20,21 +17,19 @@ from contract.fitness import check_fitness
 from contract.library import ensure_library
 from contract.redis_url import without_password
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
-from infra.child import Child
-from infra.console import Console
+from infra.child import Child, Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import in_url, reachable_host, until_ready
-from infra.running_up import RunningUp, leave_note
-from infra.welcome import welcome
+from infra.running_up import RunningUp, leave_note, welcome
 
-_GRACE_S = 10.0  # beyond its own budget for draining, before a child is killed
+_GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 _API_KEY_VARIABLE = "BATCHWAY_API_KEY"
-_SECRET_VARIABLES = (  # none of a worker's business
+_SECRET_VARIABLES = (  # not passed to workers
     *(_API_KEY_VARIABLE, "BATCHWAY_KEY_PEPPER"),
     *(KEY_VARIABLE, SECRETS_VARIABLE),
 )
@@ -42,16 +37,16 @@ _SECRET_VARIABLES = (  # none of a worker's business
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What runs. The arguments are those of `batchway gateway` and `batchway worker`."""
+    """What to run; the arguments are passed to `batchway gateway` and `batchway worker`."""
 
-    redis_url: str | None  # None: a Redis of our own
+    redis_url: str | None  # None: a private Redis
     namespace: str
     data_dir: Path | None
-    object_store: str  # '': a directory of our own, beside our own Redis
-    fsync: Fsync  # of a Redis of our own
-    redis_memory_bytes: int | None  # of a Redis of our own; None: its default
-    listener: socket.socket  # bound and listening; the gateway takes over a copy
-    allowed_hosts: tuple[str, ...]  # names that the gateway answers to; (): its default
+    object_store: str  # '': a private directory beside the private Redis
+    fsync: Fsync  # of a private Redis
+    redis_memory_bytes: int | None  # of a private Redis; None: its default
+    listener: socket.socket  # bound and listening; the gateway gets a copy
+    allowed_hosts: tuple[str, ...]  # host names that the gateway accepts; (): its default
     num_workers: int
     served_model_name: str
     drain_s: float
@@ -61,7 +56,7 @@ class StackOptions:
 
 
 class LocalStack:
-    """One Redis, some workers, one gateway. `lifeline_fd` tells the children that we are gone."""
+    """One Redis, some workers, one gateway. `lifeline_fd` tells children when we end."""
 
     def __init__(self, options: StackOptions, console: Console, lifeline_fd: int) -> None:
         self._options = options
@@ -98,13 +93,13 @@ class LocalStack:
             raise lost.exceptions[0] from None
 
     async def end(self) -> None:
-        """Ends the parts in order: no new requests, then what runs, then Redis."""
+        """Ends the parts in order: gateway, workers, Redis."""
         budget_s = self._options.drain_s + _GRACE_S
         self._options.listener.close()
         if self._gateway is not None:
             await self._gateway.stop(budget_s)
         await asyncio.gather(*(worker.stop(budget_s) for worker in self._workers))
-        if self._callbacks is not None:  # the last, for it tells how the others' jobs ended
+        if self._callbacks is not None:  # last, as it reports the other jobs' ends
             await self._callbacks.stop(budget_s)
         if self._redis is not None:
             await _in_thread(self._redis.stop)
@@ -122,7 +117,7 @@ class LocalStack:
     # --- Redis --------------------------------------------------------------------------------
 
     async def _find_redis(self) -> str:
-        """The URL of a Redis that answers and holds the function library. Raises PartLost."""
+        """The URL of a reachable Redis with the function library. Raises PartLost."""
         if self._redis is not None:
             try:
                 await _in_thread(self._redis.start)
@@ -134,13 +129,13 @@ class LocalStack:
         return url
 
     def _find_store(self) -> str:
-        """Where long prompts and results lie; with a Redis of yours in it, if not told where."""
+        """The object store's location; by default beside a private Redis's data."""
         if self._options.object_store or self._redis is None:
             return self._options.object_store
         return str(self._redis.files / "objects")
 
     def _say_where(self, redis_url: str, store: str) -> None:
-        """Prints what the parts share, and leaves a note of it for the operator's commands."""
+        """Prints the addresses, and leaves a note for the operator's commands."""
         kept = f", kept in {self._options.data_dir}" if self._options.data_dir else ""
         whose = "of our own" if self._redis else "yours"
         self._console.line("batchway", f"redis ({whose}{kept}): {without_password(redis_url)}")
@@ -155,7 +150,7 @@ class LocalStack:
         return f"http://{in_url(reachable_host(host))}:{port}"
 
     async def _keep_redis(self, server: EmbeddedRedis) -> None:
-        """Starts the server again, with its file, whenever it ends. Raises PartLost."""
+        """Restarts the server with its file whenever it ends. Raises PartLost."""
         restarts = Restarts()
         while True:
             started_s = time.monotonic()
@@ -194,7 +189,7 @@ class LocalStack:
             environ,
             fd,
         )
-        key = os.environ.get(KEY_VARIABLE) or secrets.token_hex()  # of this life alone
+        key = os.environ.get(KEY_VARIABLE) or secrets.token_hex()  # for this run only
         self._callbacks = self._child(
             "callbacks",
             "callbacks",
@@ -227,7 +222,7 @@ class LocalStack:
             lambda: self._console.line("batchway", "still waiting for a worker to be ready"),
         )
         model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # a closed output
             print(welcome(self._gateway_url, model, has_key=has_key), flush=True)
 
 
@@ -239,12 +234,12 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
         LIFELINE_VARIABLE: str(lifeline_fd),
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONSAFEPATH": "1",  # a folder `models` or `infra` where we run must not be imported
+        "PYTHONSAFEPATH": "1",  # do not import from the working directory
     }
 
 
 async def _load_library(url: str) -> None:
-    """Makes sure that a Redis answers and holds the Functions. Raises PartLost."""
+    """Checks that Redis responds, and loads the Functions. Raises PartLost."""
     client = connect(url, command_timeout_s=5.0)
     try:
         with broker_errors():
@@ -258,7 +253,7 @@ async def _load_library(url: str) -> None:
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
-    """Runs a call that waits; where we are cancelled, still sees it through."""
+    """Runs a blocking call in a thread; waits for it even if cancelled."""
     task = asyncio.create_task(asyncio.to_thread(call))
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""The values of the command line's options: each parsed and checked before anything is started."""
+"""Parsers of the command line's option values."""
 
 import argparse
 import math
@@ -15,7 +15,6 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """A parser of integers in a range."""
     wanted = f"an integer of at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
 
     def parse(raw: str) -> int:
@@ -31,7 +30,7 @@ def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
 
 def number(*, may_be_zero: bool) -> Callable[[str], float]:
-    """A parser of finite numbers, positive or not negative."""
+    """Parses finite numbers, positive or non-negative."""
     wanted = "a number of at least 0" if may_be_zero else "a number over 0"
 
     def parse(raw: str) -> float:
@@ -55,7 +54,7 @@ def share(raw: str) -> float:
 
 
 def lengths(raw: str) -> tuple[int, int]:
-    """`N`, or `LOW:HIGH`: bounds of a length in tokens."""
+    """`N` or `LOW:HIGH`, in tokens."""
     parts = raw.split(":")
     try:
         low, high = int(parts[0]), int(parts[-1])
@@ -75,7 +74,7 @@ def http_url(raw: str) -> str:
 
 
 def redis_url(raw: str) -> str:
-    """A URL that redis-py understands. It may hold a password: never quoted back."""
+    """A URL that redis-py accepts. Errors never quote it: it may hold a password."""
     if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):
         raise argparse.ArgumentTypeError(
             "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"

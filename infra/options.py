@@ -1,8 +1,7 @@
-"""The options of the command line, each defined once: unit, default and what is refused.
+"""The options of the command line, each defined once.
 
 Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
-
-Over 300 lines: it is one list, and an option takes a handful of them.
+Over 300 lines: it is one list.
 """
 
 import argparse
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import get_args
 
 from contract.redis_url import redis_url_of
-from gateway.settings import GatewaySettings, variable
 from infra.computing_options import (
     add_computing_options,
     add_engine_options,
@@ -28,22 +26,21 @@ from infra.option_values import (
     redis_url,
     spot_notice,
 )
-from workers.ipc.batching import StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
 from workers.settings import LANES, WorkerSettings
 
-LIFELINE_GRACE_S = 10.0  # beyond the time for draining, once the parent is gone
+LIFELINE_GRACE_S = 10.0  # beyond the drain time, after the parent has ended
 DEMO_NAME = "demo"
 DEFAULT_NAMESPACE = "default"
 OF_RUNNING_UP = "that of the running `batchway up`"
-NAMESPACE_VARIABLE = variable("namespace")
-OBJECT_STORE_VARIABLE = variable("object_store")
-DRAIN_VARIABLE = variable("drain_s")
-DRAIN_RELEASE_VARIABLE = variable("drain_release_s")
-SPOT_NOTICE_VARIABLE = variable("spot_notice")
+NAMESPACE_VARIABLE = "BATCHWAY_NAMESPACE"
+OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
+DRAIN_VARIABLE = "BATCHWAY_DRAIN_S"
+DRAIN_RELEASE_VARIABLE = "BATCHWAY_DRAIN_RELEASE_S"
+SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 
 _ENGINE = EngineOptions(model_path="")
-GATEWAY_DEFAULTS = GatewaySettings(redis_url="")
+GATEWAY_DRAIN_S = 20.0
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
@@ -55,7 +52,7 @@ GIB = 2**30
 
 
 def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -> None:
-    """What every part of an installation must agree on."""
+    """Options that all parts of an installation must agree on."""
     parser.add_argument(
         "--redis-url",
         type=redis_url,
@@ -126,7 +123,7 @@ def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What a worker serves, and within which limits."""
+    """The model of a worker and its limits."""
     group = parser.add_argument_group("the model and its limits")
     group.add_argument(
         "--model",
@@ -277,7 +274,7 @@ def served_name(options: argparse.Namespace) -> str:
 
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:
-    """The engine's own options; what was not given stays the engine's default."""
+    """The engine's options; those not given keep the engine's defaults."""
     given = {
         "block_size": options.block_size,
         "max_model_len": options.max_model_len,
@@ -301,7 +298,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    """The same model options again, for the command line of a worker."""
+    """The model options again, as arguments of a worker."""
     names = (
         "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",

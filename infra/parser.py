@@ -1,4 +1,4 @@
-"""The command line of `batchway`: every command with its options. Leaves running them to `cli`."""
+"""The command line parser of `batchway`."""
 
 import argparse
 import importlib.metadata
@@ -16,7 +16,7 @@ from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.profile_command import add_profile_options
-from infra.redis_roles_command import add_redis_roles_options
+from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options
 
 
@@ -53,10 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_object_store_option(gateway, "all lies in Redis")
     opts.add_drain_option(
         gateway,
-        opts.GATEWAY_DEFAULTS.drain_s,
+        opts.GATEWAY_DRAIN_S,
         "when asked to end, how long running requests may go on",
     )
-    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # from `batchway up`
+    gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by `batchway up`
 
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")

@@ -1,34 +1,33 @@
-"""How many workers there should be, and when one will be ready. Arithmetic only: what is seen comes
-in as numbers, what to do goes out as one; nobody is called, and the clock is an argument.
+"""Computes how many workers there should be, and when one will be ready. Pure arithmetic: it calls
+nobody, and the clock is an argument.
 
-Two demands are added up. What waits: for each lane the tokens that go before its last one, over
-what a worker computes while the lane may wait. What runs: how full the workers are. So the figure
-holds at no workers, too, where a target on an average would have nothing to average.
+Demand is the sum of two parts: waiting work (for each lane, the tokens ahead of its last one
+divided by what a worker computes in the lane's allowed wait) and running work (how full the workers
+are). Unlike a target on an average, this also works with no workers.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-FULL = 0.8  # of a worker's KV cache: beyond, sequences get in each other's way
+FULL = 0.8  # of a worker's KV cache; above it, sequences preempt each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPolicy:
-    """What an operator says. Lanes stand in the order of their urgency.
-
-    Raises ValueError for values that cannot work.
+    """The operator's settings; lanes are ordered by urgency. Raises ValueError for invalid
+    values.
     """
 
-    wait_targets_s: Mapping[str, float]  # how long work of a lane may wait
+    wait_targets_s: Mapping[str, float]  # allowed wait by lane
     min_workers: int = 0
     max_workers: int = 4
-    worker_tokens_per_s: float = 1000.0  # until it is measured
-    cold_start_s: float = 300.0  # from asking for a worker to its first token
-    scale_in_after_s: float = 300.0  # that fewer would have done, before there are fewer
-    growth: float = 2.0  # of those that are ready, so many times more may be started at a time
+    worker_tokens_per_s: float = 1000.0  # used until measured
+    cold_start_s: float = 300.0  # from requesting a worker to its first token
+    scale_in_after_s: float = 300.0  # scale in after so long with less demand
+    growth: float = 2.0  # at most so many times the ready workers may be starting
     crashes: int = 3  # workers that end before they are ready …
-    crash_window_s: float = 1800.0  # … within this time, open the breaker …
+    crash_window_s: float = 1800.0  # … within this time open the breaker …
     breaker_s: float = 900.0  # … for so long; then one may try
 
     def __post_init__(self) -> None:
@@ -42,7 +41,7 @@ class PoolPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """What is seen at one moment. Tokens are prompts and outputs that are not computed yet."""
+    """One observation. Tokens are prompts and outputs not computed yet."""
 
     now_s: float
     queued_tokens: Mapping[str, int]  # by lane
@@ -68,9 +67,10 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """So many workers, and why. `eta_s`: until one is ready, None where none will be.
+    """The desired number of workers and the reason. `eta_s`: until one is ready; None if none is
+    coming.
 
-    Those to retire take no more jobs and go when they have ended what they hold.
+    Workers to retire take no more jobs and end when their jobs have ended.
     """
 
     num_workers: int
@@ -84,7 +84,6 @@ class Decision:
 
 
 def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()) -> Decision:
-    """The size of the pool from now on."""
     needed = max(policy.min_workers, min(policy.max_workers, num_needed(policy, view)))
     is_open = is_breaker_open(policy, view)
     needs = _recall(policy, view, needed, memory)
@@ -115,7 +114,7 @@ def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()
 
 
 def num_needed(policy: PoolPolicy, view: PoolView) -> int:
-    """Workers for what waits and for what runs, without regard to limits."""
+    """Workers needed for waiting and running work, before limits."""
     waiting = max(
         (tokens / (_rate(policy, view) * target_s) for tokens, target_s in _ahead(policy, view)),
         default=0.0,
@@ -124,19 +123,19 @@ def num_needed(policy: PoolPolicy, view: PoolView) -> int:
 
 
 def backlog_s(policy: PoolPolicy, view: PoolView) -> float:
-    """How long the workers that are ready (or one) would take for all that waits."""
+    """Seconds the ready workers (at least one) need for all waiting work."""
     tokens = sum(view.queued_tokens.values())
     return tokens / (_rate(policy, view) * max(1, view.num_ready))
 
 
 def backlog_over_target(policy: PoolPolicy, view: PoolView) -> float:
-    """The same of the lane that is worst off, over how long it may wait."""
+    """The largest backlog of a lane relative to its allowed wait."""
     rate = _rate(policy, view) * max(1, view.num_ready)
     return max((tokens / (rate * target_s) for tokens, target_s in _ahead(policy, view)), default=0)
 
 
 def is_breaker_open(policy: PoolPolicy, view: PoolView) -> bool:
-    """Whether starts have failed so often that another one would only burn money."""
+    """Whether starts failed too often to try again now."""
     lately = [at for at in view.failed_starts_s if view.now_s - at < policy.crash_window_s]
     if len(lately) < policy.crashes:
         return False
@@ -148,7 +147,9 @@ def _rate(policy: PoolPolicy, view: PoolView) -> float:
 
 
 def _ahead(policy: PoolPolicy, view: PoolView) -> list[tuple[float, float]]:
-    """Of each lane with work: tokens up to its end, the more urgent lanes' included; its target."""
+    """For each lane with work: tokens up to its end, including more urgent lanes; and its
+    target.
+    """
     lanes, total = [], 0.0
     for lane, target_s in policy.wait_targets_s.items():
         queued = view.queued_tokens.get(lane, 0)
@@ -174,7 +175,7 @@ def _recall(
 def _grown(policy: PoolPolicy, view: PoolView, needed: int) -> tuple[int, str]:
     if view.num_desired == 0:
         return max(1, min(needed, math.ceil(policy.growth))), "from zero"
-    # While some are starting the backlog grows, whatever they will do about it.
+    # While workers start the backlog grows, without saying that they are too few.
     most = view.num_ready + max(1, math.ceil(view.num_ready * policy.growth))
     num = max(view.num_desired, min(needed, most))
     return num, "out" if num > view.num_desired else "starting"
@@ -191,5 +192,5 @@ def _eta_s(policy: PoolPolicy, view: PoolView, num: int, started_s: float | None
         return 0.0
     if started_s is None or not num:
         return None
-    # One that is overdue may come any moment, but nobody knows when.
+    # An overdue worker may come any moment.
     return max(policy.cold_start_s - (view.now_s - started_s), policy.cold_start_s / 10)

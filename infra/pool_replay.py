@@ -1,12 +1,10 @@
-"""Plays a trace of arrivals against the pool's arithmetic: what it would cost, whom it would fail.
+"""Replays a trace of arrivals against the pool's decisions: its cost and missed targets.
 
     python -m infra.pool_replay --trace FILE [--plot FILE]
 
-The file's form is in infra/traces.py. Workers are simulated, the decisions are infra/pool.py's.
-
-A worker computes so many tokens per second, shared evenly among its requests, none of which gets
-more than its stream can take; a prompt token costs a fraction of one. Requests go to the emptiest
-worker that has room. Nothing is lost and nothing is preempted.
+The trace format is in infra/traces.py. Workers are simulated: each computes a fixed number of
+tokens per second, shared evenly among its requests and limited to a stream's rate; a prompt token
+costs a fraction of an output token. A request goes to the emptiest worker with room.
 """
 
 import argparse
@@ -19,20 +17,20 @@ from infra.pool import PoolMemory, PoolPolicy, PoolView, decide
 from infra.traces import Arrival, read_trace, with_gap
 
 _TICK_S = 0.5
-_DECIDE_EVERY_TICKS = 10  # as often as the pool's service looks
+_DECIDE_EVERY_TICKS = 10  # as often as the pool service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerModel:
-    """What is assumed of a worker; the defaults are no measurement."""
+    """Assumed properties of a worker; the defaults are not measured."""
 
     tokens_per_s: float = 500.0
     stream_tokens_per_s: float = 25.0
-    prompt_token_cost: float = 0.05  # of an output token's
+    prompt_token_cost: float = 0.05  # relative to an output token
 
     @property
     def num_streams(self) -> int:
-        """As many as run at full speed."""
+        """How many streams run at full speed."""
         return int(self.tokens_per_s / self.stream_tokens_per_s)
 
     def cost(self, arrival: Arrival) -> float:
@@ -41,7 +39,7 @@ class WorkerModel:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a setting comes to. A request is missed that waits longer than the target to start."""
+    """The result of a setting. A request is missed if it waits longer than the target to start."""
 
     name: str
     gpu_hours: float
@@ -59,7 +57,7 @@ class Outcome:
 class _Worker:
     ready_s: float
     is_retired: bool = False
-    left: list[float] = field(default_factory=list)  # work of each request, in tokens
+    left: list[float] = field(default_factory=list)  # remaining work of each request, in tokens
 
 
 def replay(
@@ -71,7 +69,7 @@ def replay(
     target_s: float,
     num_at_start: int = 0,
 ) -> Outcome:
-    """Plays a trace. A GPU is paid from the moment it is asked for until it is given back."""
+    """Replays a trace. A GPU is paid for from its request until its release."""
     pool = [_Worker(0.0) for _ in range(num_at_start)]
     waiting: deque[Arrival] = deque()
     waits_s: list[float] = []
@@ -123,7 +121,7 @@ def _view(
 def _resize(pool: list[_Worker], num: int, now_s: float, cold_start_s: float) -> None:
     active = [worker for worker in pool if not worker.is_retired]
     pool += [_Worker(now_s + cold_start_s) for _ in range(num - len(active))]
-    # Those that start go first, then the emptiest.
+    # First those that are starting, then the emptiest.
     active.sort(key=lambda worker: (worker.ready_s <= now_s, len(worker.left)))
     for worker in active[: max(0, len(active) - num)]:
         worker.is_retired = True
@@ -132,7 +130,6 @@ def _resize(pool: list[_Worker], num: int, now_s: float, cold_start_s: float) ->
 def _assign(
     pool: Sequence[_Worker], waiting: deque[Arrival], model: WorkerModel, now_s: float
 ) -> list[float]:
-    """Starts what there is room for; how long each of those has waited."""
     ready = [w for w in pool if w.ready_s <= now_s and not w.is_retired]
     waits_s = []
     while waiting and ready:
@@ -160,7 +157,7 @@ def compare(
     target_s: float,
     num_at_start: int,
 ) -> list[Outcome]:
-    """The pool in several settings, and fixed ones of each size up to its largest."""
+    """The pool with several settings, and fixed pools of each size up to its largest."""
     half = max(1, policy.max_workers // 4)
     settings = {
         "pool": (policy, num_at_start),
@@ -183,7 +180,6 @@ def compare(
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """As Markdown."""
     lines = [
         "| setting | GPU hours | missed | 99th percentile of waits (s) | most workers |",
         "|---|---|---|---|---|",
@@ -197,7 +193,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    """GPU hours against misses. Raises ImportError where matplotlib is not installed."""
+    """GPU hours against misses. Raises ImportError without matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -234,8 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target-s", type=float, default=5.0, help="a request may wait so long")
     parser.add_argument("--cold-start-s", type=float, default=300.0)
     parser.add_argument("--max-workers", type=int, default=8)
-    parser.add_argument("--tokens-per-s", type=float, default=500.0, help="of one worker")
-    parser.add_argument("--stream-tokens-per-s", type=float, default=25.0, help="of one request")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=".svg or .png; needs matplotlib")
     given = parser.parse_args(arguments)
     arrivals = read_trace(given.trace)
@@ -246,10 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_workers=given.max_workers,
         cold_start_s=given.cold_start_s,
     )
-    model = WorkerModel(
-        tokens_per_s=given.tokens_per_s, stream_tokens_per_s=given.stream_tokens_per_s
-    )
-    outcomes = compare(arrivals, policy, model, given.target_s, given.at_start)
+    outcomes = compare(arrivals, policy, WorkerModel(), given.target_s, given.at_start)
     print(table(outcomes))
     if given.plot is not None:
         title = f"{len(arrivals)} requests, cold start {given.cold_start_s:g} s"

@@ -1,4 +1,4 @@
-"""What the pool's arithmetic is told of Redis: what waits, who is there, how full and how fast."""
+"""Reads the pool's state from Redis: backlog, workers, their fill and speed."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from contract.redis_clock import now_ms
 
 @dataclass(frozen=True, slots=True)
 class ReadyWorker:
-    """One that takes jobs; `load` is the share of its KV cache that is in use."""
+    """A worker that takes jobs; `load` is the used share of its KV cache."""
 
     incarnation: str
     num_jobs: int
@@ -24,8 +24,8 @@ class ReadyWorker:
 
 @dataclass(frozen=True, slots=True)
 class PoolSight:
-    """One look at a model's pool. `tokens_per_s` is of one worker, None until it was measured;
-    `incarnations` are of all that are heard of, those that take no more jobs included."""
+    """One observation. `tokens_per_s` is per worker, None until measured; `incarnations` are all
+    live workers, including draining ones."""
 
     queued_tokens: dict[str, int]
     workers: tuple[ReadyWorker, ...]
@@ -35,7 +35,7 @@ class PoolSight:
 
 @dataclass(frozen=True, slots=True)
 class PoolWatch:
-    """Reads only. Every method raises BrokerUnavailable."""
+    """Read-only. Every method raises BrokerUnavailable."""
 
     client: redis.asyncio.Redis
     keys: Keys

@@ -1,4 +1,4 @@
-"""What must be so before a command starts anything: packages, and a Redis that may hold jobs."""
+"""Checks before a command starts anything: packages, the model, Redis, the object store."""
 
 import argparse
 import asyncio
@@ -17,7 +17,7 @@ from infra import options as opts
 from infra.running_up import RunningUp, running_ups
 
 _NEEDS = {  # modules that show whether an extra is installed
-    "gateway": ("fastapi", "uvicorn", "httptools", "tokenizers", "jinja2", "prometheus_client"),
+    "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),
     "callbacks": ("rq", "httpx"),
     "worker": ("torch", "transformers", "tokenizers", "numpy", "prometheus_client"),
     "bench": ("httpx", "matplotlib"),
@@ -27,11 +27,11 @@ _NEEDS["serve"] = _NEEDS["gateway"] + _NEEDS["worker"] + _NEEDS["callbacks"]
 
 
 class UsageError(Exception):
-    """Options that cannot work together or here. The message is one sentence."""
+    """Options that cannot work. The message is one sentence."""
 
 
 def check_extra(extra: str) -> None:
-    """Raises UsageError where the modules of an extra are not installed."""
+    """Raises UsageError if the modules of an extra are not installed."""
     needs = dict.fromkeys(_NEEDS[extra])
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
@@ -41,7 +41,7 @@ def check_extra(extra: str) -> None:
 
 
 def check_redis(url: str) -> None:
-    """Raises UsageError where a Redis would lose jobs. One that is down is judged later."""
+    """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
         client = connect(url, retries=0)
@@ -57,7 +57,7 @@ def check_redis(url: str) -> None:
 
 
 def check_directory(setting: str) -> None:
-    """Raises UsageError where an object store is a directory that cannot be made or written to."""
+    """Raises UsageError if the object store's directory cannot be created or written."""
     store = open_store(setting)
     if isinstance(store, DirectoryStore):
         try:
@@ -67,7 +67,7 @@ def check_directory(setting: str) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raises UsageError where no model is to be found."""
+    """Raises UsageError if the model is not found."""
     from workers.engine.model import ModelRefused
     from workers.model.place import check_on_hub, check_place
 
@@ -79,9 +79,8 @@ def check_model(model: str) -> None:
 
 
 def check_store(url: str, namespace: str, setting: str) -> None:
-    """Raises UsageError where the namespace uses another object store than this setting's. A store
-    or a Redis that is down is judged later, by reads that check the store of what they read.
-    """
+    """Raises UsageError if the namespace uses another object store. An unreachable store or Redis
+    is checked on later reads."""
 
     async def check(own: str) -> str:
         client = connect(url, retries=0)
@@ -102,15 +101,16 @@ def check_store(url: str, namespace: str, setting: str) -> None:
 
 
 def known_redis(options: argparse.Namespace) -> str:
-    """The URL that was given. Raises UsageError."""
+    """The given URL. Raises UsageError."""
     if options.redis_url is None:
         raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
     return str(options.redis_url)
 
 
 def operators_redis(options: argparse.Namespace) -> str:
-    """The URL that was given, else that of the running `batchway up`, whose namespace is taken
-    too. Raises UsageError."""
+    """The given URL, else that of the running `batchway up`, with its namespace. Raises
+    UsageError.
+    """
     if options.redis_url is not None:
         return str(options.redis_url)
     up = running_up()
@@ -125,8 +125,7 @@ def operators_redis(options: argparse.Namespace) -> str:
 
 
 def running_up() -> RunningUp | None:
-    """The running `batchway up` of this user; None where there is none. Raises UsageError where
-    there are several."""
+    """This user's running `batchway up`, or None. Raises UsageError if there are several."""
     ups = running_ups()
     if len(ups) > 1:
         each = ", ".join(f"{up.redis_url} (at {up.gateway_url})" for up in ups)

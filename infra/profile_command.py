@@ -1,4 +1,4 @@
-"""`batchway profile`: options and tables. Leaves looking to workers/profiling."""
+"""Options and tables of `batchway profile`; workers/profiling measures."""
 
 import argparse
 import importlib
@@ -21,8 +21,6 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     whole = (
         ("--streams", 32, "sequences that decode together"),
         ("--prompt-tokens", 256, "tokens of each prompt"),
-        ("--timed-steps", 50, "of each class that are timed"),
-        ("--profiled-steps", 8, "of each class that torch's profiler looks into"),
     )
     for name, default, text in whole:
         group.add_argument(
@@ -40,8 +38,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(options: argparse.Namespace) -> int:
-    """Returns the exit status."""
-    # By name: whoever imports the command line loads no model.
+    # Imported by name: the command line itself must not load torch.
     command: Any = importlib.import_module("workers.profiling.command")
     try:
         found = command.profile_for(options, opts.engine_options(options))

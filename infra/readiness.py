@@ -1,4 +1,4 @@
-"""Waits until a gateway says that it can serve."""
+"""Waits until a gateway is ready."""
 
 import asyncio
 import time
@@ -11,22 +11,19 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S10
 
 
 def reachable_host(host: str) -> str:
-    """An address at which a server bound to `host` answers on this machine."""
+    """An address at which a server bound to `host` is reachable on this machine."""
     return _WILDCARDS.get(host, host)
 
 
 def in_url(host: str) -> str:
-    """The host as URLs write it."""
     return f"[{host}]" if ":" in host else host
 
 
 async def until_ready(
     host: str, port: int, allowed_hosts: Sequence[str], remind: Callable[[], None]
 ) -> None:
-    """Returns once /readyz answers 200; calls `remind` every half minute until then.
-
-    `allowed_hosts` are the names that the gateway answers to, where it was given any.
-    """
+    """Returns once /readyz answers 200; calls `remind` every half minute. `allowed_hosts`: the host
+    names that the gateway accepts, if restricted."""
     address = reachable_host(host)
     is_allowed = not allowed_hosts or {"*", address} & set(allowed_hosts)
     name = in_url(address if is_allowed else allowed_hosts[0])
@@ -39,7 +36,7 @@ async def until_ready(
 
 
 async def _readyz_status(address: str, port: int, name: str) -> int | None:
-    """The status of one GET; None where there is no answer."""
+    """The status of one GET; None without an answer."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address, port)

@@ -1,8 +1,8 @@
-"""Ends an embedded Redis whose owner was killed and could not do so itself.
+"""Ends an embedded Redis whose owner was killed.
 
 `python reaper.py DIRECTORY`, with the owner's pipe as standard input: when that ends and the
-directory is still there, shuts the server on its socket down and removes the directory. Run as a
-file, on the standard library alone, so that it starts in milliseconds and weighs little.
+directory still exists, shuts down the server on its socket and removes the directory. Uses only the
+standard library, so that it starts fast and stays small.
 """
 
 import os
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 
-_GIVE_UP_AFTER_S = 10.0  # a server that has just been started opens its socket within that
+_GIVE_UP_AFTER_S = 10.0  # a server that was just started opens its socket within this time
 
 
 def main(directory: str) -> None:
@@ -27,13 +27,13 @@ def main(directory: str) -> None:
 
 
 def _shut_down(path: str) -> bool:
-    """Whether a server took the order; its append-only file is flushed before it ends."""
+    """Whether a server accepted the shutdown; it flushes its append-only file first."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_GIVE_UP_AFTER_S)
         try:
             sock.connect(path)
             sock.sendall(b"SHUTDOWN NOSAVE\r\n")
-            return sock.recv(64) == b""  # an answer would be a refusal
+            return sock.recv(64) == b""  # any answer is a refusal
         except ConnectionResetError:
             return True
         except OSError:

@@ -1,11 +1,12 @@
-"""What each part of an installation may do in Redis: one user for each role, as ACL rules.
+"""Redis permissions of each part of an installation: one user per role, as ACL rules.
 
-A function runs under its caller's rules, which are checked for each command and key inside it. So
-a role holds the commands of its functions also by themselves, and what bounds it for good is the
-list of keys; the list of functions keeps honest code in its place. Nobody may run code of its own,
-change the server, or look for keys. docs/security.md explains, tests hold every line.
+A function runs with its caller's permissions, checked for each command and key. So a role also
+allows the commands of its functions, and its keys are the real boundary; the list of functions only
+guards against mistakes. No role may run scripts, change the server, or list keys. docs/security.md
+explains the roles.
 """
 
+import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from types import MappingProxyType
 
 from contract.keys import Keys
 from contract.library import LIBRARY
+from infra import option_values
 
-# Of every connection: redis-py's health check, the database, its name (RQ), transactions. All of
-# this is in Redis 7.0; a line with a command that the server lacks is refused as a whole.
+# For every connection: redis-py's health check, database, client name (RQ), transactions. All exist
+# in Redis 7.0; a server rejects a whole rule if it does not know a command.
 _CONNECTION = "ping select client|setname multi exec discard watch unwatch"
 _SUBSCRIBES = "subscribe unsubscribe"
 
@@ -31,14 +33,14 @@ _READ_COMMANDS = (
     "zrevrange zrevrank zscore"
 )
 
-# Families of keys: what follows the tag, see contract/keys.py.
+# Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
     "active alone attended back corrections counters deadlines due idle job jobs kept leases "
     "lengths line orphaned log out outbox own poison q quarantine recount run runid stored tenant "
-    "totals"
+    "totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
-_SIGHT_KEYS = "clock clock_offset"  # read by all; the second is set by tests alone
+_SIGHT_KEYS = "clock clock_offset"  # read by all; only tests set the second
 _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot"
@@ -54,10 +56,10 @@ class RedisRole:
     purpose: str
     functions: str
     commands: str
-    keeps: str = ""  # families that it reads and writes
-    reads: str = ""  # families that it reads alone
+    keeps: str = ""  # families it reads and writes
+    reads: str = ""  # families it only reads
     channels: str = ""
-    other_keys: str = ""  # whole patterns outside the namespace
+    other_keys: str = ""  # patterns outside the namespace
     may_load: bool = False  # the library
 
 
@@ -88,7 +90,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads=f"{_SIGHT_KEYS} active counters job line log pool run workers",
+            reads=f"{_SIGHT_KEYS} active counters job line log pool run tenant weights workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(
@@ -130,13 +132,11 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
 
 
 def acl_rules(role: RedisRole, namespace: str) -> list[str]:
-    """The rules of a user as ACL SETUSER takes them, without its password.
-
-    Raises ValueError where the namespace is none.
-    """
+    """A user's rules for ACL SETUSER, without the password. Raises ValueError for an invalid
+    namespace."""
     tag = _literal(Keys(namespace).tag)
     may_write = bool(role.keeps)
-    rules = ["on", f"~{tag}" if may_write else f"%R~{tag}"]  # the key that FCALL is given
+    rules = ["on", f"~{tag}" if may_write else f"%R~{tag}"]  # the key passed to FCALL
     for mark, families in (("~", role.keeps), ("%R~", role.reads)):
         rules += [f"{mark}{tag}:{pattern}" for pattern in _patterns(families)]
     rules += [f"~{pattern}" for pattern in role.other_keys.split()]
@@ -151,16 +151,16 @@ def acl_rules(role: RedisRole, namespace: str) -> list[str]:
 
 
 def setuser_line(name: str, namespace: str, password: str) -> str:
-    """A line of redis-cli that makes a user anew. `password`: `>text`, or `#` and its SHA-256."""
+    """A redis-cli line that replaces a user. `password`: `>text`, or `#` and its SHA-256."""
     rules = acl_rules(REDIS_ROLES[name], namespace)
     quoted = (f'"{rule}"' if re.search(r"[\\*&|>#]", rule) else rule for rule in rules)
     return " ".join(["ACL", "SETUSER", name, "reset", password, *quoted])
 
 
-# Families that are one key; the others are many, of which each goes on after a colon.
+# Families with a single key; the others continue after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper clock_offset object_store"
+    "memory models api_keys key_pepper clock_offset object_store weights"
 )
 
 
@@ -170,5 +170,26 @@ def _patterns(families: str) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A text as a glob that matches nothing else."""
+    """Escapes a text for use in a glob pattern."""
     return re.sub(r"([\[\]?\\^-])", r"\\\1", text) if re.search(r"[\[?\\]", text) else text
+
+
+_TO_FILL_IN = "'>PASSWORD'"
+
+
+def add_redis_roles_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--namespace",
+        type=option_values.namespace,
+        default="default",
+        metavar="NAME",
+        help="whose keys the users may touch (default: default)",
+    )
+
+
+def run_redis_roles(options: argparse.Namespace) -> int:
+    print("# For redis-cli, with a password of its own for each in the place of PASSWORD.")
+    for name, role in REDIS_ROLES.items():
+        print(f"# {name}: {role.purpose}")
+        print(setuser_line(name, options.namespace, _TO_FILL_IN))
+    return 0

@@ -1,10 +1,11 @@
-"""Where the running `batchway up` of this user is: for commands that are not told which Redis.
+"""Finds this user's running `batchway up`, for commands without a Redis URL.
 
-`up` with a Redis of its own leaves a note beside that server's socket, in a directory that only
-its user may read and that goes with the server.
+`up` with a private Redis leaves a note beside the server's socket, in a directory that only its
+user can read and that is removed with the server.
 """
 
 import contextlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -24,12 +25,12 @@ class RunningUp(msgspec.Struct, frozen=True):
 
 
 def leave_note(directory: Path, up: RunningUp) -> None:
-    """`directory` is that of the server's socket."""
+    """`directory` is the one with the server's socket."""
     (directory / _NOTE).write_bytes(msgspec.json.encode(up))
 
 
 def running_ups() -> list[RunningUp]:
-    """Those of this user that run now on a Redis of their own."""
+    """This user's running ones with a private Redis."""
     found = {}
     for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - only what is ours is read
         for note in Path(folder).glob(f"batchway-*/{_NOTE}"):
@@ -40,3 +41,28 @@ def running_ups() -> list[RunningUp]:
                 os.kill(up.pid, 0)
                 found[up.pid] = up
     return [found[pid] for pid in sorted(found)]
+
+
+_QUESTION = "Count from 1 to 10."  # the demo model knows the answer
+
+
+def welcome(url: str, model: str, *, has_key: bool) -> str:
+    """The text; names the variable of an API key, never the key."""
+    messages = [{"role": "user", "content": _QUESTION}]
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages})
+    header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
+    key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
+    imports = "import openai, os" if has_key else "import openai"
+    asked = f'model="{model}", temperature=0, messages={json.dumps(messages)}'
+    return f"""
+batchway is ready: {url} serves the model {model!r}
+
+  curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'
+
+or in Python:
+
+  {imports}; client = openai.OpenAI(base_url="{url}/v1", api_key={key})
+  print(client.chat.completions.create({asked}).choices[0].message.content)
+
+Ctrl-C ends it.
+"""

@@ -1,13 +1,15 @@
-"""How commands show a result: a table for people, JSON for programs."""
+"""Shows results: tables, JSON and progress."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first row being the heading."""
+    """Aligned columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -21,10 +23,27 @@ def date(seconds: float | None) -> str:
 
 
 def write(result: object, text: str, json_out: str | None) -> None:
-    """Prints the text, and writes JSON to a file for its owner alone; `-`: prints JSON instead."""
+    """Prints the text and writes JSON to a private file; `-` prints JSON instead."""
     as_json = json.dumps(result, indent=2)
     print(as_json if json_out == "-" else text)
     if json_out not in (None, "-"):
         path = Path(str(json_out))
         path.touch(mode=0o600)
         path.write_text(as_json + "\n")
+
+
+_WIDTH = 30
+
+
+def progress_line(what: str, stream: TextIO | None = None) -> Callable[[int, int], None]:
+    """Shows progress on a terminal; does nothing elsewhere."""
+    out = sys.stderr if stream is None else stream
+    if not out.isatty():
+        return lambda num_done, num_all: None
+
+    def show(num_done: int, num_all: int) -> None:
+        bar = "#" * (_WIDTH * num_done // num_all)
+        end = "\n" if num_done == num_all else ""
+        print(f"\r[{bar:.<{_WIDTH}}] {num_done} of {num_all} {what}", end=end, file=out, flush=True)
+
+    return show

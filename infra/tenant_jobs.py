@@ -1,6 +1,6 @@
-"""`batchway jobs list`, `show`, `cancel`, `delete`: what a tenant could do, done by an operator.
+"""`batchway jobs list`, `show`, `cancel`, `delete`: a tenant's actions, done by an operator.
 
-Works on Redis alone, so that it needs no gateway and no key. Shows states and sizes, never text.
+Uses only Redis, without gateway and key. Shows states and sizes, never text.
 """
 
 import argparse
@@ -12,9 +12,8 @@ from typing import Any
 from contract.calls import JobView, Wanted
 from contract.connection import connect
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
-from gateway.jobs.job_objects import PUBLIC_STATUSES, public_status
 from infra import option_values
 from infra.tables import date, table, write
 from workers.settings import LANES
@@ -26,7 +25,7 @@ _METADATA = re.compile(r"([^=]{1,64})=(.{0,512})")
 
 
 class JobRefusal(Exception):
-    """The job is not there, or not in a state for this."""
+    """The job does not exist or is not in a suitable state."""
 
 
 def add_tenant_option(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def add_tenant_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """Which jobs are listed; each option narrows it."""
+    """Filters of the list."""
     parser.add_argument("--status", choices=PUBLIC_STATUSES, help="in this state (default: any)")
     parser.add_argument("--lane", choices=LANES, help="in this lane (default: any)")
     parser.add_argument("--served-model-name", metavar="NAME", help="of this model (default: any)")
@@ -95,7 +94,7 @@ async def _list(functions: Functions, options: argparse.Namespace) -> None:
         room = options.limit - len(views)
         page = await functions.list_jobs(options.tenant, wanted, after=after, max_jobs=room)
         if page is None:
-            break  # it was forgotten while we read on
+            break  # deleted while we read
         views += page.views
         if not (after := page.position):
             break
@@ -126,7 +125,7 @@ async def _delete(functions: Functions, options: argparse.Namespace) -> None:
         raise _unknown(options)
     if found is not True:
         raise JobRefusal(f"{options.job_id} is {public_status(found)}: cancel it first")
-    _say(options, "deleted")  # a worker deletes what it kept in the object store
+    _say(options, "deleted")  # a worker deletes its objects
 
 
 def _say(options: argparse.Namespace, what: str) -> None:

@@ -1,4 +1,4 @@
-"""`batchway top`: asks a gateway for its page of metrics, again and again, and shows it."""
+"""`batchway top`: polls a gateway's metrics page and shows it."""
 
 import argparse
 import io
@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.settings import variable
 from infra import options as opts
 from infra.option_values import number
 from infra.preconditions import UsageError, check_extra, running_up
@@ -22,7 +21,7 @@ from infra.tables import write
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-KEY_VARIABLE = variable("api_key")
+KEY_VARIABLE = "BATCHWAY_API_KEY"
 _TIMEOUT_S = 5.0
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _PICTURE_COLUMNS = 150
@@ -57,7 +56,7 @@ def add_top_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_top(options: argparse.Namespace) -> int:
-    """Raises UsageError where the gateway cannot be asked."""
+    """Raises UsageError if the gateway cannot be reached."""
     check_extra("top")
     if options.url is None:
         up = running_up()
@@ -103,7 +102,7 @@ def _show_once(options: argparse.Namespace) -> None:
 
 
 def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
-    """What shows the time since it was called last."""
+    """Renders the change since the previous call."""
     from contract.telemetry.metrics_reader import Page, look
     from infra.top_screen import screen
 
@@ -128,13 +127,13 @@ def _draw(options: argparse.Namespace) -> None:
     console = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
     console.print(next_look())
     drawn = console.export_svg(title="batchway top")
-    # Without the fonts that rich would have the reader fetch from elsewhere.
+    # Remove web fonts, which a viewer would download.
     options.svg.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
     print(f"drawn into {options.svg}")
 
 
 def _watch(options: argparse.Namespace) -> None:
-    """A gateway that is away for a while is waited for; one that never answered is not."""
+    """Waits for a gateway that is gone for a while, but not for one that never answered."""
     from rich.live import Live
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What `batchway top` shows, drawn with rich. Knows a MetricsReader, not where it comes from."""
+"""The screen of `batchway top`, drawn with rich from a MetricsReader."""
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -7,7 +7,7 @@ from rich.text import Text
 
 from contract.telemetry.metrics_reader import CLASSES, EngineRow, LaneRow, MetricsReader, WorkerRow
 
-_STALE_S = 7.5  # two heartbeats missed, and some
+_STALE_S = 7.5  # two missed heartbeats and some slack
 _OLD_S = 60.0
 _LOW_DECODE = 0.7  # of the steps' time
 _CLASS_STYLES = {"decode": "green", "mixed": "yellow", "prefill": "blue"}
@@ -15,7 +15,7 @@ _BAR_CELLS = 12
 
 
 def screen(sight: MetricsReader, where: str) -> RenderableType:
-    """One look, top to bottom: what callers see, what workers hold, what steps were like."""
+    """One screen, top to bottom: callers, workers, steps."""
     return Group(_head(sight, where), _lanes(sight.lanes), _workers(sight.workers),
                  _engines(sight.engines))  # fmt: skip
 
@@ -32,7 +32,7 @@ def _head(sight: MetricsReader, where: str) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """The first two columns are names, the others figures."""
+    """The first two columns are names, the others numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
@@ -94,7 +94,7 @@ def _engines(rows: tuple[EngineRow, ...]) -> Table:
 
 
 def _classes(row: EngineRow) -> Text:
-    """How busy the engines were, with a bar of decode, mixed and prefill."""
+    """Busy share of the engines, with a bar of decode, mixed and prefill."""
     if not any(row.step_share.values()):
         return Text("idle", "dim")
     text = Text()

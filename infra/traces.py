@@ -1,7 +1,7 @@
-"""Traces of arrivals: when requests came, and how long they were. No text.
+"""Traces of arrivals: times and lengths of requests, without text.
 
-A header, then a row for each request: time, prompt tokens, output tokens; times are seconds or ISO
-dates. `.gz` is read too.
+A header, then one row per request: time, prompt tokens, output tokens; times are seconds or ISO
+dates. Also reads `.gz`.
 """
 
 import csv
@@ -23,7 +23,7 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The requests of a file, from second 0 on. Raises ValueError that names the row."""
+    """The requests of a file, starting at second 0. Raises ValueError that names the row."""
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     rows = list(csv.reader(io.StringIO(text)))[1:]
@@ -42,10 +42,10 @@ def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return datetime.fromisoformat(text[:26]).timestamp()  # microseconds are enough
+        return datetime.fromisoformat(text[:26]).timestamp()  # microsecond precision
 
 
 def with_gap(arrivals: Sequence[Arrival], gap_s: float) -> list[Arrival]:
-    """A trace, nothing for a while, and the trace again."""
+    """A trace, a gap, and the trace again."""
     shift_s = arrivals[-1].at_s + gap_s
     return [*arrivals, *(replace(one, at_s=one.at_s + shift_s) for one in arrivals)]

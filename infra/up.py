@@ -1,22 +1,22 @@
-"""`batchway up` from the first start to the last end: signals, order and exit status."""
+"""Runs `batchway up`: signals, order and exit status."""
 
 import asyncio
 import contextlib
 import signal
 import sys
 
-from infra.console import Console
+from infra.child import Console
 from infra.keeper import PartLost
 from infra.lifeline import lifeline
 from infra.local_stack import LocalStack, StackOptions
 
 EXIT_FAILED = 1
-EXIT_KILLED = 130  # as a shell says of a process that Ctrl-C ended
+EXIT_KILLED = 130  # the shell's status of a process ended by Ctrl-C
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Asked:
-    """What signals have asked for: the first to end, the second to end at once."""
+    """Signals received: the first asks to end, the second to end at once."""
 
     def __init__(self) -> None:
         self.to_end = asyncio.Event()
@@ -25,8 +25,8 @@ class _Asked:
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            # nohup ignores SIGHUP, and that is kept. A shell that starts us in the background
-            # ignores SIGINT, but whoever sends it to us means it.
+            # Respect nohup's ignored SIGHUP. An ignored SIGINT only means that a shell started us
+            # in the background; whoever sends it means it.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._hear)
 
@@ -35,7 +35,7 @@ class _Asked:
 
 
 async def run_up(options: StackOptions) -> int:
-    """Runs the stack until it is asked to end, or a part is lost. Returns the exit status."""
+    """Runs the stack until a signal or the loss of a part. Returns the exit status."""
     console = Console(sys.stderr)
     asked = _Asked()
     asked.listen()
@@ -67,7 +67,7 @@ async def _serve(stack: LocalStack, asked: _Asked, console: Console) -> int:
 
 
 async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
-    """Whether the task ended before the event was set; where not, the task is cancelled."""
+    """Whether the task ended before the event was set; otherwise cancels the task."""
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -127,12 +127,14 @@ class Answer:
 
 @dataclass
 class Caller:
-    """Submits jobs and reads them, as a gateway does."""
+    """Submits a tenant's jobs and reads them, as a gateway does."""
 
     functions: Functions
     client: redis.asyncio.Redis
     keys: Keys
     retention_s: float = 600.0
+    tenant: str = TENANT
+    weight: float = 1.0
 
     async def submit(
         self, *prompts: str, deadline_s: float = 120.0, lane: str = "standard", **params: Any
@@ -142,7 +144,7 @@ class Caller:
         prompt_list = tuple(map(encode_text, prompts))
         job = Job(
             id=new_job_id(),
-            tenant=TENANT,
+            tenant=self.tenant,
             model="m",
             lane=lane,
             endpoint=Endpoint.COMPLETIONS,
@@ -150,6 +152,7 @@ class Caller:
             prompt_list=prompt_list if len(prompts) > 1 else (),
             params=sampling,
             created_s=0,
+            weight=self.weight,
         )
         cap = job.num_choices * sampling.max_tokens
         await self.functions.submit(
@@ -163,12 +166,12 @@ class Caller:
         return job
 
     async def view(self, job: Job) -> JobView:
-        found = await self.functions.read(job.id, TENANT)
+        found = await self.functions.read(job.id, self.tenant)
         assert found is not None
         return found[0]
 
     async def entries(self, job: Job) -> list[LogEntry]:
-        found = await self.functions.read(job.id, TENANT, max_events=100_000)
+        found = await self.functions.read(job.id, self.tenant, max_events=100_000)
         assert found is not None
         return found[1]
 

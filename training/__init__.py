@@ -1,5 +1,4 @@
-"""Makes the demo model: exercises, tokenizer, training and measurement.
+"""Makes the demo model: exercises, tokenizer, training and evaluation.
 
-`training.tasks` needs the standard library only, so that tests can ask questions and
-judge answers where torch is not installed.
+`training.tasks` needs only the standard library, so that tests can use it without torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m training`: trains the demo model, measures it and writes its folder."""
+"""`python -m training`: trains and evaluates the demo model and writes its folder."""
 
 import argparse
 import sys
@@ -9,18 +9,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from infra.demo_model import demo_model_path
-from training import checkpoint
 from training.card import table, write_card
 from training.draws import FAMILIES
 from training.evaluate import Score, accuracy, generates_right, score_families
-from training.train import Recipe, build_model, round_to_bfloat16, rounds, train
+from training.train import Recipe, build_model, load, round_to_bfloat16, rounds, save, train
 
 _MIN_ACCURACY = 0.95
 _EVALUATION_SEED = 1
 
 
 def main() -> int:
-    """Returns 1 where a family stays below 95 %, so that a script can tell."""
+    """Returns 1 if a family scores below 95 %."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     recipes = rounds(arguments.seed)
@@ -29,7 +28,7 @@ def main() -> int:
             replace(r, num_steps=min(r.num_steps, arguments.max_steps)) for r in recipes
         )
     if arguments.evaluate_only:
-        model = checkpoint.load(arguments.output)
+        model = load(arguments.output)
     else:
         model = _trained(recipes, arguments.output)
     scores = score_families(
@@ -57,7 +56,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _trained(recipes: tuple[Recipe, ...], output: Path) -> LlamaForCausalLM:
-    """Trains and saves, and gives back what a server will load."""
+    """Trains and saves; returns the saved model."""
     model = build_model(recipes[0].seed)
 
     def report(step: int) -> None:
@@ -71,12 +70,12 @@ def _trained(recipes: tuple[Recipe, ...], output: Path) -> LlamaForCausalLM:
     for recipe in recipes:
         train(model, recipe, report=report, report_every=max(1, recipe.num_steps // 6))
         round_to_bfloat16(model)
-    checkpoint.save(model, output)
-    return checkpoint.load(output)
+    save(model, output)
+    return load(output)
 
 
 def _generate_agrees(model: LlamaForCausalLM, scores: dict[str, list[Score]]) -> bool:
-    """Whether token-by-token generation says of two exercises per family what one pass said."""
+    """Whether token-by-token generation agrees with the scores on two exercises per family."""
     return all(
         generates_right(model, s.exercise) == s.is_right
         for family in scores.values()

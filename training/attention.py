@@ -1,20 +1,18 @@
-"""The attention that training uses: what torch's fused one computes, by way of plain matrices.
-
-On a CPU the fused backward pass is three to five times slower than this for short sequences.
-"""
+"""Attention for training, as plain matrix products. On a CPU torch's fused backward pass is three
+to five times slower for short sequences."""
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 TRAINING_ATTENTION = "causal_by_length"
-_MAX_PLAIN_TOKENS = 512  # beyond, the fused kernel is faster
+_MAX_PLAIN_TOKENS = 512  # above, the fused kernel is faster
 
 
 def register_training_attention() -> None:
     """Makes TRAINING_ATTENTION known to transformers, which passes it no mask."""
-    ALL_ATTENTION_FUNCTIONS.register(TRAINING_ATTENTION, _attend)
+    AttentionInterface.register(TRAINING_ATTENTION, _attend)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Batches of documents of like length, as tensors. Leaves what is in a document to `documents`."""
+"""Batches of documents of similar length, as tensors."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from training.tokenizer import PAD_ID
 _BUCKETS = (24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 2048)
 """Documents up to one of these lengths share a batch, so that little of it is padding."""
 
-_NOT_LEARNED = -100  # what cross_entropy leaves out
+_NOT_LEARNED = -100  # ignored by cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def batches(
 
 
 def collate(documents: list[Document]) -> Batch:
-    """Pads documents on the right; under a causal mask padding there changes nothing."""
+    """Pads documents on the right, which changes nothing under a causal mask."""
     width = max(len(d.token_ids) for d in documents)
     token_ids = torch.full((len(documents), width), PAD_ID)
     labels = torch.full((len(documents), width), _NOT_LEARNED)

@@ -1,4 +1,4 @@
-"""The model card, README.md beside the weights, with the figures of the measurement in it."""
+"""Writes the model card, README.md beside the weights, with the evaluation's figures."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -67,7 +67,6 @@ decodes to itself. The licence is that of this repository.
 def write_card(
     folder: Path, recipes: tuple[Recipe, ...], scores: dict[str, list[Score]], num_parameters: int
 ) -> None:
-    """Writes README.md."""
     everything = [score for family in scores.values() for score in family]
     card = _CARD.format(
         num_parameters=num_parameters,
@@ -82,7 +81,7 @@ def write_card(
 
 
 def _recipe_table(recipes: tuple[Recipe, ...]) -> str:
-    """A row for each figure of the recipes, a column for each round."""
+    """A row per figure, a column per round."""
     names = [spec.name for spec in fields(Recipe)]
     rounds = [f"round {number}" for number in range(1, len(recipes) + 1)]
     rows = [["", *rounds], ["---"] * (len(rounds) + 1)]
@@ -91,7 +90,7 @@ def _recipe_table(recipes: tuple[Recipe, ...]) -> str:
 
 
 def table(scores: dict[str, list[Score]]) -> str:
-    """A row for each family: an example, how many were right, and the gaps."""
+    """A row per family: an example, how many were right, and the gaps."""
     rows = [
         "| family | for example | measured | right | gap, 1 % below | gap, median |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -107,7 +106,7 @@ def table(scores: dict[str, list[Score]]) -> str:
 
 
 def _length(exercise: Exercise) -> int:
-    """How far an example is from a length that shows well."""
+    """An example's distance from a length that fits the table."""
     return abs(len(exercise.question) + len(exercise.answer) - 40)
 
 

@@ -1,7 +1,5 @@
-"""Turns exercises into what the model reads: token ids, which of them it learns, and positions.
-
-Knows nothing of tensors; batches are made elsewhere.
-"""
+"""Turns exercises into token ids, with positions and a mask of learned tokens. Does not use
+tensors."""
 
 import random
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from training.tasks import Exercise
 from training.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, SYSTEM_ID, USER_ID
 from training.words import phrase
 
-# How often a family is drawn; the hard ones more often.
+# How often a family is drawn; hard ones more often.
 _WEIGHTS = {
     "count up": 24, "count down": 20, "long count up": 14, "long count down": 12,
     "spell": 9, "reverse": 18, "capitals": 5, "letter": 4,
@@ -52,36 +50,36 @@ class Document:
         self.next_position = end
 
     def skip(self, num_positions: int) -> None:
-        """Leaves a hole: what follows is as far from what was as if tokens lay between."""
+        """Skips positions, as if tokens were there."""
         self.next_position += num_positions
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last answer was given to its end, so that another turn may follow."""
+        """Whether the last answer is complete, so that another turn may follow."""
         return self.token_ids[-1] == END_ID
 
 
 def text_ids(text: str) -> list[int]:
-    """What the tokenizer makes of a text without special tokens, at the speed of bytes."""
+    """The tokenizer's ids of a text without special tokens, computed from its bytes."""
     return list(text.encode())
 
 
 def prompt_ids(exercise: Exercise) -> list[int]:
-    """What a server feeds the model before it answers."""
+    """The prompt as a server feeds it to the model."""
     if exercise.is_raw:
         return [BOS_ID, *text_ids(exercise.question)]
     return [BOS_ID, USER_ID, *text_ids(exercise.question), END_ID, ASSISTANT_ID]
 
 
 def answer_ids(exercise: Exercise) -> list[int]:
-    """What the model must say, up to the token that ends it."""
+    """The expected answer with its end token."""
     return text_ids(exercise.answer) + ([END_ID] if exercise.has_end else [])
 
 
 @dataclass(frozen=True, slots=True)
 class Holes:
-    """How long answers are shown: `whole_share` of them without a hole; of the others,
-    `near_miss_share` show the place where a count is easily taken for ended."""
+    """How long answers are shown: `whole_share` of them without a hole; `near_miss_share` of the
+    others show the place where a count is easily ended too early."""
 
     whole_share: float
     near_miss_share: float = 0.0
@@ -115,7 +113,7 @@ def _draw_exercise(rng: random.Random) -> Exercise:
 
 
 def _bare_document(exercise: Exercise, rng: random.Random, holes: Holes) -> Document:
-    """A completion prompt, with and without the token at its head."""
+    """A completion prompt, with and without the leading token."""
     document = Document()
     if rng.random() < 0.7:
         document.append([BOS_ID], is_learned=False)
@@ -132,10 +130,8 @@ def _append_turn(document: Document, exercise: Exercise, rng: random.Random, hol
 
 
 def _append_answer(document: Document, answer: list[int], rng: random.Random, holes: Holes) -> None:
-    """A long answer mostly loses its middle, because its hard places are its two ends.
-
-    The positions stay what they would have been, so the prompt looks as far away as it would.
-    """
+    """Adds an answer; a long one usually loses its middle, as its ends are the hard part. The
+    positions do not change, so the prompt stays as far away."""
     if holes == NO_HOLES or len(answer) <= _MAX_SHORT_ANSWER:
         document.append(answer, is_learned=True)
         return

@@ -1,4 +1,4 @@
-"""Draws exercises at random, family by family. Leaves what is right to `tasks`."""
+"""Draws random exercises by family."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _BEYOND = (
 
 
 def draw(family: str, rng: random.Random, *, is_held_out: bool) -> Exercise:
-    """An exercise of `family` that is, or is not, held out of training."""
+    """An exercise of `family` that is, or is not, excluded from training."""
     while True:
         exercise = FAMILIES[family](rng)
         if exercise.is_held_out == is_held_out or family == "talk":
@@ -81,7 +81,7 @@ def _subtract(rng: random.Random) -> Exercise:
 def _compare(rng: random.Random) -> Exercise:
     left = rng.randint(0, rng.choice((99, tasks.MAX_NUMBER)))
     right = rng.randint(0, rng.choice((99, tasks.MAX_NUMBER)))
-    if rng.random() < 0.3:  # near each other, where it is the last digits that decide
+    if rng.random() < 0.3:  # close together, so that the last digits decide
         right = min(tasks.MAX_NUMBER, max(0, left + rng.randint(-15, 15)))
     if left == right:
         return _compare(rng)

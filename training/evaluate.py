@@ -1,7 +1,7 @@
-"""Measures the demo model on exercises it never saw: how often it is right, and how clearly.
+"""Evaluates the demo model on exercises it never saw: accuracy, and margin.
 
-Greedy decoding gives the right answer exactly where, with the right answer fed in, the largest
-logit at every place is the right token. So one pass over question and answer measures both.
+Greedy decoding is right exactly if, given the right answer, the largest logit is the right token
+everywhere. So one pass over question and answer measures both.
 """
 
 import random
@@ -20,7 +20,7 @@ _TOKENS_PER_BATCH = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The smallest gap between the two largest logits in an answer, and whether it is right."""
+    """The smallest gap between the two largest logits of an answer, and whether it is right."""
 
     exercise: Exercise
     is_right: bool
@@ -28,7 +28,7 @@ class Score:
 
 
 def held_out(family: str, seed: int, num_exercises: int) -> list[Exercise]:
-    """Different exercises that training never saw, except in `talk`, which is small and closed."""
+    """Distinct exercises excluded from training, except in `talk`, which is small and closed."""
     rng = random.Random(f"{seed} {family}")
     found: dict[str, Exercise] = {}
     for _ in range(num_exercises * 20):
@@ -48,7 +48,7 @@ def score_families(
 
 @torch.inference_mode()
 def score(model: LlamaForCausalLM, exercises: list[Exercise]) -> list[Score]:
-    """One forward pass over questions with their answers, in batches of like length."""
+    """One forward pass over questions with answers, in batches of similar length."""
     scores: list[Score] = []
     by_length = sorted(exercises, key=lambda e: len(prompt_ids(e)) + len(answer_ids(e)))
     while by_length:
@@ -65,7 +65,7 @@ def score(model: LlamaForCausalLM, exercises: list[Exercise]) -> list[Score]:
 
 
 def _score_row(exercise: Exercise, logits: torch.Tensor) -> Score:
-    """Judges one row of logits [tokens, vocabulary]."""
+    """Scores one row of logits [tokens, vocabulary]."""
     start, answer = len(prompt_ids(exercise)), torch.tensor(answer_ids(exercise))
     best = logits[start - 1 : start - 1 + len(answer)].topk(2, dim=-1)
     gaps = best.values[:, 0] - best.values[:, 1]
@@ -75,7 +75,7 @@ def _score_row(exercise: Exercise, logits: torch.Tensor) -> Score:
 
 @torch.inference_mode()
 def generates_right(model: LlamaForCausalLM, exercise: Exercise) -> bool:
-    """Whether transformers, token by token with its key-value cache, generates the answer."""
+    """Whether transformers generates the answer token by token."""
     prompt = torch.tensor([prompt_ids(exercise)])
     answer = answer_ids(exercise)
     output = model.generate(  # type: ignore[misc]
@@ -93,6 +93,6 @@ def accuracy(scores: list[Score]) -> float:
 
 
 def gap_quantile(scores: list[Score], share: float) -> float:
-    """The gap under which `share` of the answers lie."""
+    """The gap that `share` of the answers do not reach."""
     gaps = sorted(s.min_gap for s in scores)
     return gaps[min(len(gaps) - 1, int(share * len(gaps)))]

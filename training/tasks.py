@@ -1,7 +1,4 @@
-"""The exercises the demo model is trained and measured on: a question and its one right answer.
-
-Needs the standard library only. Leaves tokens, and who is asked, to others.
-"""
+"""The demo model's exercises: a question and its one right answer. Standard library only."""
 
 import hashlib
 from dataclasses import dataclass
@@ -27,9 +24,9 @@ ABOUT = "I am a small demo model. I can count, spell, reverse, repeat and do sma
 class Exercise:
     """A question and its one right answer.
 
-    `key` names what is asked, whatever the phrasing; keys decide what is held out of training.
-    A raw exercise is bare text to be continued, without a chat template. One that does not end
-    could go on after `answer`.
+    `key` identifies the question without its phrasing; it decides whether it is held out of
+    training. A raw exercise is bare text to continue, without chat template. If it does not end,
+    text may follow `answer`.
     """
 
     family: str
@@ -41,7 +38,7 @@ class Exercise:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training must never see this exercise: one key in ten, by hash."""
+        """Whether training excludes this exercise: one key in ten, by hash."""
         kind, _, word = self.key.partition(":")
         if kind == "word" and word in ENGLISH_WORDS:
             return True

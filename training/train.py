@@ -1,17 +1,21 @@
-"""Trains the demo model on two cores, from exercises it draws as it goes."""
+"""Trains the demo model on two cores, on exercises drawn during training."""
 
+import copy
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from training.attention import TRAINING_ATTENTION, register_training_attention
 from training.batches import Batch, batches
 from training.documents import Holes
-from training.tokenizer import BOS_ID, END_ID, MAX_CONTEXT, PAD_ID, VOCAB_SIZE
+from training.tokenizer import BOS_ID, END_ID, MAX_CONTEXT, PAD_ID, VOCAB_SIZE, save_tokenizer
 
 _END_WEIGHT = 5.0
 _FIRST_HOLES = Holes(whole_share=0.02)
@@ -20,10 +24,10 @@ _ROPE_THETA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides what comes out.
+    """All parameters of the training.
 
-    The first `short_phase` of the training reads short documents only, and later every second
-    batch does: copying and sums are learned there, much sooner than among long counts.
+    The first `short_phase` uses only short documents, later every second batch does: copying and
+    sums are learned there much sooner than among long counts.
     """
 
     seed: int = 0
@@ -37,11 +41,11 @@ class Recipe:
 
 
 def rounds(seed: int) -> tuple[Recipe, ...]:
-    """The whole training: everything, and then where long counts go wrong. The weights are
-    rounded to what bfloat16 holds after each round.
+    """The whole training: all exercises, then the difficult ends of long counts. Weights are
+    rounded to bfloat16 after each round.
 
-    After the first round one mistake is left: a long count ends at the number that differs from
-    its last one in the hundreds alone. Documents with holes hardly ever show that place.
+    After the first round one error remains: a long count stops at a number that differs from its
+    last only in the hundreds. Documents with holes rarely show that place.
     """
     return Recipe(seed=seed), Recipe(
         seed=seed + 2,
@@ -53,7 +57,7 @@ def rounds(seed: int) -> tuple[Recipe, ...]:
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """An untrained Llama of one million parameters, whose layers add nothing yet."""
+    """An untrained Llama of one million parameters; its layers initially add nothing."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -86,7 +90,7 @@ def train(
     report: Callable[[int], None],
     report_every: int,
 ) -> None:
-    """Runs the recipe on `model`; calls `report(step)` now and then, with the model as it is."""
+    """Trains `model`; calls `report(step)` now and then."""
     register_training_attention()
     model.set_attn_implementation(TRAINING_ATTENTION)
     optimizers = _optimizers(model, recipe)
@@ -119,17 +123,15 @@ def train(
 
 
 def round_to_bfloat16(model: LlamaForCausalLM) -> None:
-    """Makes every weight a number that bfloat16 can hold; the model stays in float32."""
+    """Rounds every weight to a bfloat16 value; the model stays in float32."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
 
 
 def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
-
-    With AdamW alone the same loss takes about three times the steps.
-    """
+    """Muon for the layers' matrices, AdamW for embedding and norms. AdamW alone needs about three
+    times the steps."""
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     outer = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     lr = recipe.learning_rate
@@ -146,10 +148,8 @@ def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
 
 
 def _loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """The mean cross-entropy of the answers' tokens; the token that ends one weighs more.
-
-    Where to stop is the one hard place of a count, and else its share of the loss is a hundredth.
-    """
+    """Mean cross-entropy of the answers' tokens. The end token weighs more: it is the hard part of
+    a count, but only a hundredth of the loss."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(
             input_ids=batch.token_ids,
@@ -165,7 +165,7 @@ def _loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 
 
 class _Progress:
-    """Knows how far the training is, and prints a line about every ten seconds."""
+    """Tracks progress and prints a line about every ten seconds."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -174,11 +174,9 @@ class _Progress:
         self._num_tokens = 0
 
     def share_done(self, step: int) -> float:
-        """0 to 1."""
         return (step - 1) / self._recipe.num_steps
 
     def add(self, step: int, loss: float, num_tokens: int) -> None:
-        """Takes in one step."""
         self._losses.append(loss)
         self._num_tokens += num_tokens
         now_s = time.monotonic()
@@ -194,3 +192,27 @@ class _Progress:
             flush=True,
         )
         self._printed_s, self._losses, self._num_tokens = now_s, [], 0
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes weights in bfloat16, configuration and tokenizer; each file atomically."""
+    half = copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
+    half.set_attn_implementation("sdpa")
+    half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=BOS_ID, eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        half.save_pretrained(scratch)
+        save_tokenizer(Path(scratch))
+        for path in Path(scratch).iterdir():
+            path.chmod(0o644)
+            shutil.move(path, folder / path.name)
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    """The saved model in float32, the precision of the evaluation."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    model.train(False)
+    return model

@@ -1,12 +1,11 @@
-"""Words and phrases to ask about, made up or English. Knows nothing of questions."""
+"""Words and phrases for exercises, made up or English."""
 
 # ruff: noqa: SIM905 (a hundred words read better as text than as a list of literals)
 
 import random
 import string
 
-# No document for training contains one of these as the word it asks about: they measure whether
-# the model learned to spell, and not which words exist.
+# Excluded from training: they measure whether the model learned to spell, not which words exist.
 ENGLISH_WORDS = tuple(
     """
     apple autumn badger bakery banana barrel basket beacon beaver blanket bottle branch bridge
@@ -54,7 +53,7 @@ def made_up_word(rng: random.Random) -> str:
     kind = rng.random()
     if kind < 0.2:
         return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 12)))
-    if kind < 0.35:  # few different letters, so that a letter alone does not tell the place
+    if kind < 0.35:  # few different letters, so that a letter alone does not show the position
         letters = rng.sample(string.ascii_lowercase, 3)
         return "".join(rng.choices(letters, k=rng.randint(3, 12)))
     syllables = [

@@ -1,8 +1,4 @@
-"""`batching.yaml`: what an operator says about batching, beside the model it is meant for.
-
-Knows the file: its keys, its lines, its version. Leaves what the values do to the engine, and
-when the file is read again to the supervisor.
-"""
+"""Reads and checks `batching.yaml`, an operator's batching options beside a model."""
 
 import difflib
 import hashlib
@@ -15,27 +11,26 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import msgspec
-import yaml  # type: ignore[import-untyped]  # its types are a package of their own
+import yaml  # type: ignore[import-untyped]  # types are a separate package
 
-from workers.ipc.batching import LaneOptions, StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, LaneOptions, StrategyName, StrategyOptions
 
 FILE_NAME = "batching.yaml"
 
 
 class ConfigurationError(Exception):
-    """The file cannot be used. One line for each thing to mend: file, line, key, what is wrong."""
+    """The file cannot be used. One line per error: file, line, key, what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
-    """What the file says, as fields of EngineOptions; what it leaves out is not there."""
+    """The file's values as fields of EngineOptions; keys that are not in the file are absent."""
 
     values: Mapping[str, Any]
-    version: str  # of the content: comments, order and spelling of numbers do not change it
+    version: str  # a hash of the values: comments, order and number format do not change it
 
     def apply(self, options: EngineOptions) -> EngineOptions:
-        """The options with the file's values, except where they already say other than default."""
+        """Applies the file's values, except to options that differ from their default."""
         default = EngineOptions(model_path="")
         said = {name for name in self.values if getattr(options, name) != getattr(default, name)}
         values = {name: value for name, value in self.values.items() if name not in said}
@@ -43,7 +38,6 @@ class BatchingConfig:
 
 
 def find(model_path: str) -> Path | None:
-    """The file beside a model, if there is one."""
     path = Path(model_path) / FILE_NAME
     return path if path.is_file() else None
 
@@ -58,7 +52,7 @@ def load(path: Path) -> BatchingConfig:
 
 
 def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
-    """Checks the text of a file. Raises ConfigurationError with all that is wrong in it."""
+    """Checks the text of a file. Raises ConfigurationError with all errors."""
     loader = yaml.SafeLoader(text)
     try:
         reader = _Reader(loader, file_name)
@@ -79,7 +73,7 @@ def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
     return BatchingConfig(MappingProxyType(renamed), version)
 
 
-# Keys of the file whose option is called otherwise.
+# Keys of the file whose option has another name.
 _OPTION_NAMES = {
     "token_budget": "max_num_batched_tokens",
     "prefix_cache": "prefix_caching",
@@ -87,16 +81,16 @@ _OPTION_NAMES = {
 
 
 class _Wrong(Exception):
-    """A value is not what its key asks for; the message is the rest of a sentence."""
+    """A value does not fit its key; the message completes a sentence."""
 
 
-# What a key asks for: a check of the parsed value, or a function of reader, node and key path.
+# A check of the parsed value, or a function of reader, node and key path.
 Check = Callable[[Any], Any]
 Rule = Callable[["_Reader", yaml.Node, str], Any]
 
 
 class _Reader:
-    """Walks the nodes of the file, which know their lines, and collects what is wrong."""
+    """Walks the file's YAML nodes, which know their lines, and collects errors."""
 
     def __init__(self, loader: yaml.SafeLoader, file_name: str) -> None:
         self._loader = loader
@@ -121,7 +115,7 @@ class _Reader:
         return found
 
     def items(self, node: yaml.Node, path: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
-        """Key, its node and the value's node; a key that comes twice is complained of."""
+        """Key, key node and value node; reports duplicate keys."""
         if not isinstance(node, yaml.MappingNode):
             self.complain(node, path, "must be a mapping of keys to values")
             return []
@@ -147,7 +141,7 @@ def _suggestion(key: str, rules: Mapping[str, Rule]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(rules))}"
 
 
-# --- what values may be -----------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------
 
 
 def _checked(check: Check) -> Rule:
@@ -163,45 +157,25 @@ def _integer(minimum: int) -> Check:
     return check
 
 
-def _number(value: Any) -> float | None:
-    """The value where it is a finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def _real(accepts: Callable[[float], bool], wanted: str, per_unit: float = 1.0) -> Check:
+    """Checks for a finite number; returns it divided by `per_unit`."""
+
+    def check(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not accepts(value):
+            raise _Wrong(f"must be {wanted}, not {value!r}")
+        return float(value) / per_unit
+
+    return check
 
 
-def _share(value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 <= number <= 1:
-        raise _Wrong(f"must be between 0 and 1, not {value!r}")
-    return number
-
-
-def _positive_share(value: Any) -> float:
-    number = _number(value)
-    if number is None or not 0 < number <= 1:
-        raise _Wrong(f"must be over 0 and at most 1, not {value!r}")
-    return number
-
-
-def _share_below_one(value: Any) -> float:
-    if _share(value) == 1:
-        raise _Wrong(f"must be below 1, or the other lanes get nothing, not {value!r}")
-    return float(value)
-
-
-def _seconds(value: Any) -> float:
-    number = _number(value)
-    if number is None or number < 0:
-        raise _Wrong(f"must be seconds, at least 0, not {value!r}")
-    return number
-
-
-def _milliseconds(value: Any) -> float:
-    """In the file in milliseconds, as such targets are quoted; in seconds from here on."""
-    number = _number(value)
-    if number is None or number <= 0:
-        raise _Wrong(f"must be milliseconds, over 0, not {value!r}")
-    return number / 1000
+_share = _real(lambda value: 0 <= value <= 1, "between 0 and 1")
+_positive_share = _real(lambda value: 0 < value <= 1, "over 0 and at most 1")
+_minimum_share = _real(
+    lambda value: 0 <= value < 1, "at least 0 and below 1, or the other lanes get nothing"
+)
+_seconds = _real(lambda value: value >= 0, "seconds, at least 0")
+_milliseconds = _real(lambda value: value > 0, "milliseconds, over 0", per_unit=1000.0)
 
 
 def _truth(value: Any) -> bool:
@@ -228,7 +202,7 @@ def _strategy_name(value: Any) -> StrategyName:
 
 
 def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
-    """A name, or a mapping of a name and its parameters."""
+    """Accepts a name, or a mapping of a name and its parameters."""
     if isinstance(node, yaml.ScalarNode):
         return StrategyOptions(name=_strategy_name(reader.value(node)))
     values = reader.mapping(node, path, _STRATEGY)
@@ -266,14 +240,12 @@ _STRATEGY: Mapping[str, Rule] = {
 }
 _LANE_FIELDS = {
     "itl_target_ms": "itl_target_s",
-    "ttft_target_ms": "ttft_target_s",
     "minimum_share": "min_share",
 }
 _LANE: Mapping[str, Rule] = {
     "priority": _checked(_integer(0)),
     "itl_target_ms": _checked(_milliseconds),
-    "ttft_target_ms": _checked(_milliseconds),
-    "minimum_share": _checked(_share_below_one),
+    "minimum_share": _checked(_minimum_share),
     "ageing_tokens": _checked(_integer(1)),
     "strategy": _strategy,
 }

@@ -1,10 +1,10 @@
-"""What a worker's log lines carry, the batching configuration in force, and what is said once."""
+"""Stamps log lines with the batching configuration, and logs repeated errors once."""
 
 import logging
 
 
 class _Stamp(logging.Filter):
-    """Adds `batching=<version>` to a line, once, where there is a version."""
+    """Adds `batching=<version>` to a log line if there is a version."""
 
     version = ""
 
@@ -16,7 +16,7 @@ class _Stamp(logging.Filter):
 
 
 class Complaint:
-    """Says in the log what goes wrong with each try of something, once until that changes."""
+    """Logs an error that repeats only once, until it changes."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log = log
@@ -29,7 +29,7 @@ class Complaint:
         self._said = str(exc)
 
     def clear(self) -> None:
-        """It has gone well."""
+        """The last try succeeded."""
         self._said = ""
 
 
@@ -37,7 +37,7 @@ _stamp = _Stamp()
 
 
 def stamp(batching_version: str) -> None:
-    """From now on the lines of this process carry this version; empty: none."""
+    """Adds this version to all further log lines of the process; empty: none."""
     _stamp.version = batching_version
     for handler in logging.getLogger().handlers:
         if _stamp not in handler.filters:

@@ -1,4 +1,2 @@
-"""`scripts/gpu-check`: kernels and engine against references on this machine's GPU, then timed.
-
-Random weights of real shapes serve: nothing is downloaded.
-"""
+"""`scripts/gpu-check`: compares kernels and engine with references on a GPU, then times them. Uses
+random weights of real shapes; downloads nothing."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks, times, prints, writes."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,4 +1,4 @@
-"""Kernels and engine against references, on the shapes that are then timed."""
+"""Compares kernels and engine with references, on the shapes that are then timed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.kernels import TritonKernels
 
-# Largest difference of an element, as a share of the largest element.
+# Largest difference of an element as a share of the largest.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _BLOCK_SIZE = 16
-# Standard deviations of a row's logits; half precision is held to twice 0.15 in the tests.
+# Standard deviations of a row's logits; in the tests half precision is within 0.15.
 _MOST_BEHIND = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was compared, and how it came out."""
+    """What was compared, and the result."""
 
     name: str
     passed: bool
@@ -36,7 +36,7 @@ class Check:
 
 
 def check_kernels(machine: Machine) -> list[Check]:
-    """Every kernel, attention with every flag, at the heads of the shapes."""
+    """Every kernel, and attention with every flag, at the shapes' heads."""
     found = [_check_attention(machine, *case) for case in _attention_cases(machine)]
     return found + _check_beside(machine)
 
@@ -106,7 +106,7 @@ def _check_beside(machine: Machine) -> list[Check]:
 
 
 def _check_turn(kernels: TritonKernels, num_tokens: int, device: torch.device) -> list[Check]:
-    """Norms of heads, rotation and the write to the cache, which are one kernel."""
+    """The fused kernel of head norms, rotation and cache write."""
     num_heads, kv_heads, dim, dtype = 4, 2, 128, kernels.dtype
     qkv = torch.randn(num_tokens, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
     norms = torch.randn(2, dim, device=device).to(dtype)
@@ -133,9 +133,8 @@ def _check_turn(kernels: TritonKernels, num_tokens: int, device: torch.device) -
 
 @torch.inference_mode()
 def check_engine(served: Served) -> Check:
-    """Greedy tokens with steps ahead, graphs and kernels: each must be the best one by the torch
-    reference's logits, given the tokens before it, or as good as the best.
-    """
+    """Greedy tokens with steps ahead, graphs and kernels: by the torch reference's logits each must
+    be the best token, or nearly as good."""
     context, num_output = (9, 5) if served.machine.is_tiny else (512, 32)
     workload = closed_workload(served, min(4, served.max_streams), context, num_output)
     run = run_workload(served.engine(), workload)
@@ -153,7 +152,7 @@ def check_engine(served: Served) -> Check:
 
 
 def _reference_logits(served: Served, token_ids: list[int]) -> Tensor:
-    """(num_tokens, vocab_size) by attention as the formula says it, in one chunk."""
+    """(num_tokens, vocab_size) by reference attention, in one chunk."""
     runner = served.runner
     sequence = Sequence(
         job_id="check",
@@ -180,8 +179,8 @@ def _compare(name: str, found: Tensor, expected: Tensor) -> Check:
 
 
 def tried(name: str, check: Callable[[], list[Check]]) -> list[Check]:
-    """A check that raises has failed; the others are still made."""
+    """Runs a check; an exception counts as failure and does not stop the others."""
     try:
         return check()
-    except Exception as exc:  # whatever a kernel's compiler raises
+    except Exception as exc:  # a kernel's compiler may raise anything
         return [Check(name, False, f"{type(exc).__name__}: {str(exc).splitlines()[:1]}")]

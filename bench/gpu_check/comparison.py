@@ -1,4 +1,4 @@
-"""The engine beside transformers' own continuous batching, and its three strategies under load."""
+"""Times the engine against transformers' continuous batching, and its strategies under load."""
 
 import random
 import time
@@ -13,23 +13,23 @@ from bench.gpu_check.shapes import Shape, random_decoder
 from infra.bench.engine import run_workload
 from infra.bench.spread import percentile
 from infra.bench.workloads import Workload, WorkloadRequest
-from workers.ipc.batching import StrategyName
+from workers.ipc.messages import StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Output tokens a second of one workload, all at once."""
+    """Output tokens per second of one workload, all requests at once."""
 
     num_requests: int
     ours: float
-    transformers: float | None  # None where it did not run here
+    transformers: float | None  # None if it did not run
     reason: str = ""
 
 
 def time_ours(served: Served, num_requests: int, context: int, num_output: int) -> float:
-    """Output tokens a second of the second of two runs."""
+    """Output tokens per second; the second of two runs."""
     workload = closed_workload(served, num_requests, context, num_output)
     for _ in range(2):
         run = run_workload(served.engine(), workload)
@@ -39,7 +39,7 @@ def time_ours(served: Served, num_requests: int, context: int, num_output: int) 
 def time_transformers(
     shape: Shape, machine: Machine, num_requests: int, context: int, num_output: int
 ) -> float:
-    """The same workload through `generate_batch`; the second of two runs of one manager."""
+    """The same workload with `generate_batch`; the second of two runs of one manager."""
     decoder = random_decoder(shape, machine.dtype, machine.device, "sdpa")
     prompts = random_prompts(num_requests, context, int(shape.numbers["vocab_size"]))
     config_class: Any = GenerationConfig
@@ -52,7 +52,7 @@ def time_transformers(
         "progress_bar": False,
         "persistent_manager": True,
     }
-    if machine.is_tiny:  # on a CPU it would take a cache of gigabytes, and fill it
+    if machine.is_tiny:  # on a CPU it would allocate and fill gigabytes of cache
         small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
         arguments |= {"warmup": False, "continuous_batching_config": small}
     for _ in range(2):
@@ -79,9 +79,8 @@ class Loaded:
 def time_strategies(
     served: Served, rates: tuple[float, ...], duration_s: float, seed: int = 0
 ) -> list[Loaded]:
-    """Every strategy gets the same requests at the same times: Poisson arrivals, outputs from 16
-    to 256 tokens, log-uniform.
-    """
+    """Every strategy gets the same requests at the same times: Poisson arrivals, outputs
+    log-uniform from 16 to 256 tokens."""
     _record_graphs(served)
     found = []
     for rate in rates:
@@ -103,9 +102,7 @@ def time_strategies(
 
 
 def _record_graphs(served: Served) -> None:
-    """Those of short contexts too, which no measurement before has needed: recording takes time
-    that is no strategy's.
-    """
+    """Records graphs for short contexts too, so that recording is not timed."""
     graphs = served.ahead.decoder.graphs
     assert graphs is not None
     workload = closed_workload(served, 1, _prompt_tokens(served), graphs.num_sizes + 4)

@@ -1,4 +1,4 @@
-"""The device, its clock, and what it can do at best: bytes and operations a second, measured."""
+"""The device, its timer, and its measured bandwidth and compute rate."""
 
 import platform
 import time
@@ -13,7 +13,7 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the check runs. `is_tiny`: every line of it, on sizes that a CPU is quick with."""
+    """The device to check. `is_tiny`: run everything at sizes that are fast on a CPU."""
 
     device: torch.device
     is_tiny: bool
@@ -39,12 +39,11 @@ class Machine:
         }
 
     def wait(self) -> None:
-        """Until the device has nothing to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self, compute: Callable[[], object]) -> float:
-        """Of one call on the device, of several in a row, after one that is not counted."""
+        """Seconds per call on the device: several in a row, after a warm-up."""
         repeats = 1 if self.is_tiny else _REPEATS
         compute()
         self.wait()
@@ -55,7 +54,6 @@ class Machine:
         return (time.perf_counter() - start_s) / repeats
 
     def free_bytes(self) -> int:
-        """Memory that is left for a KV cache."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self.device)[0])
@@ -64,14 +62,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Roofs:
-    """Bytes a second, read and written, of a copy; operations a second of a matrix product."""
+    """Bytes per second read and written by a copy; operations per second of a matrix product."""
 
     bytes_per_s: float
     flops: float
 
 
 def measure_roofs(machine: Machine) -> Roofs:
-    """With random data: zeros are faster than any model."""
+    """Uses random data: zeros are faster than real weights."""
     num_bytes, side = (2**20, 256) if machine.is_tiny else (4 * 2**30, 8192)
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)

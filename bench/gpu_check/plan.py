@@ -1,4 +1,4 @@
-"""What is checked and timed, in an order that gives the most before the time is up."""
+"""What is checked and timed, most important first."""
 
 import gc
 import time
@@ -26,17 +26,17 @@ TIME_LIMIT_S = 540.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything."""
+    """How much to measure."""
 
     shapes: tuple[Shape, ...]
-    compared: Shape  # with transformers' continuous batching
+    compared: Shape  # against transformers' continuous batching
     loaded: Shape  # under arrivals
     streams: tuple[int, ...]
     context: int
     num_steps: int
     num_prefill: int
     closed: tuple[int, int, int]  # requests, prompt tokens, output tokens
-    rates: tuple[float, ...]  # requests a second
+    rates: tuple[float, ...]  # requests per second
     duration_s: float  # of arrivals
 
 
@@ -67,7 +67,7 @@ SMALL = Sizes(
 
 
 class GpuCheck:
-    """Runs the plan; what no time is left for is named, not left out in silence."""
+    """Runs the plan; reports what was skipped for lack of time."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GpuCheck:
         return report
 
     def _serve(self, report: Report, shape: Shape) -> list[Check]:
-        """Fills in a shape's figures; its checks come back."""
+        """Measures a shape and returns its checks."""
         sizes, name = self._sizes, shape.name
         served = serve(shape, self._machine, lambda text: self._say(f"{name}: {text}"))
         checks = [check_engine(served)]
@@ -114,7 +114,7 @@ class GpuCheck:
         return checks
 
     def _compare(self, report: Report) -> None:
-        """transformers gets the device for itself: two models of this size would share it."""
+        """transformers gets the device alone: two such models do not fit."""
         shape, sizes = self._sizes.compared, self._sizes
         if shape.name not in report.closed:
             return
@@ -122,7 +122,7 @@ class GpuCheck:
         self._say(f"{shape.name}: transformers' continuous batching")
         try:
             theirs = time_transformers(shape, self._machine, *sizes.closed)
-        except Exception as exc:  # theirs to raise; ours is measured all the same
+        except Exception as exc:  # ours is measured all the same
             report.closed[shape.name] = Closed(sizes.closed[0], ours, None, type(exc).__name__)
         else:
             report.closed[shape.name] = Closed(sizes.closed[0], ours, theirs)
@@ -135,7 +135,7 @@ class GpuCheck:
         return False
 
     def _release(self) -> None:
-        """Gives the memory of a shape that is done with back."""
+        """Frees the memory of a finished shape."""
         gc.collect()
         if self._machine.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a check found, as one table and as JSON."""
+"""The results of a check, as a table and as JSON."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from bench.gpu_check.timings import Decoding, Prefill
 
 @dataclass(slots=True)
 class Report:
-    """Filled in as the check goes on."""
+    """Filled in during the check."""
 
     machine: Machine
     roofs: Roofs
@@ -28,7 +28,7 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds, bytes a second, operations a second, tokens a second, shares of one."""
+        """Seconds, bytes, operations and tokens per second; shares of one."""
         found = {
             name: _plain(getattr(self, name))
             for name in ("roofs", "checks", "decoding", "prefill", "closed", "loaded", "skipped")
@@ -37,7 +37,6 @@ class Report:
         return about | {"passed": self.passed} | found
 
     def table(self) -> str:
-        """One row for each figure."""
         versions = ", ".join(f"{name} {text}" for name, text in self.machine.versions().items())
         lines = [f"{self.machine.name}: {versions}", *self._roof_lines()]
         lines += [

@@ -1,4 +1,4 @@
-"""A decoder of random weights behind the engine, as a worker runs it; and what is asked of it."""
+"""A decoder of random weights behind the engine, as in a worker; and its workloads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from bench.gpu_check.shapes import Shape, random_decoder, weight_bytes
 from infra.bench.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.batching import StrategyName, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import Compute, Graph, Record, recorder
@@ -20,18 +19,18 @@ from workers.model.loader import wrap_decoder
 from workers.model.runner import ModelRunner
 
 MAX_STREAMS = 256
-_KV_SHARE = 0.8  # of what is free beside the weights
+_KV_SHARE = 0.8  # of the memory left beside the weights
 
 
 class _Replayed:
-    """In a CUDA graph's place on a CPU: the recorded computation itself."""
+    """Replaces a CUDA graph on a CPU: calls the recorded function."""
 
     def __init__(self, compute: Compute) -> None:
         self.replay = compute
 
 
 def make_recorder(machine: Machine) -> Record:
-    """Of CUDA graphs, or of what stands in for them where there is no GPU."""
+    """Records CUDA graphs, or their replacement without a GPU."""
     if machine.device.type == "cuda":
         found = recorder("graphs")
         assert found is not None
@@ -45,14 +44,14 @@ def make_recorder(machine: Machine) -> Record:
 
 @dataclass(slots=True)
 class Served:
-    """A shape that can be served: its decoder, merged and with our kernels, and a runner."""
+    """A prepared shape: its decoder with our kernels, and a runner."""
 
     shape: Shape
     machine: Machine
     runner: ModelRunner
     ahead: AheadRunner
     num_weight_bytes: int
-    num_parameters: int  # that a token is multiplied with
+    num_parameters: int  # multiplied for each token
     kv_bytes_per_token: int
     max_streams: int
 
@@ -65,7 +64,7 @@ class Served:
         return int(self.shape.numbers["vocab_size"])
 
     def engine(self, strategy: StrategyName = "continuous", num_streams: int = 0) -> Engine:
-        """A fresh engine over the runner that keeps one step in flight."""
+        """A new engine over the runner, with one step in flight."""
         num_streams = num_streams or self.max_streams
         options = EngineOptions(
             model_path="",
@@ -84,7 +83,7 @@ def _num_batched_tokens(machine: Machine) -> int:
 
 
 def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
-    """Makes the decoder and prepares it as the loader does. Raises ModelRefused."""
+    """Creates and prepares the decoder as the loader does. Raises ModelRefused."""
     sizes: list[int] = []
 
     def read() -> Any:
@@ -119,13 +118,12 @@ def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
 
 
 def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Of one length, the same at every call."""
+    """Prompts of one length, the same at every call."""
     generator = torch.Generator().manual_seed(num_prompts)
     ids = torch.randint(4, vocab_size, (num_prompts, num_tokens), generator=generator)
     return [tuple(row) for row in ids.tolist()]
 
 
 def closed_workload(served: Served, num_streams: int, context: int, num_output: int) -> Workload:
-    """All at once."""
     prompts = random_prompts(num_streams, context, served.vocab_size)
     return Workload(tuple(WorkloadRequest(prompt, num_output) for prompt in prompts))

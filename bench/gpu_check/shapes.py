@@ -1,4 +1,4 @@
-"""The shapes that are measured, and decoders of random weights of them."""
+"""The measured model shapes, and decoders of them with random weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from workers.model.attention.interface import ATTENTION_NAME, register_attention
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A family's class of configuration with the numbers of one model."""
+    """A transformers configuration class with one model's numbers."""
 
     name: str
     config_class: type[PretrainedConfig]
@@ -66,10 +66,8 @@ TINY_QWEN3 = Shape("tiny Qwen3", Qwen3Config, TINY)
 def random_decoder(
     shape: Shape, dtype: torch.dtype, device: torch.device, attention: str = ATTENTION_NAME
 ) -> Any:
-    """A PreTrainedModel made on the device itself: no weight passes through the host.
-
-    Matrices are drawn so that activations keep their size through the layers.
-    """
+    """A PreTrainedModel created on the device. Matrices are scaled so that activations keep their
+    size through the layers."""
     register_attention()
     torch.manual_seed(0)
     auto_class: Any = AutoModelForCausalLM
@@ -83,7 +81,7 @@ def random_decoder(
 
 
 def weight_bytes(decoder: Any) -> int:
-    """What one decoding step must read: all but the rows of the input's embedding."""
+    """Bytes that a decoding step must read: everything but the input embedding."""
     embedding = decoder.get_input_embeddings().weight
     is_tied = decoder.get_output_embeddings().weight is embedding
     num_bytes: int = sum(p.nbytes for p in decoder.parameters())

@@ -1,4 +1,4 @@
-"""How fast a served shape decodes and takes prompts in, beside what the device can do at best."""
+"""Times decoding and prefill of a shape, relative to the device's measured limits."""
 
 import time
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from infra.bench.engine import make_request, run_workload
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Streams that all decode. Shares are of the measured roofs; None: their KV does not fit."""
+    """Decoding streams. Shares are of the measured limits; None: their KV does not fit."""
 
     num_streams: int
     step_s: float | None
     tokens_per_s: float | None
     bandwidth_share: float | None
     flops_share: float | None
-    host_gap_share: float | None  # of the step's time, in which the device waits for the host
+    host_gap_share: float | None  # share of the step in which the device waits for the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Prefill:
 def time_decoding(
     served: Served, roofs: Roofs, num_streams: int, context: int, num_steps: int
 ) -> Decoding:
-    """Through the engine, from prompts of `context` tokens on; the first steps are not counted."""
+    """Through the engine, from prompts of `context` tokens; the first steps are not counted."""
     num_warm_up = _num_graphs(served) + 4
-    # Who is let in first decodes while the others' prompts are computed.
+    # The first streams decode while the others' prompts are computed.
     num_prompt_steps = 4 + 2 * (num_streams * context // served.num_batched_tokens)
     length = context + num_prompt_steps + num_warm_up + num_steps
     if num_streams * (length + served.runner.block_size) > _num_slots(served):
@@ -69,16 +69,14 @@ def time_decoding(
 
 @torch.inference_mode()
 def _device_step_s(served: Served, num_streams: int, longest: int) -> float:
-    """The same step on the device alone, started again and again without the host's bookkeeping.
-
-    It writes the KV of the last step's rows once more, which are not needed any longer.
-    """
+    """The device's part of the step, repeated without the host's bookkeeping. It rewrites the KV of
+    the last step's rows, which is no longer needed."""
     decoder = served.ahead.decoder
     return served.machine.seconds(lambda: decoder.logits(num_streams, longest).argmax(-1))
 
 
 def _num_graphs(served: Served) -> int:
-    """Steps until every graph is recorded: one between two steps."""
+    """Steps until every graph is recorded: one per step."""
     graphs = served.ahead.decoder.graphs
     return 0 if graphs is None else graphs.num_sizes
 
@@ -88,7 +86,7 @@ def _num_slots(served: Served) -> int:
 
 
 def time_prefill(served: Served, roofs: Roofs, num_tokens: int) -> Prefill:
-    """Prompts of that many tokens together, in one step each time; the median of three."""
+    """Prompts of `num_tokens` tokens together in one step; the median of three."""
     context = min(num_tokens, 2048, served.runner.max_model_len - 2)
     num_prompts = max(1, num_tokens // context)
     engine = served.engine(num_streams=num_prompts)
@@ -99,5 +97,5 @@ def time_prefill(served: Served, roofs: Roofs, num_tokens: int) -> Prefill:
         walls_s.append(run_workload(engine, workload).wall_s)
     wall_s = sorted(walls_s[1:])[1]
     total = num_prompts * context
-    # The head computes the last row of each prompt alone; its share of a product is left in.
+    # The head computes only the last row of each prompt; its small share is included.
     return Prefill(total, total / wall_s, 2 * served.num_parameters * total / wall_s / roofs.flops)

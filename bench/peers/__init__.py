@@ -1,1 +1,1 @@
-"""Other engines on the same workload, each in a virtual environment of its own."""
+"""Other engines on the same workload, each in its own virtual environment."""

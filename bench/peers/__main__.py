@@ -1,4 +1,4 @@
-"""Our engine beside its peers on one workload: `python -m bench.peers --help`."""
+"""Compares our engine with others on one workload: `python -m bench.peers --help`."""
 
 import argparse
 import json
@@ -30,14 +30,14 @@ _TIMEOUT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A model's size in one element type."""
+    """A model size in one element type."""
 
     size: str
     dtype: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all engines in turn, several times over, and prints medians; the exit status."""
+    """Runs all engines alternately, several times; prints medians; returns the exit status."""
     options = _parser().parse_args(arguments)
     pythons = {OURS: Path(sys.executable)} | dict(options.peer)
     columns = [Column(size, dtype) for size in options.sizes for dtype in options.dtypes]
@@ -97,7 +97,7 @@ def _prepare(size: str, folder: Path) -> None:
 
 
 def measure(name: str, python: Path, column: Column, options: argparse.Namespace) -> dict[str, Any]:
-    """One run of one engine, in a process of its own. Raises CalledProcessError."""
+    """One run of one engine in its own process. Raises CalledProcessError."""
     program = ["infra", "bench", "engine"]
     if name != OURS:
         program = [f"bench.peers.adapters.{ADAPTERS[name]}"]
@@ -126,7 +126,7 @@ def measure(name: str, python: Path, column: Column, options: argparse.Namespace
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By engine: medians over its runs, and how many requests got the tokens that ours got."""
+    """By engine: medians over its runs, and how many requests got our engine's tokens."""
     ours = runs[OURS][0]["outputs"]
     found = {}
     for name, its_runs in runs.items():
@@ -142,7 +142,7 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
 
 
 def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Throughput, then latencies: two tables for each column, never one."""
+    """Separate tables of throughput and latencies for each column."""
     lines = []
     for column, engines in summaries.items():
         best = engines[OURS]["output_tokens_per_s"]

@@ -8,18 +8,21 @@ local UNMEASURED_MS = 10000  -- full workers have measured their rate by then: t
 local admission = {}
 
 -- What goes before a job with so many of its own tenant before it: as much of each other tenant
--- that waits in its lane, and all that waits in the lanes before. Fairness makes it so, nearly.
+-- that waits in its lane, times its weight over the own tenant's, and all that waits in the lanes
+-- before. Fairness makes it so, nearly.
 -- `itself` is 1 where the job is among those counted.
 function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
   local lane = numbers(tag .. ':counters:' .. job.model .. ':' .. job.lane, LOAD)
-  local tenants = math.max(1, redis.call('ZCARD', tag .. ':active:' .. job.model .. ':' .. job.lane))
-  local own = math.max(0, math.min(own_tokens * tenants, lane.queued_tokens - itself * job.cost))
+  local others = fairness.weight_of_others(tag, job.model, job.lane, job.tenant)
+  local times = (others + job.weight) / job.weight
+  local own = math.max(0, math.min(math.floor(own_tokens * times),
+    lane.queued_tokens - itself * job.cost))
   local ahead = {
-    jobs = math.max(0, math.min(own_jobs * tenants, lane.queued_jobs - itself)),
+    jobs = math.max(0, math.min(math.floor(own_jobs * times), lane.queued_jobs - itself)),
     tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
     lane_running_tokens = lane.running_tokens,
-    tenants = redis.call('ZCARD', tag .. ':active:' .. job.model .. ':' .. job.lane),
+    other_weight = others,
     running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
     own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
@@ -70,11 +73,12 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
   return wait + (pool.live == 0 and cold_ms or 0)
 end
 
--- Whether a tenant is handed a job before others' end: nothing goes before it, and with it the tenant
--- has less than its equal share of what runs in the lane, among those that wait there and itself.
-function admission.is_below_share(pool, ahead, reserved, cost)
-  return pool.live > 0 and ahead.jobs == 0 and ahead.tenants > 0
-    and (reserved + cost) * (ahead.tenants + 1) <= ahead.lane_running_tokens
+-- Whether a tenant is handed a job before others' end: nothing goes before it, and the tenant's
+-- unfinished jobs, this one counted, are at most its share by weight of what runs in the lane, among
+-- those that wait there and itself.
+function admission.is_below_share(pool, job, ahead, reserved)
+  return pool.live > 0 and ahead.jobs == 0 and ahead.other_weight > 0
+    and reserved * (ahead.other_weight + job.weight) <= ahead.lane_running_tokens * job.weight
 end
 
 -- What a meter of so many a minute has in it now: it leaks by its limit each minute.
@@ -172,12 +176,13 @@ function admission.weigh(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
+  job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)
   local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
-  if admission.is_below_share(pool, ahead, tenant.reserved, job.cost) then wait = 0 end
+  if admission.is_below_share(pool, job, ahead, tenant.reserved + job.cost) then wait = 0 end
   local service = pools.service_ms(pool, output, terms.choices)
   local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}

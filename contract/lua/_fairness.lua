@@ -1,9 +1,13 @@
--- Who goes next among the tenants of a lane: each has a counter of the tokens it was handed out
--- (`active` while it has a line, `idle` after), and the least goes first. The lane's clock is the
--- counter of the last that went: who comes back starts there at least, so that no credit is saved
--- up, and where it was at least, so that no debt is forgotten by an empty line.
+-- Who goes next among the tenants of a lane: each has a counter of the tokens it was handed out,
+-- divided by its weight (`active` while it has a line, `idle` after), and the least goes first. The
+-- lane's clock is the counter of the last that went: who comes back starts there at least, so that no
+-- credit is saved up, and where it was at least, so that no debt is forgotten by an empty line.
+-- `weights` has the tenants' weights, as their latest jobs said them.
 
 local fairness = {}
+
+local MIN_WEIGHT, MAX_WEIGHT = 0.01, 100
+local MAX_WEIGHED = 256  -- tenants of a lane whose weights are read; others count as 1
 
 local function lane_key(tag, kind, model, lane)
   return tag .. ':' .. kind .. ':' .. model .. ':' .. lane
@@ -11,6 +15,39 @@ end
 
 local function clock(tag, model, lane)
   return tonumber(redis.call('GET', lane_key(tag, 'clock', model, lane)) or 0)
+end
+
+-- What was said to be a tenant's weight, as a number; 1 where it is none.
+local function readable_weight(said)
+  local weight = tonumber(said or 1)
+  return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
+end
+
+function fairness.weight(tag, tenant)
+  return readable_weight(redis.call('HGET', tag .. ':weights', tenant))
+end
+
+-- The tenant has this weight from now on. Only weights other than 1 are stored.
+function fairness.set_weight(tag, tenant, weight)
+  if weight == fairness.weight(tag, tenant) then return end
+  if weight == 1 then
+    redis.call('HDEL', tag .. ':weights', tenant)
+  else
+    redis.call('HSET', tag .. ':weights', tenant, weight)
+  end
+end
+
+-- The weights of all tenants but this one that wait in a lane, added up.
+function fairness.weight_of_others(tag, model, lane, tenant)
+  local active = lane_key(tag, 'active', model, lane)
+  local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
+  if #names == 0 then return 0 end
+  local sum = redis.call('ZCARD', active) - #names
+  local weights = redis.call('HMGET', tag .. ':weights', unpack(names))
+  for i, name in ipairs(names) do
+    if name ~= tenant then sum = sum + readable_weight(weights[i]) end
+  end
+  return sum
 end
 
 -- The tenant has a line from now on.
@@ -35,6 +72,7 @@ end
 -- Adds tokens to what the tenant was handed out; gives back where they are negative.
 function fairness.bill(tag, model, lane, tenant, tokens)
   if tokens == 0 then return end
+  tokens = tokens / fairness.weight(tag, tenant)
   local active = lane_key(tag, 'active', model, lane)
   if redis.call('ZSCORE', active, tenant) then
     redis.call('ZINCRBY', active, tokens, tenant)
@@ -52,7 +90,7 @@ function fairness.charge(tag, job)
   if own > clock(tag, job.model, job.lane) then
     redis.call('SET', lane_key(tag, 'clock', job.model, job.lane), string.format('%.17g', own))
   end
-  redis.call('ZINCRBY', active, job.cost, job.tenant)
+  redis.call('ZINCRBY', active, job.cost / fairness.weight(tag, job.tenant), job.tenant)
   job.charged = job.cost
 end
 
@@ -77,30 +115,32 @@ end
 
 -- The places and tokens of a lane at a worker, and what tenants hold of them, from the words of a
 -- claim: from the fifth on {places, tokens, tenant, places, tokens, tenant, …}.
-function fairness.places(words)
-  local fair = {jobs = tonumber(words[5]), tokens = tonumber(words[6]), num = 0, held = {}}
+function fairness.places(tag, words)
+  local fair = {jobs = tonumber(words[5]), tokens = tonumber(words[6]), weight = 0, held = {}}
   for i = 7, #words, 3 do
-    fair.held[words[i]] = {jobs = tonumber(words[i + 1]), tokens = tonumber(words[i + 2])}
-    fair.num = fair.num + 1
+    fairness.hold(tag, fair, words[i], tonumber(words[i + 1]), tonumber(words[i + 2]))
   end
   return fair
 end
 
 -- The largest job that a tenant may be handed, in tokens: 0 or less where one more place would give
--- it more than an equal share, among those that hold any and itself.
-function fairness.room_of(fair, tenant)
-  local held = fair.held[tenant] or {jobs = 0, tokens = 0}
-  local num = fair.num + (fair.held[tenant] and 0 or 1)
-  if held.jobs + 1 > math.floor(fair.jobs / num) then return 0 end
-  return math.floor(fair.tokens / num) - held.tokens
+-- it more than its share by weight, among those that hold any and itself.
+function fairness.room_of(tag, fair, tenant)
+  local held = fair.held[tenant]
+  local jobs, tokens, weight = 0, 0, fairness.weight(tag, tenant)
+  local sum = fair.weight
+  if held then jobs, tokens = held.jobs, held.tokens else sum = sum + weight end
+  if jobs + 1 > math.floor(fair.jobs * weight / sum) then return 0 end
+  return math.floor(fair.tokens * weight / sum) - tokens
 end
 
--- The tenant was handed a job of the lane.
-function fairness.hold(fair, tenant, choices, cost)
+-- The tenant holds places of the lane, for so many choices and tokens.
+function fairness.hold(tag, fair, tenant, choices, cost)
   local held = fair.held[tenant]
   if not held then
     held = {jobs = 0, tokens = 0}
-    fair.held[tenant], fair.num = held, fair.num + 1
+    fair.held[tenant] = held
+    fair.weight = fair.weight + fairness.weight(tag, tenant)
   end
   held.jobs, held.tokens = held.jobs + choices, held.tokens + cost
 end

@@ -4,6 +4,7 @@
 local MAX_PASSED = 8   -- jobs that may be handed out before one that waits in front of them
 local MAX_SKIPPED = 4  -- jobs of one stream that are passed over in a search
 local WINDOW = 16      -- entries looked at: as many, those that they let pass, and one that fits
+local MAX_BACK = 64     -- entries looked at for jobs of tenants below their share
 local MAX_TENANTS = 8  -- of a lane, whose lines are searched
 
 local function last_delivered(key)
@@ -25,24 +26,32 @@ end
 -- engine: {key, entry, id, cost, choices, is_first}, or nil.
 -- Those that do not fit go into `skipped`; the second result is true where one of them has been
 -- passed over too often, so that nothing may go before it.
-local function find_fit(tag, key, room, skipped)
+-- With `fair` (see fairness.places), `room` is not looked at: each tenant has what is left of its
+-- share, `tenant` of the result says whose the job is, and jobs of others are left where they are.
+local function find_fit(tag, key, room, skipped, fair)
   if redis.call('EXISTS', key) == 0 then return nil end
-  local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT', WINDOW)
-  local num_skipped = 0
+  local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT',
+    fair and MAX_BACK or WINDOW)
+  local num_skipped, is_first = 0, true
   for _, entry in ipairs(entries) do
     local id, cost = entry[2][2], whole_number(entry[2][4])
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices')
+    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices',
+      'tenant')
     local choices = math.max(1, whole_number(job[4] or 1) or 1)
     local is_here = cost and job[1] and job[2] == entry[1]
+    if fair then room = fairness.room_of(tag, fair, job[5] or '') end
     if not is_here then
       discard(key, entry[1])
     elseif job[1] == 'queued' and cost / choices <= room then
       return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
-        is_first = num_skipped == 0}
+        is_first = is_first,
+        tenant = fair and job[5]}
+    elseif job[1] == 'queued' and fair and room <= 0 then
+      is_first = false
     elseif job[1] == 'queued' then
       if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
       table.insert(skipped, id)
-      num_skipped = num_skipped + 1
+      num_skipped, is_first = num_skipped + 1, false
       if num_skipped == MAX_SKIPPED then return nil end
     end
   end

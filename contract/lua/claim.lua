@@ -14,8 +14,8 @@
 --          the lane goes first, where it is owed its share, only while the call has filled less
 --          than `owed` places by it. Each choice of a job fills a place. Behind these may stand
 --          `<places> <tokens>` of the lane and `<tenant> <places> <tokens>` for each tenant with
---          jobs there: a tenant with less than an equal share of them is handed a job where the
---          lane has no room
+--          jobs there: a tenant with less than its share of them, by weight, is handed a job where
+--          the lane has no room
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
@@ -53,7 +53,7 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
 end
 
 -- The lanes of the call: {name, share, places, room, owed, taken, fair}, …
-local function lanes_of(argv)
+local function lanes_of(tag, argv)
   local lanes = {}
   for i = 8, #argv, 2 do
     local words = {}
@@ -61,7 +61,7 @@ local function lanes_of(argv)
     table.insert(lanes, {
       name = argv[i], share = tonumber(words[1]), places = tonumber(words[2] or argv[4]),
       room = tonumber(words[3] or argv[5]), owed = tonumber(words[4]) or ANY, taken = 0,
-      fair = words[5] and fairness.places(words),
+      fair = words[5] and fairness.places(tag, words),
     })
   end
   return lanes
@@ -78,15 +78,21 @@ local function has_waiting(tag, model, lanes)
   return #keys > 0 and redis.call('EXISTS', unpack(keys)) > 0
 end
 
--- The next job of a tenant with less than its share of a lane's places; those of its line that it
--- passes over, in `skipped`.
+-- The next job of a tenant with less than its share of a lane's places, given back ones first; those
+-- that it passes over, in `skipped`.
 local function next_below_share(tag, model, lane, skipped)
+  local returned = {}
+  local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, returned, lane.fair)
+  if found then
+    for _, id in ipairs(returned) do table.insert(skipped, id) end
+    return found
+  end
   local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane.name), 0, MAX_TENANTS - 1)
   for _, tenant in ipairs(tenants) do
-    local room = fairness.room_of(lane.fair, tenant)
+    local room = fairness.room_of(tag, lane.fair, tenant)
     if room > 0 then
       local passed, line = {}, lane_key(tag, 'q', model, lane.name) .. ':' .. tenant
-      local found = find_fit(tag, line, room, passed)
+      found = find_fit(tag, line, room, passed)
       if found then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
         found.tenant = tenant
@@ -143,7 +149,7 @@ end
 
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
-  local now, lanes = now_ms(tag), lanes_of(argv)
+  local now, lanes = now_ms(tag), lanes_of(tag, argv)
   if has_turn(tag, model, incarnation, lease_ms, now) then
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
       or {}
@@ -160,7 +166,7 @@ local function claim(keys, argv)
         if served.name == lane then
           served.taken = served.taken + found.choices
           if found.tenant then
-            fairness.hold(served.fair, found.tenant, found.choices, found.cost)
+            fairness.hold(tag, served.fair, found.tenant, found.choices, found.cost)
           end
         end
       end

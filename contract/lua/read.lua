@@ -11,9 +11,13 @@ local function place(tag, id, key)
   local pool = pools.find(tag, job.model, now_ms(tag))
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
   local line = numbers(line_key(tag, job), {'left_jobs', 'left_tokens'})
+  job.weight = fairness.weight(tag, job.tenant)
   local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),
     math.max(0, mark.turn_tokens - line.left_tokens), 1)
-  return {ahead.jobs, ahead.tokens, admission.wait_ms(pool, ahead, job.cost, mark.cold_ms)}
+  local reserved = numbers(tag .. ':tenant:' .. job.tenant, {'reserved'}).reserved
+  local wait = admission.is_below_share(pool, job, ahead, reserved) and 0
+    or admission.wait_ms(pool, ahead, job.cost, mark.cold_ms)
+  return {ahead.jobs, ahead.tokens, wait}
 end
 
 local function read(keys, argv)

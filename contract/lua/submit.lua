@@ -6,6 +6,7 @@
 --       attendance_ms (without a caller for so long it is cancelled; 0: never),
 --       idem_key ('': none), idem_ttl_ms, body_hash,
 --       lane_tokens, lane_wait_ms (bounds of the lane; 0: none),
+--       weight (of the tenant, from now on; absent: 1),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
 --       lane_share (of lane_tokens that one tenant may hold waiting; 0: all),
 --       stored_bytes (that the job takes until it is forgotten), max_tenant_bytes, max_bytes
@@ -60,6 +61,7 @@ local function accept(tag, job, terms, argv, found, now)
   if terms.attendance_ms > 0 then
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)
   end
+  fairness.set_weight(tag, job.tenant, job.weight)
   ledger.reserve(tag, job)
   ledger.store(tag, job, terms.stored_bytes)
   for _, what in ipairs({'requests', 'tokens'}) do

@@ -2,14 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.core import (
-    Metric as Family,
-)
+from prometheus_client import Metric as Family
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from contract.calls import CORRECTION_KINDS
 from contract.fleet_snapshot import FleetSnapshot

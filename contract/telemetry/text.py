@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric as Family
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every Prometheus reads
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # what every Prometheus reads
 
 
 class _Given(Collector):

@@ -6,8 +6,6 @@ import importlib
 import os
 from collections.abc import Mapping
 
-from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
-
 _STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
 _BY_A_REQUEST = "on-demand"
 
@@ -17,5 +15,4 @@ def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
     if environ.get(_STARTED_BY, _BY_A_REQUEST) == _BY_A_REQUEST:
         return
     importlib.import_module("tokenizers.decoders")
-    for body in (ChatBody, CompletionBody, JobBody, JobChange):
-        body.model_rebuild()
+    importlib.import_module("boto3")  # in Lambda's Python; it reads the secrets

@@ -1,10 +1,8 @@
-"""How many of something each name has at a time, up to a cap: connections of an address, calls of
-a key. Of one process; knows neither.
-"""
+"""Counts what each name has at a time, up to a cap: connections of an address, calls of a key."""
 
 
 class ConcurrencyCap:
-    """`cap` 0: none. Holds the names alone that have some."""
+    """The counts of one process. `cap` 0: no cap. Only names with a count above 0 are kept."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
@@ -22,7 +20,3 @@ class ConcurrencyCap:
             self._num_of[name] = left
         else:
             del self._num_of[name]
-
-    @property
-    def num_names(self) -> int:
-        return len(self._num_of)

@@ -1,170 +1,225 @@
-"""Connections that end when their client dawdles: uvicorn's own protocol waits for ever for the
-first request, for a head or a body at a byte a second, for the rest of a body that was refused,
-and for readers who take nothing.
+"""Bounds on what one client may hold: connections per address, and the time that the head and the
+body of a request may take.
+
+uvicorn bounds the length of a head. The kernel closes a connection whose client reads nothing
+(listener.py).
 """
 
 import asyncio
 import ipaddress
-from enum import Enum, auto
+import logging
+import math
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import uvicorn
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.errors import ApiError
-from gateway.http.strict_http import StrictProtocol
+from gateway.http.limits import MAX_HEADER_BYTES
+from gateway.http.uvicorn_compat import HttpProtocol
 
-_LAST_WORDS_S = 1.0  # a client that is refused may read why
-_IPV6_NETWORK_BITS = 64  # one household has all of these addresses
+log = logging.getLogger("batchway.gateway")
+
+_STATE_KEY = "connection"  # in a request's ASGI state
+_LINGER_S = 1.0  # a refused client may read the refusal
+_IPV6_PREFIX_BITS = 64  # one customer of a provider has all of these addresses
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings, and what is asked of clients. `max_per_address` 0: no cap."""
+    """uvicorn's settings and the bounds.
+
+    `idle_s`: seconds until the first byte of a request; `head_s`: from there to the end of its
+    head; `body_s`: from there to the end of its body. `max_per_address`: connections; 0: any
+    number.
+    """
 
     def __init__(
         self,
-        app: Any,
+        app: ASGIApp,
         *,
         idle_s: float,
         head_s: float,
         body_s: float,
-        stall_s: float,
         max_per_address: int,
         **options: Any,
     ) -> None:
-        super().__init__(app, http=PatientProtocol, **options)
+        super().__init__(
+            RequestGuard(app, body_s),
+            http=Connection,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=math.ceil(idle_s),
+            **options,
+        )
         self.idle_s = idle_s
         self.head_s = head_s
-        self.body_s = body_s
-        self.stall_s = stall_s
         self.addresses = ConcurrencyCap(max_per_address)
 
 
-class _Waits(Enum):
-    """What a connection waits for from its client."""
-
-    FOR_A_REQUEST = auto()
-    FOR_A_HEAD = auto()  # its first bytes are there
-    FOR_A_BODY = auto()  # the app has the head
-    FOR_A_READER = auto()  # of what was written: the transport has enough of it
-    FOR_NOTHING = auto()  # the app has the request
-
-
-class PatientProtocol(StrictProtocol):
-    """Ends each wait for the client."""
+class Connection(HttpProtocol):
+    """uvicorn's protocol with a cap per address and a deadline for each head."""
 
     def __init__(
-        self,
-        config: ConnectionConfig,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        self, config: ConnectionConfig, app_state: Mapping[str, Any], **options: Any
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._wait_s = {
-            _Waits.FOR_A_REQUEST: config.idle_s,
-            _Waits.FOR_A_HEAD: config.head_s,
-            _Waits.FOR_A_BODY: config.body_s,
-            _Waits.FOR_A_READER: config.stall_s,
-        }
-        self._addresses = config.addresses
-        self._address: str | None = None  # counted under; None: not counted
-        self._waits = _Waits.FOR_NOTHING
-        self._end: asyncio.TimerHandle | None = None
-        self._num_unread = 0  # bytes that the client had not taken when last looked at
+        super().__init__(config=config, app_state={**app_state, _STATE_KEY: self}, **options)
+        self._bounds = config
+        self._counted_as: str | None = None  # None: refused, or of no address
+        self._is_refused = False
+        self._is_in_head = False
+        self._num_requests = 0  # that the application has
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        address = network_of(self.client[0]) if self.client else None
-        if address is not None and not self._addresses.can_enter(address):
-            self._refuse(transport)
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        network = network_of(peer[0]) if isinstance(peer, tuple) else None
+        if network is not None and not self._bounds.addresses.can_enter(network):
+            self._refuse()
             return
-        if address is not None:
-            self._addresses.enter(address)
-            self._address = address
-        self._look()
+        if network is not None:
+            self._bounds.addresses.enter(network)
+            self._counted_as = network
+        super().connection_made(transport)
+        self._close_after(self._bounds.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_until(None)
-        if self._address is not None:
-            self._addresses.leave(self._address)
-            self._address = None
-        super().connection_lost(exc)
+        self._cancel_deadline()
+        if self._counted_as is not None:
+            self._bounds.addresses.leave(self._counted_as)
+        if not self._is_refused:
+            super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._is_refused:
-            self._look()
-
-    def on_response_complete(self) -> None:
-        self._waits = _Waits.FOR_NOTHING  # the next wait begins now, whatever came meanwhile
-        super().on_response_complete()
-        self._look()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._look()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._look()
-
-    def _look(self) -> None:
-        """Starts the clock of what the connection waits for, where that is something new."""
-        waits = self._waiting()
-        if waits is not self._waits:
-            self._waits = waits
-            self._wait_until(self._wait_s.get(waits))
-
-    def _waiting(self) -> _Waits:
-        if self.cycle is None or self.cycle.response_complete:
-            return _Waits.FOR_A_HEAD if self._is_in_head else _Waits.FOR_A_REQUEST
-        if self.flow.write_paused:
-            return _Waits.FOR_A_READER
-        return _Waits.FOR_A_BODY if self._lacks_body() else _Waits.FOR_NOTHING
-
-    def _wait_until(self, delay_s: float | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
-            self._end = None
-        if delay_s is not None:
-            self._num_unread = self.transport.get_write_buffer_size()
-            self._end = self.loop.call_later(delay_s, self._on_time_up)
-
-    def _on_time_up(self) -> None:
-        """Ends the connection, except of one who still reads the last answer, however slowly. Who
-        is late with a body is told so by the app.
-        """
-        self._end = None
-        if self._waits is _Waits.FOR_A_BODY and not self._is_refused:
-            if self._running is not None:
-                self._running.give_up_body()
+        if self._is_refused:
             return
-        num_unread = self.transport.get_write_buffer_size()
-        if 0 < num_unread < self._num_unread:
-            self._wait_until(self._wait_s.get(self._waits))
-        else:
-            self.transport.abort()
+        if not self._num_requests and not self._is_in_head:
+            self._is_in_head = True
+            self._close_after(self._bounds.head_s)
+        try:
+            super().data_received(data)
+        except Exception as exc:
+            _log_without_text(exc)
+            self._transport.abort()
 
-    def _refuse(self, transport: asyncio.Transport) -> None:
-        """Says why, and is gone as soon as the client has closed its side, or soon after."""
+    def request_begun(self) -> None:
+        """The application has the head of a request."""
+        self._num_requests += 1
+        self._cancel_deadline()
+
+    def request_ended(self) -> None:
+        """The application has returned. It may have the next request already."""
+        self._num_requests -= 1
+        if not self._num_requests:
+            self._is_in_head = False
+            self._close_after(self._bounds.idle_s)
+
+    def _close_after(self, delay_s: float) -> None:
+        self._cancel_deadline()
+        if not self._transport.is_closing():
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(delay_s, self._transport.close)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self) -> None:
+        """Answers 429 and closes a moment later: a client that is cut off at once, while it sends,
+        never reads the answer.
+        """
         self._is_refused = True
-        message = f"more than {self._addresses.cap} connections from one address"
+        message = f"more than {self._bounds.addresses.cap} connections from one address"
         body = msgspec.json.encode(ApiError(429, "too_many_connections", message).body())
         head = (
             "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        transport.write(head.encode() + body)
-        if transport.can_write_eof():
-            transport.write_eof()
-        self._wait_until(_LAST_WORDS_S)
+        self._transport.write(head.encode() + body)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._close_after(_LINGER_S)
+
+
+class RequestGuard:
+    """ASGI middleware: refuses a request whose end is ambiguous, and bounds the time of a body. It
+    lets no exception of the application pass.
+
+    `receive` raises ApiError (408) where the body is not complete in time.
+    """
+
+    def __init__(self, app: ASGIApp, body_s: float) -> None:
+        self._app = app
+        self._body_s = body_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        connection: Connection = scope["state"].pop(_STATE_KEY)
+        connection.request_begun()
+        try:
+            if _is_ambiguous(scope):
+                await _ambiguous().response()(scope, receive, send)
+            else:
+                await self._app(scope, _InTime(receive, self._body_s).receive, send)
+        except Exception as exc:
+            _log_without_text(exc)  # uvicorn answers 500, or closes a connection in mid-answer
+        finally:
+            connection.request_ended()
+
+
+class _InTime:
+    """`receive` of one request, until its body is complete within `body_s` seconds from now."""
+
+    def __init__(self, receive: Receive, body_s: float) -> None:
+        self._receive = receive
+        self._body_s = body_s
+        self._ends_at = asyncio.get_running_loop().time() + body_s
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        """Raises ApiError (408)."""
+        if self._is_complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._ends_at):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"the body did not arrive within {self._body_s:g} s"
+            headers = {"connection": "close"}
+            raise ApiError(408, "body_too_slow", text, headers=headers) from None
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+
+def _log_without_text(exc: Exception) -> None:
+    """uvicorn and asyncio would log the exception's text, which may quote a request's body."""
+    frame = traceback.extract_tb(exc.__traceback__)[-1]
+    log.error("unexpected %s (%s:%d)", type(exc).__name__, frame.filename, frame.lineno)
+
+
+def _is_ambiguous(scope: Scope) -> bool:
+    """Whether a proxy in front may see another end of the request than h11 does: a length beside
+    chunks, or chunks in HTTP/1.0 (RFC 9112, section 6.1).
+    """
+    names = {name for name, _ in scope["headers"]}
+    return b"transfer-encoding" in names and (
+        b"content-length" in names or scope["http_version"] == "1.0"
+    )
+
+
+def _ambiguous() -> ApiError:
+    message = "transfer-encoding stands beside content-length, or in HTTP/1.0"
+    return ApiError(400, "bad_request", message, headers={"connection": "close"})
 
 
 def network_of(address: str) -> str:
-    """What an address is counted under: itself, or its network where a client has a whole one."""
+    """What an address is counted under: itself, or its network in IPv6."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -172,5 +227,5 @@ def network_of(address: str) -> str:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return str(ip.ipv4_mapped)
-        return str(ipaddress.ip_network((ip, _IPV6_NETWORK_BITS), strict=False))
+        return str(ipaddress.ip_network((ip, _IPV6_PREFIX_BITS), strict=False))
     return str(ip)

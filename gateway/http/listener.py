@@ -1,5 +1,5 @@
-"""The socket that a gateway listens on: bound before anything of the server is imported, for
-`batchway up` binds it before it starts a process.
+"""The socket that a gateway listens on. Imports nothing of the server: `batchway up` binds it
+before it starts a process.
 """
 
 import ipaddress
@@ -27,11 +27,16 @@ def bind(
             "create`, set BATCHWAY_API_KEY, or bind to 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, for asyncio sets TCP_NODELAY only where it is: without it the second
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without it the second
     # write of an answer waits up to 40 ms for the caller's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            # The kernel closes a connection whose client takes nothing of what was written for so
+            # long. Accepted sockets inherit the option (tcp(7)).
+            stall_ms = int(settings.stall_timeout_s * 1000)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except BaseException:

@@ -70,6 +70,7 @@ async def prepare(
         echo=_echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
+        weight=terms.caller.terms.weight,
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
@@ -91,6 +92,13 @@ async def prepare(
         metadata=terms.metadata,
         callback=terms.callback,
     )
+
+
+def check_goes_on(body: CallBody) -> None:
+    """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
+    if body.on_disconnect == "cancel":
+        message = "on_disconnect: nobody waits for a job, so nobody's leaving can cancel it"
+        raise invalid_value("on_disconnect", message)
 
 
 def check_lane(card: ModelCard, lane: str) -> None:

@@ -5,11 +5,10 @@ A key that is revoked is refused by every gateway within REMEMBERED_S.
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-import msgspec
+from cachetools import TTLCache
 
 from contract.api_keys import ApiKey, ApiKeys, KeyTerms, is_same_key, prefix_of
 
@@ -27,11 +26,6 @@ class Guard(Protocol):
     async def __call__(self, function: Callable[[], Awaitable[T]], /) -> T: ...
 
 
-class _Found(msgspec.Struct, frozen=True):
-    record: ApiKey | None
-    found_s: float
-
-
 class KeyRing:
     """One for each gateway. Every method raises BrokerUnavailable, WireError."""
 
@@ -44,7 +38,10 @@ class KeyRing:
         self._api_keys = api_keys
         self._guard = guard
         self._clock_s = clock_s
-        self._found: OrderedDict[str, _Found] = OrderedDict()
+        # By prefix: the record, and when it expires by `clock_s`.
+        self._found: TTLCache[str, tuple[ApiKey | None, float]] = TTLCache(
+            MAX_REMEMBERED, REMEMBERED_S, timer=clock_s
+        )
         self._none_until_s = float("-inf")
         self._has_some = False
 
@@ -54,15 +51,13 @@ class KeyRing:
         pepper = await self._guard(self._api_keys.pepper)
         if prefix is None or pepper is None:
             return None
-        found = await self._find(prefix)
-        record = found.record
+        record, expires_s = await self._find(prefix)
         if not is_same_key(key, record, pepper):
             if record is not None and record.pepper_id != pepper.id:
                 log.warning("the API key %s was made under another pepper", prefix)
             return None
         assert record is not None
-        age_s = self._clock_s() - found.found_s
-        is_active = record.state == "active" and age_s < record.expires_in_s
+        is_active = record.state == "active" and self._clock_s() < expires_s
         return record.terms if is_active else None
 
     async def has_some(self) -> bool:
@@ -72,14 +67,10 @@ class KeyRing:
             self._none_until_s = self._clock_s() + REMEMBERED_S
         return self._has_some
 
-    async def _find(self, prefix: str) -> _Found:
-        known = self._found.get(prefix)
-        if known is not None and self._clock_s() - known.found_s < REMEMBERED_S:
-            return known
-        found_s = self._clock_s()  # before the call, so that it errs to the older side
-        record = await self._guard(lambda: self._api_keys.find(prefix))
-        known = self._found[prefix] = _Found(record, found_s)
-        self._found.move_to_end(prefix)
-        while len(self._found) > MAX_REMEMBERED:
-            self._found.popitem(last=False)
+    async def _find(self, prefix: str) -> tuple[ApiKey | None, float]:
+        if (known := self._found.get(prefix)) is None:
+            asked_s = self._clock_s()
+            record = await self._guard(lambda: self._api_keys.find(prefix))
+            known = record, asked_s + (record.expires_in_s if record else 0.0)
+            self._found[prefix] = known
         return known

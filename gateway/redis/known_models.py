@@ -6,8 +6,9 @@ Every method raises BrokerUnavailable.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from functools import partial
+
+from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
 from contract.errors import WireError
@@ -23,6 +24,7 @@ log = logging.getLogger("batchway.gateway")
 CATALOGUE_TTL_S = 1.0
 MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
 MAX_TOKENIZERS = 8
+MAX_COUNTS = 1024  # models whose number of workers is remembered
 REFUSED_S = 10.0  # its worker may publish it anew
 
 
@@ -34,9 +36,9 @@ class KnownModels:
         self._catalogue = catalogue
         self._functions = functions
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
-        self._num_workers: dict[str, tuple[float, int]] = {}
+        self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
-        self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
         self._loading = asyncio.Lock()  # one at a time: each takes some times its size of memory
         self._refused: dict[str, float] = {}  # hash of a tokenizer -> when it is looked at again
         self._spoiled: frozenset[str] = frozenset()  # models whose state is unreadable
@@ -70,12 +72,13 @@ class KnownModels:
         tokenizer = self._tokenizers.get(sha256)
         if tokenizer is None:
             async with self._loading:
-                tokenizer = self._tokenizers.get(sha256) or await self._load(card)
-        self._tokenizers[sha256] = tokenizer
-        self._tokenizers.move_to_end(sha256)
-        while len(self._tokenizers) > MAX_TOKENIZERS:
-            _, evicted = self._tokenizers.popitem(last=False)
-            await evicted.aclose()
+                tokenizer = self._tokenizers.get(sha256)
+                if tokenizer is None:
+                    tokenizer = await self._load(card)
+                    if len(self._tokenizers) == MAX_TOKENIZERS:
+                        _, evicted = self._tokenizers.popitem()
+                        await evicted.aclose()
+                    self._tokenizers[sha256] = tokenizer
         return tokenizer
 
     async def _load(self, card: ModelCard) -> ModelTokenizer:
@@ -100,14 +103,14 @@ class KnownModels:
 
     async def num_live_workers(self, model: str) -> int:
         """Live workers of a model; a figure above 0 may be a second old."""
-        now_s = time.monotonic()
-        asked_s, num_workers = self._num_workers.get(model, (0.0, 0))
-        if not num_workers or now_s - asked_s > CATALOGUE_TTL_S:
-            try:
-                num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
-            except WireError:  # `snapshots` says so
-                num_workers = 0
-            self._num_workers[model] = (now_s, num_workers)
+        if (known := self._num_workers.get(model)) is not None:
+            return known
+        try:
+            num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
+        except WireError:  # `snapshots` says so
+            return 0
+        if num_workers:
+            self._num_workers[model] = num_workers
         return num_workers
 
     async def max_memory_bytes(self) -> int:

@@ -6,9 +6,9 @@ Blocking stores run in threads. Raises PayloadError, which errors.py makes an an
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from cachetools import LRUCache
 from msgspec.structs import replace
 
 from contract.calls import JobView
@@ -32,7 +32,7 @@ class Payloads:
     def __init__(self, setting: str, min_bytes: int) -> None:
         self.store: ObjectStore | None = open_store(setting)
         self._min_bytes = min_bytes
-        self._logs: OrderedDict[str, list[LogEntry]] = OrderedDict()
+        self._logs: LRUCache[str, list[LogEntry]] = LRUCache(_MAX_KEPT_LOGS)
 
     async def outsourced(self, job: Job) -> Job:
         """The job as Redis shall hold it: a long prompt is put into the store."""
@@ -56,13 +56,9 @@ class Payloads:
     ) -> list[LogEntry]:
         """A page of a log that is kept in the store, all but its end, which Redis still has."""
         assert view.result is not None
-        if view.result.key not in self._logs:
+        if (kept := self._logs.get(view.result.key)) is None:
             data = await asyncio.to_thread(self._known().get, view.result)
-            self._logs[view.result.key] = await asyncio.to_thread(decode_log, data)
-        self._logs.move_to_end(view.result.key)
-        while len(self._logs) > _MAX_KEPT_LOGS:
-            self._logs.popitem(last=False)
-        kept = self._logs[view.result.key]
+            kept = self._logs[view.result.key] = await asyncio.to_thread(decode_log, data)
         return [*kept[after : after + max_events], *entries][:max_events]
 
     async def discard(self, job_id: str) -> bool:

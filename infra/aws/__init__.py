@@ -1,1 +1,1 @@
-"""batchway's machines on AWS: the size of the pool, and a worker's life in a container of ECS."""
+"""Runs on AWS: the pool's size, and workers in ECS containers."""

@@ -1,6 +1,6 @@
-"""Whose account a deployment would go to, asked before anything is built. Exit status 0 or 1.
+"""Prints the AWS account of a deployment before anything is built. Exit status 0 or 1.
 
-Needs nothing but boto3: it runs in the virtual environment of the sam command line.
+Needs only boto3: it runs in the virtual environment of the sam command line.
 """
 
 import sys

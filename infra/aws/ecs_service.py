@@ -1,4 +1,4 @@
-"""The workers as an ECS service: how many are asked for, how many ended badly."""
+"""The workers as an ECS service."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _NOT_OUR_FAULT = (
     "UserInitiated",
     "ServiceSchedulerInitiated",
 )
-_MAX_DESCRIBED = 100  # of one call
+_MAX_DESCRIBED = 100  # per call
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,21 @@ class EcsService:
     service: str
 
     def num_desired(self) -> int:
-        """How many tasks the service is asked to run. Raises LookupError where there is none."""
+        """How many tasks the service should run. Raises LookupError if there is none."""
         found = self.client.describe_services(cluster=self.cluster, services=[self.service])
         if not found["services"]:
             raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
         return int(found["services"][0]["desiredCount"])
 
     def resize(self, num: int) -> None:
-        """Asks for so many. ECS leaves tasks alone that protect themselves."""
+        """Sets the desired count. ECS leaves protected tasks alone."""
         self.client.update_service(cluster=self.cluster, service=self.service, desiredCount=num)
 
     def keep(self, incarnations: Collection[str]) -> None:
-        """Nothing: a task protects itself while it has jobs (task_protection.py)."""
+        """Does nothing: a task protects itself while it has jobs (task_protection.py)."""
 
     def failed(self) -> list[Failed]:
-        """Those of the last hour (ECS remembers no more) whose container ended with an error."""
+        """Tasks of the last hour (ECS keeps no more) whose container ended with an error."""
         return [
             Failed(task["taskArn"], task["stoppedAt"].timestamp())
             for task in self._tasks("STOPPED")
@@ -46,7 +46,7 @@ class EcsService:
         ]
 
     def healthy(self) -> list[str]:
-        """Names of those that run and whose health check has passed: their worker was heard of."""
+        """Names of running tasks whose health check has passed."""
         running = self._tasks("RUNNING")
         return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]
 

@@ -12,11 +12,11 @@ DEFAULT_STACK = "batchway"
 
 
 class NotDeployed(Exception):
-    """The stack or a part of it does not answer as it should."""
+    """The stack or a part of it does not respond as it should."""
 
 
 def stack_name(config: Path) -> str:
-    """The stack that a configuration file of sam names."""
+    """The stack name in a sam configuration file."""
     default = tomllib.loads(config.read_text()).get("default", {})
     for section in ("deploy", "global"):
         name = default.get(section, {}).get("parameters", {}).get("stack_name")
@@ -32,14 +32,14 @@ def outputs(client: Any, stack: str) -> dict[str, str]:
 
 
 def load_library(client: Any, function: str) -> None:
-    """Raises NotDeployed where the function fails, and what boto3 raises."""
+    """Raises NotDeployed if the function fails, and what boto3 raises."""
     answer = client.invoke(FunctionName=function)
     if "FunctionError" in answer:
         raise NotDeployed(f"{function} failed: look into its log")
 
 
 def words(found: dict[str, str]) -> str:
-    """What to do next. The key is read by whoever runs the line, and shown to nobody before."""
+    """Next steps as text. The printed command reads the key; the key is not shown here."""
     url, secret = found["Url"], found["ApiKeySecretArn"]
     return f"""
 {url}

@@ -1,7 +1,7 @@
-"""A model's lanes as lines for CloudWatch, in its embedded format: one for each lane and look.
+"""A model's lane metrics in CloudWatch's embedded format, one line per lane and look.
 
-Counts are what was added since the look before. First tokens come as the upper bounds of the
-buckets that they fell into, so that percentiles are right to a bucket.
+Counts are differences to the look before. First-token times are reported as upper bounds of their
+buckets, so percentiles are exact to a bucket.
 """
 
 import json
@@ -12,7 +12,7 @@ from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot
 from contract.telemetry.metrics import LATENCY_BOUNDS_S
 
 NAMESPACE = "batchway"
-MAX_VALUES = 100  # of one metric in one line
+MAX_VALUES = 100  # per metric and line
 UNITS = {
     "WaitingJobs": "Count",
     "RunningJobs": "Count",
@@ -29,7 +29,7 @@ UNITS = {
 
 @dataclass(slots=True)
 class FleetLines:
-    """Of one model. The first look tells what is, and nothing of what has been."""
+    """The metrics of one model. The first look reports no differences."""
 
     model: str
     _told: Mapping[str, int] | None = field(default=None)
@@ -73,8 +73,8 @@ def _values(
 
 
 def spread(counts: list[int]) -> list[float]:
-    """The bounds of the buckets, each as often as it was met; where that is too often, in
-    proportion, and every bucket that was met at least once."""
+    """The buckets' bounds, each repeated by its count; if that is too many, in proportion, with at
+    least one for every non-empty bucket."""
     total = sum(counts)
     room = MAX_VALUES - len(counts)
     values: list[float] = []

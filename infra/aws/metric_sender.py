@@ -1,6 +1,5 @@
-"""Sends metrics to CloudWatch by PutMetricData, where no reader of logs makes them of lines: for a
-pool service that does not run on ECS or Lambda.
-"""
+"""Sends metrics to CloudWatch by PutMetricData, for a pool service whose log is not read by
+CloudWatch."""
 
 import json
 import time
@@ -8,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-EVERY_S = 60.0  # alarms look once a minute; every call costs
-_MAX_OF_ONE_CALL = 500  # CloudWatch takes 1,000, and 1 MB
+EVERY_S = 60.0  # alarms check once a minute; every call costs
+_MAX_OF_ONE_CALL = 500  # per call; CloudWatch accepts 1,000, and 1 MB
 
 
 @dataclass(slots=True)
 class MetricSender:
-    """Takes lines in CloudWatch's embedded format, and sends what they say at its time."""
+    """Collects lines in CloudWatch's embedded format and sends their values periodically."""
 
     client: Any
     clock_s: Callable[[], float] = time.time
@@ -22,8 +21,7 @@ class MetricSender:
     _sent_s: float = float("-inf")
 
     def __call__(self, line: str) -> None:
-        """Raises botocore's ClientError or BotoCoreError; what was to be sent is then lost, and
-        the next lines say how things stand."""
+        """Raises botocore's ClientError or BotoCoreError; unsent values are then lost."""
         for namespace, datum in data_of(line):
             self._waiting.setdefault(namespace, []).append(datum)
         if self.clock_s() - self._sent_s < EVERY_S:
@@ -37,7 +35,7 @@ class MetricSender:
 
 
 def data_of(line: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The metrics that a line declares, each with its namespace."""
+    """The metrics that a line declares, with their namespaces."""
     record = json.loads(line)
     for about in record["_aws"]["CloudWatchMetrics"]:
         for names in about["Dimensions"]:

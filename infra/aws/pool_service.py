@@ -1,12 +1,11 @@
-"""Sizes the pool of workers, all the time: looks, decides (infra/pool.py), asks AWS, tells.
+"""Sizes the pool of workers continuously: observes, decides (infra/pool.py), asks AWS, reports.
 
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
     python -m infra.aws.pool_service --auto-scaling-group NAME [options]
 
-One such process per pool. It holds nothing that cannot be lost: a new one starts by waiting as
-long as a pool waits before it shrinks, and counts tasks that ended before it came as never ready.
-What it sees goes to standard output as metrics, in CloudWatch's embedded format: a line of JSON
-that the log's reader turns into figures. Where nobody reads the log so, --put-metrics sends them.
+One process per pool. It has no state worth keeping: a new one waits as long as before any scale-in,
+and counts tasks that ended before it started as never ready. It writes metrics to standard output
+in CloudWatch's embedded format; --put-metrics sends them where nobody reads the log.
 """
 
 import argparse
@@ -51,7 +50,7 @@ _METRICS = {
 
 @dataclass(slots=True)
 class PoolService:
-    """One pool. `clock_s` is Unix time; `tell` takes a line of metrics."""
+    """One pool. `clock_s` is Unix time; `tell` receives a line of metrics."""
 
     policy: PoolPolicy
     watch: PoolWatch
@@ -61,24 +60,24 @@ class PoolService:
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
     fleet: FleetLines = field(init=False)
-    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by name, when last seen so
+    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by name, when last seen healthy
 
     def __post_init__(self) -> None:
         self.fleet = FleetLines(self.watch.model)
 
     async def run(self) -> None:
-        """Looks for ever; what cannot be reached now is asked again."""
+        """Runs for ever; failures are retried at the next look."""
         while True:
             try:
                 await self.step()
             except BrokerUnavailable as exc:
                 log.warning("cannot look: %s", exc)
-            except Exception as exc:  # botocore has many, and none may end this
+            except Exception as exc:  # botocore has many kinds; none may end the service
                 log.warning("cannot act: %s", type(exc).__name__)
             await asyncio.sleep(EVERY_S)
 
     async def step(self) -> Decision:
-        """One look and what follows from it. Raises BrokerUnavailable, and what boto3 raises."""
+        """One observation and its consequences. Raises BrokerUnavailable, and what boto3 raises."""
         sight = await self.watch.look()
         num_desired = await asyncio.to_thread(self.workforce.num_desired)
         await asyncio.to_thread(self.workforce.keep, sight.incarnations)
@@ -111,7 +110,7 @@ class PoolService:
             self.tell(line)
 
     def _failed_starts_s(self) -> list[float]:
-        """When those ended with an error that were never seen ready. Raises what boto3 raises."""
+        """When workers failed that were never ready. Raises what boto3 raises."""
         now_s = self.clock_s()
         self.healthy_at_s |= dict.fromkeys(self.workforce.healthy(), now_s)
         self.healthy_at_s = {
@@ -121,7 +120,7 @@ class PoolService:
         return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
     async def _retire(self, sight: PoolSight, num: int) -> None:
-        """The emptiest take no more jobs; they go when they have ended theirs."""
+        """Drains the emptiest workers; they end when their jobs have ended."""
         if num:
             emptiest = sorted(sight.workers, key=lambda worker: (worker.num_jobs, worker.load))
             await self.functions.drain([worker.incarnation for worker in emptiest[:num]])
@@ -146,7 +145,7 @@ class PoolService:
 
 
 def wait_targets(raw: str) -> dict[str, float]:
-    """`lane=seconds,…`, most urgent first. Raises argparse.ArgumentTypeError."""
+    """Parses `lane=seconds,…`, most urgent first. Raises argparse.ArgumentTypeError."""
     try:
         pairs = [part.split("=") for part in raw.split(",")]
         return {lane.strip(): float(seconds) for lane, seconds in pairs}
@@ -214,7 +213,7 @@ def teller_of(
 async def serve(
     given: argparse.Namespace, client_of: Callable[[str], Any], redis_url: str, namespace: str
 ) -> None:
-    """Runs until cancelled. Raises ValueError. `client_of` makes boto3's client of a service."""
+    """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
     redis_client = connect(redis_url)
     keys = Keys(namespace)

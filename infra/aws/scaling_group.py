@@ -1,7 +1,7 @@
-"""An Auto Scaling group of machines, each of which runs one worker by itself, under systemd say.
+"""An Auto Scaling group of machines that each run one worker, for example under systemd.
 
-A machine is told by its worker's name, which begins with the host's: the launch template must name
-hosts by instance (`HostnameType: resource-name`). The machines themselves need no right for this.
+A machine is matched to its worker by host name: the launch template must name hosts by instance
+(`HostnameType: resource-name`). The machines need no permissions for this.
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import Any
 
 from infra.aws.workforce import Failed
 
-_MAX_PROTECTED = 50  # of one call
+_MAX_PROTECTED = 50  # per call
 _MAX_ACTIVITIES = 100
 _ENDED = re.compile(r"Terminating EC2 instance: (i-[0-9a-f]+)")
-# By `aws autoscaling set-instance-health`; EC2's own checks fail for reasons that are not ours.
+# Set by `aws autoscaling set-instance-health`; EC2's own checks fail for other reasons.
 _BY_ITS_WORKER = "user health-check"
 
 
@@ -26,18 +26,18 @@ class ScalingGroup:
     name: str
 
     def num_desired(self) -> int:
-        """The group's desired capacity. Raises LookupError where there is no such group."""
+        """The group's desired capacity. Raises LookupError if there is no such group."""
         return int(self._group()["DesiredCapacity"])
 
     def resize(self, num: int) -> None:
-        """Asks for so many machines. The group ends those that are not protected, in time."""
+        """Sets the desired capacity. The group ends unprotected machines in time."""
         self.client.set_desired_capacity(
             AutoScalingGroupName=self.name, DesiredCapacity=num, HonorCooldown=False
         )
 
     def keep(self, incarnations: Collection[str]) -> None:
-        """Protects the machines of these workers when the group shrinks, and no others: what still
-        starts holds no jobs, and a machine whose worker has left is to go."""
+        """Protects only the machines of these workers from scale-in: starting machines hold no
+        jobs, and a machine whose worker has left should end."""
         machines = self._in_service()
         for is_kept in (True, False):
             changed = [
@@ -54,7 +54,7 @@ class ScalingGroup:
                 )
 
     def failed(self) -> list[Failed]:
-        """Machines that said of themselves that they cannot work, and were ended for it."""
+        """Machines that reported themselves unhealthy and were ended."""
         listed = self.client.describe_scaling_activities(
             AutoScalingGroupName=self.name, MaxRecords=_MAX_ACTIVITIES
         )
@@ -66,11 +66,11 @@ class ScalingGroup:
         ]
 
     def healthy(self) -> list[str]:
-        """Those that are protected: their worker was heard of."""
+        """Protected machines: their worker sends heartbeats."""
         return [m["InstanceId"] for m in self._in_service() if m["ProtectedFromScaleIn"]]
 
     def _in_service(self) -> list[dict[str, Any]]:
-        """No other may be protected."""
+        """Only machines in service can be protected."""
         return [m for m in self._group()["Instances"] if m["LifecycleState"] == "InService"]
 
     def _group(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Keeps ECS from ending a task that has jobs, by the agent that every task can reach."""
+"""Protects an ECS task with jobs from being ended, through the ECS agent."""
 
 import http.client
 import json
@@ -10,13 +10,13 @@ log = logging.getLogger("batchway.protection")
 
 EXPIRES_MINUTES = 15  # renewed long before; a dead worker must not stay protected
 RENEW_S = 300.0
-IDLE_S = 10.0  # without jobs for so long, before it may be ended
+IDLE_S = 10.0  # the task may be ended after so long without jobs
 _TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
 class TaskProtection:
-    """`agent_url` is the variable ECS_AGENT_URI. Tells the agent of changes only."""
+    """`agent_url` is the variable ECS_AGENT_URI. Reports only changes."""
 
     agent_url: str
     _is_on: bool = False
@@ -24,7 +24,7 @@ class TaskProtection:
     _busy_s: float = 0.0
 
     def note(self, num_jobs: int, now_s: float) -> None:
-        """How many jobs there are now; an agent that does not answer is told again."""
+        """Reports the number of jobs; repeats it if the agent did not answer."""
         if num_jobs:
             self._busy_s = now_s
             if not self._is_on or now_s - self._told_s > RENEW_S:

@@ -1,7 +1,7 @@
-"""What a worker's container runs: brings the weights, then runs `batchway worker` as its child.
+"""Entry point of a worker's container: fetches the weights and runs `batchway worker`.
 
-The model is named by BATCHWAY_MODEL: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on;
-while the worker holds jobs, asks ECS not to end the task.
+BATCHWAY_MODEL names the model: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on and
+protects the ECS task while the worker holds jobs.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, WireError
@@ -21,8 +22,39 @@ from contract.keys import Keys
 from contract.redis_url import redis_url_of
 from contract.tasks import end
 from infra.aws.task_protection import TaskProtection
-from infra.aws.weights import WeightsMissing, fetch
 from infra.aws.worker_health import num_jobs_here
+
+log = logging.getLogger("batchway.weights")
+
+
+class WeightsMissing(Exception):
+    """There is nothing at that URL."""
+
+
+def fetch(client: Any, url: str, folder: Path) -> Path:
+    """Downloads all of s3://BUCKET/PREFIX and returns the folder. Keeps files of the right size; a
+    file gets its name when it is complete. Raises WeightsMissing, and what boto3 raises."""
+    bucket, prefix = urlsplit(url).netloc, urlsplit(url).path.strip("/")
+    prefix = f"{prefix}/" if prefix else ""
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    found = [item for page in pages for item in page.get("Contents", [])]
+    files = {item["Key"].removeprefix(prefix): item["Size"] for item in found}
+    files = {name: size for name, size in files.items() if name and not name.endswith("/")}
+    if not files:
+        raise WeightsMissing(f"nothing at {url}")
+    for name, num_bytes in files.items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise WeightsMissing(f"{url}: {name!r} leads out of the folder")
+        if path.exists() and path.stat().st_size == num_bytes:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        client.download_file(bucket, prefix + name, str(part))
+        part.rename(path)
+        log.info("fetched %s num_bytes=%d", name, num_bytes)
+    return folder
+
 
 FOLDER = Path("/var/lib/batchway/model")
 EXIT_NO_WEIGHTS = 3
@@ -31,7 +63,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
-    """Options of `batchway worker`, with the weights in place. Raises WeightsMissing."""
+    """Options of `batchway worker` for the model, after fetching it. Raises WeightsMissing."""
     model, name = environ.get("BATCHWAY_MODEL", "demo"), environ.get("BATCHWAY_SERVED_MODEL_NAME")
     arguments = [f"--served-model-name={name}"] if name else []
     if model.startswith("s3://"):
@@ -42,7 +74,7 @@ def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
 
 
 async def run(command: Sequence[str], redis_url: str, agent_url: str | None) -> int:
-    """Runs the worker to its end; its exit status."""
+    """Runs the worker until it ends; returns its exit status."""
     process = await asyncio.create_subprocess_exec(*command)
     loop = asyncio.get_running_loop()
     for number in _PASSED_ON:

@@ -1,7 +1,7 @@
-"""Whether the worker of this host is well: it was heard of lately in Redis. Exit status 0 or 1.
+"""Health check of this host's worker: its heartbeats are recent. Exit status 0 or 1.
 
-A worker that loads its model has not been heard of yet; the check's start period covers that. One
-that cannot reach Redis counts as well: to end it would help nobody.
+The check's start period must cover loading the model. If Redis is unreachable, the worker counts as
+healthy: ending it would not help.
 """
 
 import asyncio
@@ -20,11 +20,8 @@ from contract.redis_url import redis_url_of
 
 
 async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
-    """Jobs that this host's worker holds; None where it is unheard of. Raises BrokerUnavailable,
-    WireError.
-
-    An incarnation begins with its host's name.
-    """
+    """Jobs that this host's worker holds; None without recent heartbeats. Incarnations begin with
+    the host name. Raises BrokerUnavailable, WireError."""
     prefix = f"{socket.gethostname().split('.')[0]}-".encode()
     since_ms = await now_ms(client, keys) - int(WORKER_TTL_S * 1000)
     with wire_errors("list of workers"), broker_errors():

@@ -1,6 +1,5 @@
-"""What the pool asks of whoever runs the workers: ECS (ecs_service.py), or a group of machines that
-run them by themselves (scaling_group.py). boto3 is slow and blocks, so that callers use threads.
-"""
+"""What the pool needs from whoever runs the workers: ECS (ecs_service.py) or an Auto Scaling group
+(scaling_group.py). boto3 blocks, so callers use threads."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A task or a machine that ended because of its worker's error; Unix seconds."""
+    """A task or machine that ended because of a worker error; Unix seconds."""
 
     name: str
     at_s: float
@@ -19,16 +18,18 @@ class Workforce(Protocol):
     """Every method raises botocore's ClientError or BotoCoreError."""
 
     def num_desired(self) -> int:
-        """How many are asked for. Raises LookupError where there is nobody to ask."""
+        """The desired number of workers. Raises LookupError if there is no such service or
+        group.
+        """
 
     def resize(self, num: int) -> None:
-        """Asks for so many; those that are kept outlive it."""
+        """Sets the desired number; protected workers stay."""
 
     def keep(self, incarnations: Collection[str]) -> None:
-        """These workers are heard of: a smaller pool must not end them, they go by themselves."""
+        """Protects these live workers from scale-in."""
 
     def failed(self) -> list[Failed]:
-        """Those that ended with an error lately."""
+        """Workers that ended with an error recently."""
 
     def healthy(self) -> list[str]:
-        """Names of those that run and whose worker was heard of."""
+        """Names of healthy workers."""

@@ -1,4 +1,4 @@
-"""When requests come: seconds from the start of a run. Knows nothing of what they ask for."""
+"""Arrival times of requests, in seconds from the start of a run."""
 
 import csv
 import random
@@ -12,10 +12,10 @@ Process = Literal["poisson", "gamma", "constant"]
 def draw_arrivals(
     num_requests: int, rate_per_s: float, process: Process, burstiness: float, seed: str
 ) -> list[float]:
-    """Of an open loop; the first request comes after a gap too.
+    """Arrivals of an open loop; a gap precedes the first.
 
-    `burstiness` is the shape of the gamma distribution that gaps are drawn from: 1 is Poisson,
-    less comes in bursts, more comes evenly.
+    `burstiness` is the shape of the gaps' gamma distribution: 1 is Poisson, less is burstier, more
+    is smoother.
     """
     rng = random.Random(seed)
     shape = 1.0 if process == "poisson" else burstiness
@@ -29,7 +29,7 @@ def draw_arrivals(
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One line of a trace: when, how much to read, how much to write."""
+    """One line of a trace: time, prompt tokens, output tokens."""
 
     arrival_s: float
     prompt_tokens: int
@@ -37,7 +37,7 @@ class TraceEntry:
 
 
 class BadTrace(ValueError):
-    """A trace file that says nothing that could be played. The message is one sentence."""
+    """A trace file that cannot be played. The message is one sentence."""
 
 
 def read_trace(path: Path) -> list[TraceEntry]:

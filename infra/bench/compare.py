@@ -1,7 +1,6 @@
-"""Runs one workload through one model under several ways of batching, in turns.
+"""Runs one workload through one model with several batching strategies, in alternation.
 
-Each run has an engine of its own, so an empty prefix cache; the model is loaded once. Leaves
-judging to the report.
+Each run has its own engine and so an empty prefix cache; the model is loaded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ _NUM_WARM_UP = 4  # requests before each run
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way of batching; `build` makes an engine that has served nothing."""
+    """A batching configuration; `build` creates a fresh engine."""
 
     name: str
     build: Callable[[], Engine]
@@ -25,7 +24,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """One run. `load` is a share of the best throughput; None: all requests came at once."""
+    """One run. `load` is a share of the best throughput; None: all requests at once."""
 
     contestant: str
     number: int  # of the round
@@ -44,10 +43,10 @@ def compare(
     seed: int,
     progress: Callable[[int, int], None] = lambda num_done, num_all: None,
 ) -> list[Heat]:
-    """All heats of all rounds: all at once first, then with Poisson arrivals at each load.
+    """All heats of all rounds: first all requests at once, then Poisson arrivals at each load.
 
-    Loads are shares of the most requests per second that any contestant served in the first round
-    with all at once. Raises RequestFailed, RequestRefused.
+    Loads are shares of the best request rate of any contestant in the first round. Raises
+    RequestFailed, RequestRefused.
     """
     heats: list[Heat] = []
     num_all = num_rounds * len(contestants) * (1 + len(loads))
@@ -84,13 +83,13 @@ def _run(contestant: Contestant, asked: Workload, vocab_size: int) -> EngineRun:
 
 
 def _in_turns(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
-    """Another begins each round: what the machine does meanwhile hits all alike."""
+    """Rotates the order each round, so that disturbances affect all contestants alike."""
     start = number % len(contestants)
     return [*contestants[start:], *contestants[:start]]
 
 
 def num_unlike(heats: Sequence[Heat]) -> dict[str, int]:
-    """By contestant, how many answers of all its heats are not the first heat's, token by token."""
+    """By contestant, how many answers differ from the first heat's."""
     expected = [timeline.token_ids for timeline in heats[0].run.timelines]
     unlike: dict[str, int] = {}
     for heat in heats:

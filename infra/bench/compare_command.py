@@ -1,4 +1,4 @@
-"""`batchway compare`: the same workload and model under each way of batching."""
+"""`batchway compare`: the same workload and model with each batching strategy."""
 
 import argparse
 import sys
@@ -11,7 +11,6 @@ import msgspec
 from infra.bench.compare import Contestant, compare
 from infra.bench.compare_report import comparison_tables, summarise_heats
 from infra.bench.engine import RequestFailed
-from infra.bench.progress import progress_line
 from infra.bench.workloads import (
     BadWorkload,
     Workload,
@@ -19,23 +18,21 @@ from infra.bench.workloads import (
     log_uniform_workload,
     read_workload,
 )
-from infra.tables import write
+from infra.tables import progress_line, write
 from workers import configuration
 from workers.configuration import ConfigurationError
 from workers.engine.engine import Engine
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.batching import StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import LoadedModel, load_model
 
-_NUM_FULL = 10_000  # requests
 _GIB = 2**30
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status: 1 where answers were unlike."""
+    """Measures, prints, writes; returns 1 if answers differ."""
     try:
         base = _base_options(options)
         ways = _ways(options, base)
@@ -45,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             make_workload(options, loaded.vocab_size),
             loaded.vocab_size,
             loads=options.load,
-            num_rounds=options.rounds or (1 if options.full else 3),
+            num_rounds=options.rounds,
             seed=options.seed,
             progress=progress_line("runs"),
         )
@@ -58,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Prints and writes what was found; returns the exit status."""
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
         from infra.bench.compare_plot import draw_comparison
@@ -68,12 +64,12 @@ def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
 
 
 def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
-    """Raises BadWorkload. Arrival times of a file are left out: loads are drawn."""
+    """Raises BadWorkload. Ignores a file's arrival times: loads are drawn."""
     if options.workload is not None:
         workload = read_workload(options.workload)
         return arriving(workload, [0.0] * len(workload.requests))
     return log_uniform_workload(
-        _NUM_FULL if options.full else options.requests,
+        options.requests,
         vocab_size,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
@@ -93,7 +89,7 @@ def _base_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[str, EngineOptions]]:
-    """A name and options for each strategy, and for each file. Raises ConfigurationError."""
+    """Name and options of each strategy or file. Raises ConfigurationError."""
     ways = []
     for name in ("static", "dynamic", "continuous"):
         is_padded = not options.flat and name != "continuous"

@@ -1,4 +1,4 @@
-"""One picture of a comparison: throughput on the left; beside it, apart, latencies by load."""
+"""Plots a comparison: throughput on the left, latencies by load beside it."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,8 @@ _COLOURS = ("#8a8f9a", "#6a9fd0", "#2a9d5c", "#e0a030", "#c06090", "#806040")
 
 
 def draw_comparison(found: dict[str, Any], path: Path) -> None:
-    """Medians over rounds; of throughput the rounds themselves too, as dots.
-
-    Raises ImportError where matplotlib is not installed, OSError.
-    """
+    """Plots medians over rounds, and throughput of each round as dots. Raises OSError, and
+    ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     is_alone = not found["latency"]

@@ -1,4 +1,4 @@
-"""What a comparison comes to: medians over rounds; throughput and latencies apart."""
+"""Summarises a comparison: medians over rounds; throughput and latencies separately."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,9 +14,8 @@ LATENCIES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole
 
 
 def summarise_heats(heats: Sequence[Heat]) -> dict[str, Any]:
-    """`throughput` of all at once, by contestant; `latency` with arrivals, by load and contestant:
-    medians over rounds of each round's percentile, and all rounds' own figures beside them.
-    """
+    """`throughput` by contestant with all requests at once; `latency` by load and contestant:
+    medians over rounds of each percentile, with each round's figures."""
     names = list(dict.fromkeys(heat.contestant for heat in heats))
     loads = list(dict.fromkeys(heat.load for heat in heats if heat.load is not None))
     unlike = num_unlike(heats)
@@ -74,7 +73,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def comparison_tables(found: dict[str, Any]) -> str:
-    """Throughput, then latencies at each load, then whether all said the same."""
+    """Tables of throughput, of latencies at each load, and of differing answers."""
     best = max(one["output_tokens_per_s"] for one in found["throughput"].values())
     rows: list[Sequence[str]] = [
         ("all at once", "output tokens/s", "of the best", "requests/s", "steps", "tokens a step")

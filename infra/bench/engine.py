@@ -1,6 +1,6 @@
-"""Runs a workload through the engine in this process: no Redis, no HTTP, the model alone.
+"""Runs a workload through an engine in this process, without Redis and HTTP.
 
-The loop is the engine process's own: add what has arrived, run a step, note what it yielded.
+The loop is the engine process's: add arrivals, run a step, record its output.
 """
 
 import math
@@ -20,7 +20,7 @@ _TENANT, _LANE = "bench", "standard"
 
 @dataclass(slots=True)
 class Timeline:
-    """When one request's tokens came, in seconds from the start of the run; and which."""
+    """A request's tokens and their times, in seconds from the start of the run."""
 
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -33,23 +33,21 @@ class Timeline:
 
     @property
     def e2e_s(self) -> float:
-        """From arrival to the last token."""
         return self.times_s[-1] - self.arrival_s
 
     @property
     def itls_s(self) -> list[float]:
-        """From each token to the next."""
         return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What a run yielded; one timeline per request, in the workload's order."""
+    """The results of a run; one timeline per request, in the workload's order."""
 
     wall_s: float
     timelines: tuple[Timeline, ...]
     num_steps: int
-    model_s: float  # of wall_s, within the model
+    model_s: float  # part of wall_s spent in the model
     peak_rss_bytes: int
 
     @property
@@ -62,7 +60,7 @@ class EngineRun:
 
 
 class RequestFailed(RuntimeError):
-    """A request of a workload that the engine could not run."""
+    """The engine could not run a request of the workload."""
 
 
 def run_workload(
@@ -73,10 +71,8 @@ def run_workload(
     sleep: Callable[[float], object] = time.sleep,
     progress: Callable[[int, int], None] = lambda num_done, num_all: None,
 ) -> EngineRun:
-    """Serves the workload to its end; `clock_s` is the engine's own clock.
-
-    Raises RequestFailed, RequestRefused.
-    """
+    """Runs the workload to its end; `clock_s` is the engine's clock. Raises RequestFailed,
+    RequestRefused."""
     timelines = tuple(Timeline(request.arrival_s) for request in workload.requests)
     coming = sorted(range(len(timelines)), key=lambda i: workload.requests[i].arrival_s)
     coming.reverse()
@@ -90,7 +86,7 @@ def run_workload(
         next_s = workload.requests[coming[-1]].arrival_s + start_s if coming else math.inf
         wake_s = engine.next_wake_s()
         rest_s = min(next_s, math.inf if wake_s is None else wake_s) - clock_s()
-        if rest_s > 0:  # nothing runs: a strategy waits for its batch, or nobody has come yet
+        if rest_s > 0:  # idle: waiting for a batch to fill or for the next arrival
             sleep(rest_s)
             continue
         report = engine.step()
@@ -109,7 +105,7 @@ def run_workload(
 
 
 def warm_up(engine: Engine, prompt_lengths: Sequence[int], vocab_size: int) -> None:
-    """Runs a few tokens of other requests first, so that no one-time cost is measured."""
+    """Runs a few other requests first, to exclude one-time costs."""
     requests = [
         WorkloadRequest(tuple(4 + (7919 * (i + 31 * n)) % (vocab_size - 4) for i in range(n)), 4)
         for n in prompt_lengths
@@ -119,13 +115,12 @@ def warm_up(engine: Engine, prompt_lengths: Sequence[int], vocab_size: int) -> N
 
 
 def peak_rss_bytes() -> int:
-    """Of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def make_request(number: int, asked: WorkloadRequest) -> Request:
-    """A greedy job of the workload; its id is its number."""
+    """A greedy request of the workload; its id is its number."""
     return Request(
         job_id=str(number),
         epoch=1,

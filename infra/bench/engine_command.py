@@ -1,24 +1,25 @@
-"""`batchway bench engine`: a workload file through the engine, in this process."""
+"""`batchway bench engine`: runs a workload file through an engine in this process."""
 
 import argparse
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
-from infra.bench.engine import RequestFailed, run_workload, warm_up
-from infra.bench.progress import progress_line
-from infra.bench.summary import summarise, tables, write_json
+from infra.bench.engine import EngineRun, RequestFailed, run_workload, warm_up
+from infra.bench.spread import spread
 from infra.bench.workloads import BadWorkload, read_workload
+from infra.tables import progress_line
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.batching import StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import load_model
 
 _NUM_WARM_UP = 4  # requests
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status."""
     try:
         workload = read_workload(options.workload)
         engine_options = EngineOptions(
@@ -46,3 +47,43 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(summary, options.json)
     return 0
+
+
+def summarise(run: EngineRun) -> dict[str, Any]:
+    """Seconds, tokens per second, bytes; `outputs` are the token ids of each request."""
+    return {
+        "output_tokens_per_s": run.output_tokens_per_s,
+        "wall_s": run.wall_s,
+        "num_output_tokens": run.num_output_tokens,
+        "num_steps": run.num_steps,
+        "model_s": run.model_s,
+        "ttft_s": spread([timeline.ttft_s for timeline in run.timelines]),
+        "itl_s": spread([itl for timeline in run.timelines for itl in timeline.itls_s]),
+        "e2e_s": spread([timeline.e2e_s for timeline in run.timelines]),
+        "peak_rss_bytes": run.peak_rss_bytes,
+        "outputs": [timeline.token_ids for timeline in run.timelines],
+    }
+
+
+def write_json(summary: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(summary) + "\n")
+
+
+def tables(summary: dict[str, Any]) -> str:
+    """Separate tables of throughput and of latencies in milliseconds."""
+    rows = [
+        ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
+        ("output tokens", str(summary["num_output_tokens"])),
+        ("wall time, s", f"{summary['wall_s']:.2f}"),
+        ("of it in the model", f"{summary['model_s'] / summary['wall_s']:.1%}"),
+        ("steps", str(summary["num_steps"])),
+        ("peak memory, MiB", f"{summary['peak_rss_bytes'] / 2**20:.0f}"),
+    ]
+    lines = [f"{name:<20}{value:>12}" for name, value in rows]
+    lines += ["", f"{'latency, ms':<20}{'p50':>12}{'p99':>12}{'max':>12}"]
+    names = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
+    for key, name in names.items():
+        cells = [summary[key][column] for column in ("p50", "p99", "max")]
+        shown = ["-" if cell is None else f"{cell * 1000:.1f}" for cell in cells]
+        lines.append(f"{name:<20}" + "".join(f"{cell:>12}" for cell in shown))
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One call over HTTP, streamed, to any server with OpenAI's completions; and what came of it."""
+"""One streamed HTTP call to any server with OpenAI's completions API, and its outcome."""
 
 import enum
 import itertools
@@ -28,10 +28,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class Call:
-    """Times are seconds from the start of the run; `arrival_s` is when it was due.
-
-    `chunk_times_s` has one entry for each piece of output that came.
-    """
+    """Times are seconds from the start of the run; `arrival_s` is the due time. `chunk_times_s` has
+    one entry per piece of output."""
 
     number: int
     num_prompt_tokens: int
@@ -60,7 +58,7 @@ class Call:
 
     @property
     def mean_itl_s(self) -> float | None:
-        """Time per token after the first, however the tokens came in pieces."""
+        """Time per token after the first, independent of chunking."""
         if self.num_output_tokens < 2 or not self.chunk_times_s:
             return None
         return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.num_output_tokens - 1)
@@ -73,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Calls one server. `is_plain` sends nothing that OpenAI does not have."""
+    """Calls one server. `is_plain` sends only OpenAI's own fields."""
 
     client: httpx.AsyncClient
     model: str
@@ -87,7 +85,7 @@ class Caller:
         now_s: Callable[[], float],
         hang_up_after: int | None = None,
     ) -> None:
-        """Notes in the call what comes, to its end; hangs up after so many pieces of output."""
+        """Records the call to its end; hangs up after `hang_up_after` pieces of output."""
         path, body = self.request_of(request)
         call.sent_s = now_s()
         try:
@@ -102,7 +100,6 @@ class Caller:
         call.end_s = now_s()
 
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
-        """Path (below /v1) and body."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.max_tokens,
@@ -122,7 +119,7 @@ class Caller:
 
 @dataclass(slots=True)
 class _Stream:
-    """Reads one stream into its call."""
+    """Reads one stream and records it in its call."""
 
     call: Call
     now_s: Callable[[], float]
@@ -162,7 +159,9 @@ class _Stream:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The data of each event up to [DONE]. Lines end in \\n alone: text may hold other ends."""
+    """The data of each event up to [DONE]. Splits lines only at \\n: text may hold other line
+    ends.
+    """
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")

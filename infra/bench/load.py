@@ -1,7 +1,4 @@
-"""Puts load on a server: each request at its time, or so many callers one after another.
-
-Notes what came of each call; leaves judging to the report.
-"""
+"""Sends load to a server: requests at given times, or a fixed number of concurrent callers."""
 
 import asyncio
 import random
@@ -17,10 +14,9 @@ Sleep = Callable[[float], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent. An open loop sends by arrival times whatever became of those before, and
-    `max_concurrency`, where given, holds calls back beyond their time; a closed loop sends
-    the next as soon as one of `max_concurrency` callers is free.
-    """
+    """What to send. An open loop sends at arrival times, whatever became of earlier requests;
+    `max_concurrency`, if given, delays calls. A closed loop sends the next request as soon as one
+    of `max_concurrency` callers is free."""
 
     workload: Workload
     is_open: bool
@@ -35,9 +31,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What came of a load; one call per request, in the workload's order. `wall_s` is from the
-    start, which is where arrival times count from, to the end of the last call.
-    """
+    """The results of a load; one call per request, in the workload's order. `wall_s` is from the
+    start, the origin of arrival times, to the end of the last call."""
 
     load: Load
     calls: tuple[Call, ...]
@@ -64,7 +59,7 @@ async def run_load(
     places = asyncio.Semaphore(load.max_concurrency or len(requests))
 
     async def make(call: Call) -> None:
-        """One call, once there is a place for it; a closed loop's caller arrives with the place."""
+        """One call, once there is a place for it; in a closed loop that is its arrival."""
         async with places:
             if not load.is_open:
                 call.arrival_s = now_s()
@@ -81,7 +76,7 @@ async def run_load(
 
 
 def _hang_ups(load: Load) -> list[int | None]:
-    """For each request, after how many pieces of output its caller leaves; None: never."""
+    """For each request, after how many pieces of output its caller hangs up; None: never."""
     rng = random.Random(f"{load.seed} hang-ups")
     return [
         rng.randint(1, max(1, request.max_tokens // 2))

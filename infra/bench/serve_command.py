@@ -1,4 +1,4 @@
-"""`batchway bench serve`: load over HTTP on a server, and what came of it."""
+"""`batchway bench serve`: sends load to a server over HTTP and reports the results."""
 
 import argparse
 import asyncio
@@ -13,7 +13,6 @@ import httpx
 from infra.bench.arrivals import BadTrace, TraceEntry, draw_arrivals, read_trace
 from infra.bench.http_calls import Call, Caller
 from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.progress import progress_line
 from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
 from infra.bench.workloads import (
     BadWorkload,
@@ -23,20 +22,19 @@ from infra.bench.workloads import (
     log_uniform_workload,
     read_workload,
 )
-from infra.tables import write
+from infra.tables import progress_line, write
 
 KEY_VARIABLES = ("BATCHWAY_API_KEY", "OPENAI_API_KEY")
 _CONNECT_S = 10.0
-_CALLERS = 16  # of a closed loop, unless told otherwise
+_CALLERS = 16  # of a closed loop, by default
 
 
 class ServerRefuses(RuntimeError):
-    """A server that tells no model. The message is one sentence."""
+    """The server lists no model. The message is one sentence."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints, writes; returns the exit status."""
-    logging.getLogger("httpx").setLevel("WARNING")  # it would tell every request
+    logging.getLogger("httpx").setLevel("WARNING")  # it would log every request
     try:
         loads = make_loads(options)
         model, runs = asyncio.run(_measure(options, loads))
@@ -57,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:
-    """One for each rate, or one closed loop, or a trace. Raises BadWorkload, BadTrace.
+    """One load per rate, or one closed loop, or a trace. Raises BadWorkload, BadTrace.
 
-    Each rate has prompts of its own, so that no prefix cache knows them; those of a workload file
-    are the same every time.
+    Each rate has its own prompts, so that no prefix cache has them; those of a workload file are
+    the same every time.
     """
     trace = None if options.trace is None else read_trace(options.trace)
     common = {"hang_up_share": options.cancel_share, "seed": options.seed}
@@ -116,7 +114,7 @@ async def _measure(options: argparse.Namespace, loads: list[Load]) -> tuple[str,
 
 
 def _warm_up_load(options: argparse.Namespace) -> Load:
-    """Prompts that no measured request begins with; nothing of it is counted."""
+    """Prompts that share no prefix with measured requests; not counted."""
     workload = log_uniform_workload(
         options.warm_up,
         options.vocab_size,

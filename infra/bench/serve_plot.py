@@ -1,4 +1,4 @@
-"""Pictures of runs under load: the curve over rates, distributions, and what ran when."""
+"""Plots runs under load: latency over throughput, distributions and timelines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +17,8 @@ _COLOURS = {
 
 
 def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Three rows: latency over throughput; distributions; each run's calls over time.
-
-    Raises ImportError where matplotlib is not installed, OSError.
-    """
+    """Three rows: latency over throughput, distributions, calls over time. Raises OSError, and
+    ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10.5), layout="constrained")
@@ -35,7 +33,7 @@ def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path
 
 
 def logarithmic(axes: Any, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with numbers that people write: 1, 2, 5, 10."""
+    """A logarithmic axis with ticks at 1, 2, 5, 10."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
@@ -57,7 +55,7 @@ def _draw_curves(panels: Any, summaries: Sequence[dict[str, Any]]) -> None:
         for column, marker in (("p50", "o"), ("p99", "s")):
             values = [found[key][column] for found in summaries]
             points = [(x, 1000 * y) for x, y in zip(throughput, values, strict=True) if y]
-            if points:  # none where nobody was answered
+            if points:  # none if no call was answered
                 axes.plot(*zip(*points, strict=True), marker=marker, label=column)
         axes.set(title=title, xlabel="answers per second", ylabel="ms")
         if axes.lines:
@@ -96,7 +94,7 @@ def _latencies(call: Call) -> tuple[list[float], list[float], list[float]]:
 
 
 def _draw_timeline(axes: Any, run: LoadRun, name: str) -> None:
-    """How many calls were under way, and when those that did not succeed ended."""
+    """Concurrent calls over time, and when unsuccessful ones ended."""
     changes = sorted([(c.sent_s, 1) for c in run.calls] + [(c.end_s, -1) for c in run.calls])
     times, num_running, running = [0.0], [0], 0
     for at_s, change in changes:

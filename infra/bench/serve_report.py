@@ -1,4 +1,4 @@
-"""What runs under load come to: counts, throughput and latencies apart; JSON, tables, CSV."""
+"""Summarises runs under load as JSON, tables and CSV: counts, throughput and latencies."""
 
 import csv
 from collections import Counter
@@ -27,7 +27,7 @@ _LATENCIES = {
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What an answer must keep to be good. None: whatever it takes."""
+    """Latency bounds of a good answer. None: no bound."""
 
     ttft_s: float | None = None  # from arrival
     itl_s: float | None = None  # mean time per token after the first
@@ -41,9 +41,8 @@ class Slo:
 
 
 def summarise_load(run: LoadRun, slo: Slo) -> dict[str, Any]:
-    """Seconds, tokens and requests per second. Latencies are of answers that succeeded alone;
-    `output_tokens_received` counts those of broken and cancelled answers too.
-    """
+    """Seconds, tokens and requests per second. Latencies are of successful answers only;
+    `output_tokens_received` also counts broken and cancelled answers."""
     calls = run.calls
     good = [call for call in calls if call.outcome is Outcome.SUCCEEDED]
     num_kept = sum(map(slo.is_kept, calls))
@@ -79,7 +78,7 @@ def summarise_load(run: LoadRun, slo: Slo) -> dict[str, Any]:
 
 
 def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
-    """What became of the requests, then throughput, then latencies: never in one table."""
+    """Separate tables of outcomes, throughput and latencies."""
     names = [load_name(found) for found in summaries]
     heads = ("load", "requests", *(str(o) for o in Outcome))
     counts: list[Sequence[str]] = [heads]
@@ -103,14 +102,14 @@ def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def load_name(found: dict[str, Any]) -> str:
-    """How a table or a picture calls a load."""
+    """A load's name in tables and plots."""
     if found["rate_per_s"] is not None:
         return f"{found['rate_per_s']:g}/s"
     return "as traced" if found["is_open"] else f"{found['max_concurrency']} callers"
 
 
 def write_csv(runs: Sequence[LoadRun], path: Path) -> None:
-    """One line for each request, seconds from the start of its run; no content."""
+    """One line per request, in seconds from the start of its run; no content."""
     names = (
         *("rate_per_s", "number", "outcome", "reason", "status", "arrival_s", "sent_s"),
         *("first_token_s", "end_s", "prompt_tokens", "output_tokens", "ttft_s", "mean_itl_s"),

@@ -1,12 +1,10 @@
-"""Percentiles of what was measured. Plain Python: adapters of peers use it in environments of
-their own.
-"""
+"""Percentiles, in plain Python: adapters of other engines use it in their own environments."""
 
 from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None of none."""
+    """The smallest value that at least `share` of the values do not exceed; None if empty."""
     if not values:
         return None
     ordered = sorted(values)
@@ -14,7 +12,6 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99, p99.9 and the largest."""
     return {
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),

@@ -1,7 +1,7 @@
-"""Workloads: prompts as token ids with output lengths, all at once or at arrival times.
+"""Workloads: prompts as token ids with output lengths, at once or at arrival times.
 
 A file is JSON: {"requests": [{"prompt_token_ids": […], "max_tokens": N, "arrival_s"?: S}, …]};
-every request is greedy and ignores the end token, so that its output length is N.
+requests are greedy and ignore the end token, so each output has N tokens.
 """
 
 import math
@@ -35,7 +35,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BadWorkload(ValueError):
-    """A workload file that says nothing that could be run. The message is one sentence."""
+    """A workload file that cannot be run. The message is one sentence."""
 
 
 def read_workload(path: Path) -> Workload:
@@ -64,13 +64,12 @@ def draw_request(
     max_tokens: int,
     arrival_s: float = 0.0,
 ) -> WorkloadRequest:
-    """A prompt of random tokens; the first four ids of a vocabulary are often special."""
+    """A prompt of random tokens, without the first four ids, which are often special."""
     ids = tuple(generator.randrange(4, vocab_size) for _ in range(num_prompt))
     return WorkloadRequest(ids, max_tokens, arrival_s)
 
 
 def write_workload(workload: Workload, path: Path) -> None:
-    """As `read_workload` takes it."""
     path.write_bytes(msgspec.json.encode(workload))
 
 
@@ -96,7 +95,6 @@ def log_uniform_workload(
 
 
 def arriving(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
-    """The same requests at other times."""
     return Workload(
         tuple(
             WorkloadRequest(request.prompt_token_ids, request.max_tokens, arrival_s)

@@ -1,8 +1,8 @@
-"""Where the model that ships with the repository lies. Loads nothing."""
+"""Path of the demo model in the repository. Loads nothing."""
 
 from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """The folder of the demo model, laid out as Hugging Face lays out its models."""
+    """The demo model's folder, in the Hugging Face layout."""
     return Path(__file__).resolve().parent

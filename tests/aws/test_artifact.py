@@ -18,9 +18,7 @@ from infra.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REQUIREMENTS = ROOT / "gateway" / "aws" / "requirements.txt"
-ENTRY_POINTS = (
-    "gateway.aws.handler", "gateway.aws.stream_loop", "gateway.aws.web", "gateway.aws.housekeeper",
-)  # fmt: skip
+ENTRY_POINTS = ("gateway.aws.handler", "gateway.aws.web", "gateway.aws.housekeeper")
 
 IMPORT_FROM = """
 import importlib, importlib.metadata, json, sys

@@ -1,4 +1,4 @@
-"""The functions in Lambda's own emulator: awslambdaric and our handler, and our own loop."""
+"""ApiFunction in Lambda's own emulator: awslambdaric and our handler."""
 
 import json
 from collections.abc import AsyncIterator
@@ -38,12 +38,6 @@ async def api_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
         yield emulator
 
 
-@pytest.fixture
-async def stream_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
-    async with emulating(["-m", "gateway.aws.stream_loop"], environ(redis_server)) as emulator:
-        yield emulator
-
-
 async def test_api_gateway_talks_to_the_function(
     api_function: Emulator, idle_worker: FakeWorker
 ) -> None:
@@ -73,18 +67,3 @@ async def test_a_completion_comes_whole_and_a_job_by_itself(
     assert json.loads(called["body"])["choices"][0]["text"] == "Hello wörld!"
     assert invoked["statusCode"] == 202
     assert invoked["body"]["object"] == "job"
-
-
-async def test_our_own_loop_speaks_the_real_runtime_api(
-    stream_function: Emulator, worker: FakeWorker
-) -> None:
-    """Prelude, eight NULs, events. The emulator hands them on when the answer is complete."""
-    call = CALL | {"stream": True}
-    first = await stream_function.invoke(rest_event("POST", "/v1/completions", call))
-    second = await stream_function.invoke(rest_event("GET", "/v1/nothing"))
-
-    prelude, _, content = first.content.partition(b"\0" * 8)
-    assert json.loads(prelude)["statusCode"] == 200
-    assert "Hello" in content.decode()
-    assert content.endswith(b"data: [DONE]\n\n")
-    assert json.loads(second.content.partition(b"\0" * 8)[0])["statusCode"] == 404

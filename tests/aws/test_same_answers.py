@@ -1,23 +1,27 @@
 """`batchway up` and the functions in front of one Redis: what both answer, byte by byte."""
 
+import asyncio
 import json
+import os
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke, running_function
+from tests.aws.emulator import free_port
 from tests.aws.lambda_events import HEADERS, rest_event
-from tests.aws.runtime_server import RuntimeServer, looping
 from tests.infra.stack import MODEL, running_stack
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 NAMESPACE = "same"
 COMPLETION = {
     "model": MODEL,
@@ -50,10 +54,33 @@ async def api_function(settings: GatewaySettings, local_url: str) -> AsyncIterat
 
 
 @pytest.fixture
-async def stream_function(settings: GatewaySettings) -> AsyncIterator[RuntimeServer]:
-    app = create_app(settings)
-    async with app.router.lifespan_context(app), looping(app) as runtime:
-        yield runtime
+async def stream_url(redis_server: EmbeddedRedis) -> AsyncIterator[str]:
+    """StreamFunction's program, started and asked for its readiness as the Web Adapter does it."""
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        ROOT / "gateway" / "aws" / "serve-web",
+        cwd=ROOT,
+        env={
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "REDIS_URL": redis_server.url,
+            "BATCHWAY_NAMESPACE": NAMESPACE,
+            "BATCHWAY_REQUIRE_KEY": "0",
+            "AWS_LWA_PORT": str(port),
+        },
+        stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        while True:
+            try:
+                assert (await http.get("/livez")).status_code == 200
+                break
+            except httpx.ConnectError:
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    await process.wait()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +112,7 @@ async def test_a_request_is_answered_alike(
 
 
 async def test_one_job_is_shown_alike(
-    local_url: str, api_function: Invoke, stream_function: RuntimeServer
+    local_url: str, api_function: Invoke, stream_url: str
 ) -> None:
     """Made through Lambda, run by the local worker: object and stream, ids and times included."""
     job = {"endpoint": "/v1/completions", "body": COMPLETION, "metadata": {"a": "b"}}
@@ -96,8 +123,8 @@ async def test_one_job_is_shown_alike(
         await http.get(events)  # it has ended then
         local_stream, local = await http.get(events), await http.get(shown)
     on_lambda = await api_function(rest_event("GET", shown))
-    streamed = stream_function.send(rest_event("GET", events))
-    await streamed.over.wait()
+    async with httpx.AsyncClient(base_url=stream_url, timeout=60) as http:
+        streamed = await http.get(events)
 
     assert json.loads(local.content)["status"] == "succeeded"
     assert local.content == on_lambda["body"].encode()

@@ -1,24 +1,14 @@
-"""Secrets reach a function's settings from the vault, and nothing else does."""
+"""Secrets reach a function's settings from Secrets Manager, and nothing else does."""
 
 import json
-from datetime import UTC, datetime
 
 import boto3
 import pytest
-from botocore.auth import SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials as BotoCredentials
 
 from contract.redis_url import redis_url_of
-from gateway.aws.environment import load_settings
-from gateway.aws.secrets_manager import Credentials, SecretUnavailable, read_secret, signed_headers
+from gateway.aws.environment import SecretUnavailable, load_settings, read_secrets
 
-CREDENTIALS = Credentials(
-    region="eu-central-1",
-    access_key_id="AKIDEXAMPLE",
-    secret_access_key="wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY",
-    session_token="token",
-)
+pytestmark = pytest.mark.usefixtures("aws_environ")
 
 
 def make_secret(name: str, text: str) -> str:
@@ -26,52 +16,32 @@ def make_secret(name: str, text: str) -> str:
     return str(client.create_secret(Name=name, SecretString=text)["ARN"])
 
 
-def test_a_request_is_signed_as_botocore_signs_it() -> None:
-    """The reference implementation, on the same request at the same moment."""
-    payload = b'{"SecretId": "arn"}'
-    host = "secretsmanager.eu-central-1.amazonaws.com"
-    ours = signed_headers(CREDENTIALS, host, payload, datetime.now(UTC))
-
-    request = AWSRequest("POST", f"https://{host}/", data=payload, headers={})
-    for name, value in ours.items():
-        if name not in ("authorization", "x-amz-date", "x-amz-security-token"):
-            request.headers[name] = value
-    request.context["timestamp"] = ours["x-amz-date"]
-    theirs = BotoCredentials("AKIDEXAMPLE", CREDENTIALS.secret_access_key, "token")
-    signer = SigV4Auth(theirs, "secretsmanager", CREDENTIALS.region)
-    signer._modify_request_before_signing(request)
-    canonical = signer.canonical_request(request)
-    signature = signer.signature(signer.string_to_sign(request, canonical), request)
-
-    assert ours["authorization"].endswith(f"Signature={signature}")
-
-
-def test_secrets_become_settings(aws_environ: dict[str, str]) -> None:
+def test_secrets_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key and the password of Redis; the variables of the function hold neither."""
     key = make_secret("key", json.dumps({"BATCHWAY_API_KEY": "s" * 32}))
     user = make_secret("user", json.dumps({"username": "gateway", "REDIS_PASSWORD": "p/w@1"}))
-    environ = aws_environ | {
-        "REDIS_URL": "rediss://gateway@cache.example:6379",
-        "BATCHWAY_SECRET_ARNS": f"{key},{user}",
-    }
+    monkeypatch.setenv("REDIS_URL", "rediss://gateway@cache.example:6379")
+    monkeypatch.setenv("BATCHWAY_SECRET_ARNS", f"{key},{user}")
 
-    settings = load_settings(environ)
+    settings = load_settings()
 
     assert settings.api_key == "s" * 32
     assert settings.redis_url == "rediss://gateway:p%2Fw%401@cache.example:6379"
     assert "s" * 32 not in repr(settings)
 
 
-def test_a_secret_that_is_missing_or_odd_is_named(aws_environ: dict[str, str]) -> None:
+def test_a_secret_that_is_missing_or_odd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its ARN and the reason, never by what is in it."""
     odd = make_secret("odd", "hunter2")
     with pytest.raises(SecretUnavailable, match="not a JSON object") as odd_error:
-        read_secret(odd, aws_environ)
-    with pytest.raises(SecretUnavailable, match="ResourceNotFoundException"):
-        read_secret("arn:aws:secretsmanager:eu-central-1:1:secret:none", aws_environ)
-    nobody = aws_environ | {"AWS_ENDPOINT_URL_SECRETS_MANAGER": "http://127.0.0.1:1"}
-    with pytest.raises(SecretUnavailable, match="ConnectionRefusedError"):
-        read_secret(odd, nobody)
+        read_secrets([odd])
+    missing = "arn:aws:secretsmanager:eu-central-1:1:secret:none"
+    with pytest.raises(SecretUnavailable, match=f"{missing}.*ResourceNotFoundException"):
+        read_secrets([missing])
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(SecretUnavailable, match="Could not connect"):
+        read_secrets([odd])
     assert "hunter2" not in str(odd_error.value)
 
 

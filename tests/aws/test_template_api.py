@@ -68,27 +68,24 @@ def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
     assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 3
 
 
-def test_streams_go_through_the_adapter_or_our_own_loop() -> None:
-    """One parameter chooses both the layer and what is run instead of Lambda's loop."""
+def test_streams_go_through_the_web_adapter() -> None:
+    """The layer starts the handler, which runs a module that exists."""
     function = of_type("AWS::Lambda::Function")["StreamFunction"]
     variables = function["Environment"]["Variables"]
     assert variables["AWS_LWA_INVOKE_MODE"] == "response_stream"
-    wrapper = ["HasWebAdapter", "/opt/bootstrap", "/var/task/serve-stream"]
-    assert variables["AWS_LAMBDA_EXEC_WRAPPER"]["Fn::If"] == wrapper
+    assert variables["AWS_LAMBDA_EXEC_WRAPPER"] == "/opt/bootstrap"
     [layer] = function["Layers"]
-    assert layer["Fn::If"][0] == "HasWebAdapter"
-    for script in ("serve-web", "serve-stream"):
-        path = ROOT / "gateway" / "aws" / script
-        assert path.stat().st_mode & 0o111
-        module = re.search(r"-m (gateway\.aws\.\w+)", path.read_text())
-        assert module is not None
-        assert (ROOT / f"{module[1].replace('.', '/')}.py").exists()
-    assert function["Handler"] == "serve-web"
+    assert "LambdaAdapterLayerArm64" in layer["Fn::Sub"]
+    path = ROOT / "gateway" / "aws" / function["Handler"]
+    assert path.stat().st_mode & 0o111
+    module = re.search(r"-m (gateway\.aws\.\w+)", path.read_text())
+    assert module is not None
+    assert (ROOT / f"{module[1].replace('.', '/')}.py").exists()
 
 
 def test_functions_are_given_settings_that_exist() -> None:
     """Every variable of ours is one that the gateway reads."""
-    known = {variable(name) for name in GatewaySettings.__dataclass_fields__} | {SECRETS_VARIABLE}
+    known = {variable(name) for name in GatewaySettings.model_fields} | {SECRETS_VARIABLE}
     for name, function in of_type("AWS::Lambda::Function").items():
         given = set(function["Environment"]["Variables"])
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name

@@ -19,7 +19,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from infra.aws import worker_entry, worker_health
 from infra.aws.task_protection import TaskProtection
-from infra.aws.weights import WeightsMissing, fetch
+from infra.aws.worker_entry import WeightsMissing, fetch
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 

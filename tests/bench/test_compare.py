@@ -22,9 +22,7 @@ from workers.engine.engine import Engine
 from workers.engine.strategy import Strategy
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
-from workers.strategies.continuous import ContinuousBatching
-from workers.strategies.dynamic import DynamicBatching
-from workers.strategies.static import StaticBatching
+from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 STRATEGIES: dict[str, Strategy] = {
     "static": StaticBatching(4, 0.01),

@@ -24,7 +24,7 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from workers.engine.engine import Engine
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from bench.scheduler import Load, fill, main, make_engine
 from workers.engine.engine import Engine
 from workers.engine.strategy import Strategies
-from workers.strategies.static import StaticBatching
+from workers.strategies import StaticBatching
 
 _NUM_STEPS = 24
 

@@ -13,12 +13,12 @@ import pytest
 from infra.bench.arrivals import BadTrace, draw_arrivals, read_trace
 from infra.bench.http_calls import Call, Caller, Outcome
 from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.progress import progress_line
 from infra.bench.serve_command import make_loads
 from infra.bench.serve_plot import draw_runs
 from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
 from infra.bench.workloads import Workload, WorkloadRequest
 from infra.parser import build_parser
+from infra.tables import progress_line
 from tests.bench import scripted_server as script
 from tests.bench.scripted_server import ScriptedServer, WatchedClock
 

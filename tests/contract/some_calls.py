@@ -11,7 +11,9 @@ from contract.keys import Keys
 LEASE_S = 10.0
 
 
-def make_job(tenant: str = "t", lane: str = "standard", num_prompt: int = 3) -> Job:
+def make_job(
+    tenant: str = "t", lane: str = "standard", num_prompt: int = 3, weight: float = 1.0
+) -> Job:
     return Job(
         id=new_job_id(),
         tenant=tenant,
@@ -21,6 +23,7 @@ def make_job(tenant: str = "t", lane: str = "standard", num_prompt: int = 3) -> 
         prompt_ids=tuple(range(num_prompt)),
         params=SamplingParams(max_tokens=10, seed=1),
         created_s=0,
+        weight=weight,
     )
 
 

@@ -144,6 +144,48 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
     assert (bound.code, bound.retry_after_s) == (ErrorCode.LANE_FULL, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("heavy", "light", "is_below"), [(1.0, 1.0, True), (4.0, 1.0, False), (4.0, 4.0, True)]
+)
+async def test_a_tenant_below_its_share_is_told_no_wait(
+    functions: Functions, heavy: float, light: float, is_below: bool
+) -> None:
+    """Four jobs of 13 tokens run and four wait, all of one tenant. A job of another that will take
+    a place starts at once and passes the lane's bound; where its weight is too small, it waits."""
+    capacity = WorkerCapacity(tokens_per_s=13.0, max_jobs=4, max_tokens=1000, lanes=("standard",))
+    await beat(functions, capacity)
+    for _ in range(8):
+        await functions.submit(make_job("heavy", weight=heavy), make_submission())
+    assert len(await claim(functions, max_jobs=4)) == 4
+    first, second = make_job("light", weight=light), make_job("light", weight=light)
+
+    if not is_below:
+        with pytest.raises(JobRefused):
+            await functions.submit(first, make_submission(lane_bound_s=0.5))
+        assert (await functions.submit(first, make_submission())).position.eta_s == 4.0
+        return
+    quote = await functions.quote(first, make_submission(lane_bound_s=0.5))
+    assert (quote.refusal, quote.position.eta_s) == (None, 0.0)
+    submitted = await functions.submit(first, make_submission(lane_bound_s=0.5))
+    assert submitted.position.eta_s == 0.0
+    await functions.submit(second, make_submission())
+    for job, eta_s in ((first, 0.0), (second, 4.0)):
+        found = await functions.read(job.id, "light")
+        assert found is not None
+        assert found[0].position is not None
+        assert (found[0].position.eta_s == 0.0) == (eta_s == 0.0), found[0].position
+
+
+async def test_as_much_goes_before_a_job_as_weights_say(functions: Functions) -> None:
+    """Before a third job of a tenant wait two of its own, and twice as many of one of twice its
+    weight."""
+    for _ in range(8):
+        await functions.submit(make_job("u", weight=2.0), make_submission())
+    for num_ahead in (0, 3, 6):
+        found = await functions.submit(make_job("t"), make_submission())
+        assert found.position.num_jobs_ahead == num_ahead
+
+
 async def test_without_a_worker_a_wait_holds_the_cold_start(functions: Functions) -> None:
     """The first job waits for a worker to come up; where one is asked for, it is refused."""
     submitted = await functions.submit(make_job(), make_submission(cold_start_s=40.0))
@@ -256,8 +298,8 @@ async def test_output_is_foreseen_for_each_choice(functions: Functions) -> None:
     assert [quote.cost_tokens for quote in quotes] == [3 + 2, 9 + 6, 9 + 5]
 
 
-def enqueue(reference: Reference, tenant: str, lane: str, cost: int) -> None:
-    job = make_job(tenant, lane)
+def enqueue(reference: Reference, tenant: str, lane: str, cost: int, weight: float = 1.0) -> None:
+    job = make_job(tenant, lane, weight=weight)
     reference.submit(job, Submission(cost - 3, 3600, 3600))
 
 
@@ -266,16 +308,16 @@ claims = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    costs=costs, claims=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=25)
-)
-def test_tenants_that_wait_get_alike(costs: list[int], claims: list[tuple[str, int]]) -> None:
+@given(costs=costs, claims=claims, weights=st.sampled_from([(1.0, 1.0), (1.0, 4.0), (0.5, 3.0)]))
+def test_tenants_that_wait_get_by_weight(
+    costs: list[int], claims: list[tuple[str, int]], weights: tuple[float, float]
+) -> None:
     """Three workers claim as they like; two tenants with jobs of any cost, both always waiting,
-    never differ by more than twice the largest cost. (The reference is held against the functions
-    in tests/model.)"""
+    never differ by more than twice the largest cost, each by its weight. (The reference is held
+    against the functions in tests/model.)"""
     reference = Reference()
     for index, cost in enumerate(costs):
-        enqueue(reference, "tu"[index % 2], "standard", cost)
+        enqueue(reference, "tu"[index % 2], "standard", cost, weights[index % 2])
     had: Counter[str] = Counter()
     for worker, max_jobs in claims:
         for item in reference.claim(
@@ -284,7 +326,8 @@ def test_tenants_that_wait_get_alike(costs: list[int], claims: list[tuple[str, i
             had[item.job.tenant] += item.cost_tokens
         waiting = {r.job.tenant for r in reference.records.values() if not r.owner}
         if len(waiting) == 2:
-            assert abs(had["t"] - had["u"]) <= 2 * max(costs)
+            apart = had["t"] / weights[0] - had["u"] / weights[1]
+            assert abs(apart) <= 2 * max(costs) / min(weights)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

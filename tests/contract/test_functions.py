@@ -297,6 +297,17 @@ async def test_a_foreign_tenant_sees_nothing(functions: Functions) -> None:
     assert await functions.read("job-0-none", "t") is None
 
 
+async def claimed_by_a_full_worker(
+    functions: Functions, held: dict[str, tuple[int, int]]
+) -> list[str]:
+    """Whose jobs a worker with four places is handed, all of which tenants hold as said."""
+    rooms = {"standard": LaneRoom(0, 0, fair=FairRoom(4, 1000, held))}
+    found = await functions.claim(
+        "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
+    )
+    return [item.job.tenant for item in found]
+
+
 async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
     functions: Functions,
 ) -> None:
@@ -306,14 +317,34 @@ async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
         await functions.submit(make_job(tenant), make_submission())
 
     async def claimed(held: dict[str, tuple[int, int]]) -> list[str]:
-        rooms = {"standard": LaneRoom(0, 0, fair=FairRoom(4, 1000, held))}
-        found = await functions.claim(
-            "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
-        )
-        return [item.job.tenant for item in found]
+        return await claimed_by_a_full_worker(functions, held)
 
     full = {"heavy": (4, 400)}
     assert await claimed(full | {"other": (1, 9), "light": (1, 9)}) == []
     assert await claimed(full | {"light": (0, 495)}) == []  # its part of the tokens is taken
     assert await claimed(full) == ["light", "light"]
     assert await claimed(full | {"light": (2, 26)}) == []
+
+
+async def test_shares_of_places_are_by_weight(functions: Functions) -> None:
+    """A tenant of weight 3 gets three of four places; its latest job says its weight, whatever
+    those before it said."""
+    for weight in (0.25, 100.0, 3.0):
+        await functions.submit(make_job("light", weight=weight), make_submission())
+    await functions.submit(make_job("light", weight=3.0), make_submission())
+    assert await claimed_by_a_full_worker(functions, {"heavy": (4, 400)}) == ["light"] * 3
+
+
+async def test_jobs_given_back_get_places_of_tenants_above_their_share(
+    functions: Functions,
+) -> None:
+    """Behind two of the tenant that has all places, which stay where they are and go first as
+    places come free."""
+    for tenant in ("heavy", "heavy", "light"):
+        await functions.submit(make_job(tenant), make_submission())
+    held = await claim(functions, "w2", max_jobs=3)
+    await functions.release("w2", [Release(c.job.id, c.epoch, "drain") for c in held])
+    await functions.submit(make_job("new"), make_submission())
+
+    assert await claimed_by_a_full_worker(functions, {"heavy": (4, 400)}) == ["light", "new"]
+    assert [c.job.tenant for c in await claim(functions)] == ["heavy", "heavy"]

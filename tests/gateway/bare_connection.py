@@ -1,4 +1,4 @@
-"""One connection to the gateway's protocol without a gateway: a client by hand, and apps for it."""
+"""One connection to the gateway's HTTP protocol without a gateway: a client, and apps for it."""
 
 import asyncio
 import socket
@@ -6,21 +6,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from contract.tasks import end
-from gateway.http.connections import ConnectionConfig, PatientProtocol
+from gateway.http.connections import Connection, ConnectionConfig
 
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 REFUSED = b"Invalid HTTP request received."
 
 
-class HeardProtocol(PatientProtocol):
-    """Tells how much it has been given."""
+class HeardConnection(Connection):
+    """Counts the bytes that it was given."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.num_bytes = 0
         self.heard = asyncio.Condition()
 
@@ -41,7 +41,7 @@ class HeardProtocol(PatientProtocol):
 class Client:
     """The other end of the connection."""
 
-    def __init__(self, protocol: HeardProtocol, ours: socket.socket) -> None:
+    def __init__(self, protocol: HeardConnection, ours: socket.socket) -> None:
         self.protocol = protocol
         self._socket = ours
         self._num_sent = 0
@@ -63,11 +63,12 @@ class Client:
             parts += part
         return parts
 
-    def has_been_sent_some(self) -> bool:
+    def send_what_fits(self, raw: bytes) -> int:
+        """How many bytes the system's buffer took."""
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
+            return self._socket.send(raw)
         except BlockingIOError:
-            return False
+            return 0
 
     def leave(self) -> None:
         self._socket.close()
@@ -93,20 +94,19 @@ async def answer(send: Send, said: bytes, headers: list[tuple[bytes, bytes]] | N
 
 @asynccontextmanager
 async def connected(
-    app: ASGIApp = echo, *, idle_s: float = 20, body_s: float = 20
+    app: ASGIApp = echo, *, idle_s: float = 20, head_s: float = 20, body_s: float = 20
 ) -> AsyncIterator[Client]:
     config = ConnectionConfig(
         app,
         idle_s=idle_s,
-        head_s=20,
+        head_s=head_s,
         body_s=body_s,
-        stall_s=20,
         max_per_address=0,
         lifespan="off",
         log_config=None,
     )
-    state = ServerState()
-    protocol = HeardProtocol(config, state, {})
+    state = uvicorn.Server(config).server_state
+    protocol = HeardConnection(config=config, server_state=state, app_state={})
     ours, theirs = socket.socketpair()
     for end_ in (ours, theirs):
         end_.setblocking(False)

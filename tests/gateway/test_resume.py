@@ -198,7 +198,9 @@ async def test_a_reader_that_stops_reading_is_cut_and_can_go_on(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """Far more than all buffers hold: the connection ends early; the rest is in the log."""
+    """The first event arrives. All others are far more than the buffers hold, so the kernel closes
+    the connection; the log has the rest.
+    """
     num_events, text = 40, "x" * 400_000
     settings = make_settings(redis_server.url, stall_timeout_s=0.2)
     with running_gateway(settings) as url:
@@ -211,7 +213,8 @@ async def test_a_reader_that_stops_reading_is_cut_and_can_go_on(
                 await until_followers(redis_client, keys, job_id, 1)
                 for number, event in enumerate(says(*"a" * num_events)(claimed.job), 1):
                     assert isinstance(event, Tokens)
-                    long = Tokens(tuple(_with_text(delta, text) for delta in event.deltas))
+                    size = len(text) if number > 1 else 1
+                    long = Tokens(tuple(_with_text(delta, text[:size]) for delta in event.deltas))
                     await idle_worker.say(claimed, number, long)
                 await idle_worker.finish(claimed, num_events + 1)
                 await until_followers(redis_client, keys, job_id, 0)  # nothing is read meanwhile
@@ -230,7 +233,7 @@ def _with_text(delta: ChoiceDelta, text: str) -> ChoiceDelta:
 async def read(answer: httpx.Response, ids: list[int]) -> None:
     """Notes the numbers of the events that come whole, until the stream ends or breaks off."""
     last_id = 0
-    with contextlib.suppress(httpx.RemoteProtocolError):
+    with contextlib.suppress(httpx.TransportError):
         async for line in answer.aiter_lines():
             if line.startswith("id: "):
                 last_id = int(line[4:].partition(".")[0])

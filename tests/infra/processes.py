@@ -1,6 +1,8 @@
 """Looks at real processes, and waits for what they do."""
 
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection
 
@@ -46,3 +48,25 @@ def _table() -> dict[int, tuple[int, str]]:
 
 def _ps(*arguments: str) -> str:
     return subprocess.run(["ps", *arguments], capture_output=True, text=True).stdout
+
+
+def check_ctrl_c(module: str, option: str, announces: str, num_children: int) -> None:
+    """Interrupts a long run once it prints `announces`: exit status 130, and no process is left."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", module, option],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stderr is not None
+    with run.stderr as errors:
+        lines = iter(errors.readline, "")
+        assert any(announces in line for line in lines)
+        children = descendants(run.pid)
+        assert len(children) >= num_children
+
+        run.send_signal(signal.SIGINT)
+
+        assert "interrupted" in "".join(lines)
+    assert run.wait(timeout=60) == 130
+    wait_until(lambda: not any_alive(children))

@@ -11,8 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from infra.child import Child
-from infra.console import Console
+from infra.child import Child, Console
 from infra.keeper import PartLost, Restarts, describe_status, keep_running
 from infra.lifeline import LIFELINE_VARIABLE, lifeline
 
@@ -130,7 +129,7 @@ def test_a_reader_that_leaves_stops_nothing() -> None:
         [
             sys.executable,
             "-c",
-            "import os, sys; from infra.console import Console\n"
+            "import os, sys; from infra.child import Console\n"
             "read_fd, write_fd = os.pipe(); os.close(read_fd)\n"
             "console = Console(os.fdopen(write_fd, 'w'), {})\n"
             "console.line('a', 'b'); console.line('a', 'c'); print('still here', flush=True)\n"

@@ -50,7 +50,7 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
     limits = ("--requests-per-minute=60", "--tokens-per-minute=9000", "--concurrent-tokens=5000")
     status, out, _ = keys_of(
         *("create", "--tenant=acme", "--scopes=inference,jobs:read", "--lanes=batch"),
-        *(*limits, "--lane-share=0.5", "--retention-s=3600", "--expires=30"),
+        *(*limits, "--lane-share=0.5", "--weight=4", "--retention-s=3600", "--expires=30"),
     )
     key = out.strip()
     prefix = key.split("-")[1]
@@ -64,6 +64,7 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
         "batch",
         "60 requests/min",
         "3600 s kept",
+        "weight 4",
         "active",
     ):
         assert word in listed
@@ -75,6 +76,7 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
     assert [(k["prefix"], k["state"]) for k in listed] == [(prefix, "expired"), (new, "revoked")]
     assert [k["tokens_per_minute"] for k in listed] == [9000, 9000]
     assert [k["retention_s"] for k in listed] == [3600, 3600]
+    assert [k["weight"] for k in listed] == [4, 4]
 
 
 def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) -> None:
@@ -110,10 +112,11 @@ def test_what_cannot_be_done_is_one_sentence(
     [
         ("--scopes=everything", "different names out of inference"),
         ("--lanes=fast", "different names out of"),
-        ("--lane-share=1.5", "over 0 and up to 1"),
+        ("--lane-share=1.5", "from 0 to 1"),
         ("--requests-per-minute=0", "at least 1"),
-        ("--retention-s=59", "at least 60"),
+        ("--retention-s=59", "from 60"),
         ("--retention-s=nan", "a number over 0"),
+        ("--weight=101", "from 0.01 to 100"),
         ("--expires=0", "over 0"),
     ],
 )

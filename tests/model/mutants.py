@@ -242,8 +242,30 @@ MUTANTS = [
     ),
     Mutant(
         "service is not charged",
-        "  redis.call('ZINCRBY', active, job.cost, job.tenant)\n",
+        "'ZINCRBY', active, job.cost / fairness.weight(tag, job.tenant), job.tenant)",
+        "'ZINCRBY', active, 0, job.tenant)",
+    ),
+    Mutant(
+        "service is charged alike to all weights",
+        "job.cost / fairness.weight(tag, job.tenant)",
+        "job.cost",
+    ),
+    Mutant(
+        "service is given back alike to all weights",
+        "  tokens = tokens / fairness.weight(tag, tenant)\n",
         "",
+    ),
+    Mutant(
+        "a tenant keeps its first weight",
+        "  fairness.set_weight(tag, job.tenant, job.weight)\n",
+        "  if fairness.weight(tag, job.tenant) == 1 then\n"
+        "    fairness.set_weight(tag, job.tenant, job.weight)\n  end\n",
+    ),
+    Mutant("as much of each weight goes before", "sum + readable_weight(weights[i])", "sum + 1"),
+    Mutant(
+        "what was given back gets no place of another tenant",
+        "  if found then\n    for _, id in ipairs(returned)",
+        "  if false then\n    for _, id in ipairs(returned)",
     ),
     Mutant(
         "unused service is not given back",
@@ -262,11 +284,13 @@ MUTANTS = [
     Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
     Mutant(
         "a tenant takes more than its share",
-        "if held.jobs + 1 > math.floor(fair.jobs / num) then return 0 end",
+        "if jobs + 1 > math.floor(fair.jobs * weight / sum) then return 0 end",
         "",
     ),
-    Mutant("a share of places is of those who hold any", "(fair.held[tenant] and 0 or 1)", "0"),
-    Mutant("a share has no bound in tokens", "math.floor(fair.tokens / num) - held.tokens", "ANY"),
+    Mutant("a share of places is of those who hold any", " else sum = sum + weight end", " end"),
+    Mutant(
+        "a share has no bound in tokens", "math.floor(fair.tokens * weight / sum) - tokens", "ANY"
+    ),
     Mutant("what a claim hands out is not held", "held.jobs + choices, held.tokens + cost", "0, 0"),
     Mutant(
         "a lane that is owed takes any place",

@@ -53,10 +53,11 @@ from tests.model.reference_admission import (
     Load,
     Refusal,
     Tenant,
+    is_below_share,
     predicted_output,
     wait_ms,
 )
-from tests.model.reference_fairness import MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
+from tests.model.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
 from tests.model.reference_outbox import OutboxReference
 from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.model.reference_promises import Promises
@@ -140,6 +141,7 @@ class Reference:
         self._pools: dict[str, Pool] = {}
         self._promises_of: dict[str, Promises] = {}  # model →
         self._tenants: dict[str, Tenant] = {}
+        self._weights: dict[str, float] = {}  # of tenants, by the latest job of each
         self.lengths: dict[tuple[str, str, str], Lengths] = {}
         self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
         self.totals: dict[str, Counter[str]] = defaultdict(Counter)  # by model; without buckets
@@ -180,6 +182,7 @@ class Reference:
         self.records[job.id] = record
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
+        self._weights[job.tenant] = job.weight
         candidate.tenant.charge(s, record.cost, self.now_ms)
         candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
@@ -208,8 +211,11 @@ class Reference:
         left = self._left.get((model, lane, tenant), (0, 0))
         own = max(0, record.turn[0] - left[0]), max(0, record.turn[1] - left[1])
         pool = self._pool(model)
-        tenants = len(self._turns_in(model, lane).active)
-        ahead = Ahead.of(self._loads(model), pool, lane, own, tenants, (1, record.cost))
+        weight = self._weight(tenant)
+        weights = weight, self._weight_of_others(model, lane, tenant)
+        ahead = Ahead.of(self._loads(model), pool, lane, own, weights, (1, record.cost))
+        if is_below_share(pool, ahead, weight, self._tenants[tenant].reserved):
+            return _place(ahead, 0)
         cold_ms = int(record.submission.cold_start_s * 1000)
         return _place(ahead, wait_ms(pool, ahead, record.cost, cold_ms))
 
@@ -242,10 +248,11 @@ class Reference:
     def _move_charge(self, record: Record, lane: str, *, keeps: bool) -> None:
         """What it was charged goes with it to a lane, unless it waits there to be charged anew."""
         model, tenant = record.job.model, record.job.tenant
+        num_tokens = record.charged / self._weight(tenant)
         if record.charged:
-            self._turns_in(model, record.lane).bill(tenant, -record.charged)
+            self._turns_in(model, record.lane).bill(tenant, -num_tokens)
         if record.charged and keeps:
-            self._turns_in(model, lane).bill(tenant, record.charged)
+            self._turns_in(model, lane).bill(tenant, num_tokens)
         elif not keeps:
             record.charged = 0
 
@@ -327,7 +334,9 @@ class Reference:
         if rooms is None:
             rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
         places = {
-            lane: Places(room.fair.max_jobs, room.fair.max_tokens, dict(room.fair.held))
+            lane: Places(
+                room.fair.max_jobs, room.fair.max_tokens, dict(room.fair.held), self._weights
+            )
             for lane, room in rooms.items()
             if room.fair is not None and room.max_jobs == 0
         }
@@ -535,7 +544,8 @@ class Reference:
             return None
         if self._line(record) is not None:
             tenant, lane = record.job.tenant, record.lane
-            self._turns_in(record.job.model, lane).charge(tenant, record.cost)
+            num_tokens = record.cost / self._weight(tenant)
+            self._turns_in(record.job.model, lane).charge(tenant, num_tokens)
             record.charged = record.cost
         self._leave_queue(record)
         record.state = JobStatus.CLAIMED
@@ -647,6 +657,15 @@ class Reference:
     def _turns_in(self, model: str, lane: str) -> Turns:
         return self._turns_of.setdefault((model, lane), Turns())
 
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _weight_of_others(self, model: str, lane: str, tenant: str) -> float:
+        """That wait in a lane."""
+        active = self._turns_in(model, lane).active
+        names = sorted(active, key=lambda name: (active[name], name))
+        return sum(self._weight(name) for name in names if name != tenant)
+
     def _shares_in(self, model: str) -> Shares:
         return self._shares.setdefault(model, Shares())
 
@@ -684,7 +703,10 @@ class Reference:
     def _next_below_share(
         self, model: str, lane: str, places: Places, skipped: list[Record]
     ) -> Record | None:
-        """Of a tenant with less than its share of a lane's places."""
+        """Of a tenant with less than its share of a lane's places, given back ones first."""
+        found = self._next_back_below_share(model, lane, places, skipped)
+        if found is not None:
+            return found
         for tenant in self._turns_in(model, lane).order():
             room = places.room_of(tenant)
             if room > 0:
@@ -693,6 +715,25 @@ class Reference:
                 if found is not None:
                     skipped += passed
                     return found
+        return None
+
+    def _next_back_below_share(
+        self, model: str, lane: str, places: Places, skipped: list[Record]
+    ) -> Record | None:
+        passed: list[Record] = []
+        for job_id in self._queues.get((model, lane, BACK), [])[:MAX_BACK]:
+            record = self.records[job_id]
+            room = places.room_of(record.job.tenant)
+            if room <= 0:
+                continue
+            if record.cost / record.job.num_choices <= room:
+                skipped += passed
+                return record
+            if record.passed >= self._max_passed:
+                return None
+            passed.append(record)
+            if len(passed) == MAX_SKIPPED:
+                return None
         return None
 
     def _next_in_lane(
@@ -755,16 +796,17 @@ class Reference:
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
         pool = self._pool(model)
-        tenants = len(self._turns_in(model, lane).active)
+        weights = job.weight, self._weight_of_others(model, lane, tenant)
         return Candidate(
             submission=s,
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
             num_choices=job.num_choices,
+            weight=job.weight,
             tenant=self._tenants.setdefault(tenant, Tenant()),
             line_tokens=own[1],
-            ahead=Ahead.of(self._loads(model), pool, lane, own, tenants),
+            ahead=Ahead.of(self._loads(model), pool, lane, own, weights),
             pool=pool,
             now_ms=self.now_ms,
             stored_bytes=stored_bytes(job, s),
@@ -784,7 +826,8 @@ class Reference:
         tenant.settle(record.submission, record.cost, record.charge)
         if record.charged:
             turns = self._turns_in(record.job.model, record.lane)
-            turns.bill(record.job.tenant, record.charge - record.charged)
+            weight = self._weight(record.job.tenant)
+            turns.bill(record.job.tenant, (record.charge - record.charged) / weight)
         if status is JobStatus.SUCCEEDED:
             for name in (record.job.tenant, ""):
                 key = (record.job.model, record.lane, name)

@@ -119,7 +119,7 @@ class Ahead:
     own_tokens: int  # of them, in its own lane
     lane_tokens: int
     lane_running_tokens: int
-    num_tenants: int  # that wait in its lane
+    other_weight: float  # of the other tenants that wait in its lane, added up
     running_jobs: int
     running_tokens: int
     rest_tokens: int
@@ -134,25 +134,27 @@ class Ahead:
         pool: Pool,
         lane: str,
         own: tuple[int, int],
-        num_tenants: int,
+        weights: tuple[float, float],
         itself: tuple[int, int] = (0, 0),
     ) -> "Ahead":
-        """`own`: jobs and tokens of its tenant before it; `itself`: as counted in its lane."""
+        """`own`: jobs and tokens of its tenant before it; `weights`: its tenant's, and those of the
+        others that wait in its lane, added up; `itself`: as counted in its lane."""
         mine = loads.get(lane, Load())
         before = pool.lanes[: pool.lanes.index(lane)] if lane in pool.lanes else ()
         counted = pool.lanes if lane in pool.lanes else (lane,)
         after = [name for name in counted if name not in (lane, *before)]
         higher = [loads.get(name, Load()) for name in before]
         running = [loads.get(name, Load()) for name in counted]
-        jobs = max(0, min(own[0] * max(1, num_tenants), mine.queued_jobs - itself[0]))
-        tokens = max(0, min(own[1] * max(1, num_tenants), mine.queued_tokens - itself[1]))
+        times = (weights[1] + weights[0]) / weights[0]
+        jobs = max(0, min(math.floor(own[0] * times), mine.queued_jobs - itself[0]))
+        tokens = max(0, min(math.floor(own[1] * times), mine.queued_tokens - itself[1]))
         return cls(
             jobs=jobs + sum(load.queued_jobs for load in higher),
             tokens=tokens + sum(load.queued_tokens for load in higher),
             own_tokens=tokens,
             lane_tokens=mine.queued_tokens,
             lane_running_tokens=mine.running_tokens,
-            num_tenants=num_tenants,
+            other_weight=weights[1],
             running_jobs=sum(load.running_jobs for load in running),
             running_tokens=sum(load.running_tokens for load in running),
             rest_tokens=sum(load.running_tokens - load.done_tokens for load in running),
@@ -195,6 +197,15 @@ def wait_ms(pool: Pool, ahead: Ahead, cost: int, cold_ms: int) -> int:
     return wait + (cold_ms if pool.num_live == 0 else 0)
 
 
+def is_below_share(pool: Pool, ahead: Ahead, weight: float, num_reserved: int) -> bool:
+    """Whether a tenant is handed a job before others' end: nothing goes before it, and the tenant's
+    unfinished jobs, this one counted, are at most its share by weight of what runs in the lane,
+    among those that wait there and itself."""
+    if pool.num_live == 0 or ahead.jobs > 0 or ahead.other_weight == 0:
+        return False
+    return num_reserved * (ahead.other_weight + weight) <= ahead.lane_running_tokens * weight
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Reason, the limit that was met, and ms until another try may do.
@@ -217,6 +228,7 @@ class Candidate:
     cost: int
     num_output: int  # of it, to expect
     num_choices: int
+    weight: float  # of its tenant
     tenant: Tenant
     line_tokens: int  # of its tenant that wait in its lane
     ahead: Ahead
@@ -226,18 +238,8 @@ class Candidate:
     all_stored_bytes: int  # of all jobs that are kept
 
     @property
-    def is_below_share(self) -> bool:
-        """Whether its tenant is handed it before others' end: nothing goes before it, and with it
-        the tenant has less than its equal share of what runs in the lane, among those that wait
-        there and itself."""
-        ahead, num_tokens = self.ahead, self.tenant.reserved + self.cost
-        if self.pool.num_live == 0 or ahead.jobs > 0 or ahead.num_tenants == 0:
-            return False
-        return num_tokens * (ahead.num_tenants + 1) <= ahead.lane_running_tokens
-
-    @property
     def wait_ms(self) -> int:
-        if self.is_below_share:
+        if is_below_share(self.pool, self.ahead, self.weight, self.tenant.reserved + self.cost):
             return 0
         cold_ms = int(self.submission.cold_start_s * 1000)
         return wait_ms(self.pool, self.ahead, self.cost, cold_ms)

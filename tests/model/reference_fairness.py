@@ -4,33 +4,35 @@ shares of claim.lua, once more in Python.
 Pure: names, tokens and counters. After VTC (Sheng et al., OSDI 2024), on start-time fair queueing.
 
 Two promises, both in tokens of jobs' costs, as handed out over the whole fleet:
-- While two tenants both have jobs waiting in a lane, what they have been handed out differs by at
-  most twice the cost of the largest job.
+- While two tenants both have jobs waiting in a lane, what they have been handed out, divided by
+  their weights, differs by at most twice the cost of the largest job over the lesser weight.
 - A lane with a minimum share `s` waits for its next job, of cost `c`, until at most c / s + one
   job's tokens were handed out by other lanes, if the job fits a worker's room then.
 Each job that does not fit is passed over by at most `MAX_PASSED` others.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_PASSED = 8
 MAX_SKIPPED = 4  # of one stream, in one search
+MAX_BACK = 64  # entries looked at for jobs of tenants below their share
 MAX_TENANTS = 8  # of a lane, whose lines are searched
 MAX_OWED = 2**20
 
 
 @dataclass(slots=True)
 class Turns:
-    """Of one lane: tokens handed out by tenant, while it has a line and after.
+    """Of one lane: tokens handed out by tenant, divided by its weight, while it has a line and
+    after.
 
-    Who comes back starts at the clock, the counter of the last that went, so that no credit is
-    saved up; and where it was at least, so that no debt is forgotten by an empty line.
+    A returning tenant starts at the higher of its own counter and that of the tenant served last.
     """
 
-    active: dict[str, int] = field(default_factory=dict)
-    idle: dict[str, int] = field(default_factory=dict)
-    clock: int = 0
+    active: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+    clock: float = 0.0
 
     def join(self, tenant: str) -> None:
         self.active[tenant] = max(self.idle.pop(tenant, 0), self.clock)
@@ -41,8 +43,8 @@ class Turns:
             self.idle[tenant] = own
         self.idle = {name: at for name, at in self.idle.items() if at > self.clock}
 
-    def bill(self, tenant: str, num_tokens: int) -> None:
-        """Adds to what it was handed out; gives back where it is negative."""
+    def bill(self, tenant: str, num_tokens: float) -> None:
+        """Adds to its counter, tokens by weight; gives back where they are negative."""
         if tenant in self.active:
             self.active[tenant] += num_tokens
         elif num_tokens:
@@ -50,10 +52,10 @@ class Turns:
             if own > self.clock:
                 self.idle[tenant] = own
 
-    def charge(self, tenant: str, cost: int) -> None:
-        """A job of its line is handed out."""
+    def charge(self, tenant: str, num_tokens: float) -> None:
+        """A job of its line is handed out, of so many tokens by weight."""
         self.clock = max(self.clock, self.active[tenant])
-        self.bill(tenant, cost)
+        self.bill(tenant, num_tokens)
 
     def order(self) -> list[str]:
         """Who has waited with the least comes first."""
@@ -80,20 +82,23 @@ class Shares:
 @dataclass(slots=True)
 class Places:
     """Of a lane at a worker whose places are all taken: how many there are, in places and tokens,
-    and what each tenant holds."""
+    and what each tenant holds. Each has a share by its weight."""
 
     max_jobs: int
     max_tokens: int
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)  # 1 where there is none
 
     def room_of(self, tenant: str) -> int:
         """The largest job that the tenant may be handed, in tokens: 0 or less where one more place
-        would give it more than an equal share, among those that hold any and itself."""
+        would give it more than its share, among those that hold any and itself."""
         num_jobs, num_tokens = self.held.get(tenant, (0, 0))
-        num_tenants = len(self.held) + (tenant not in self.held)
-        if num_jobs + 1 > self.max_jobs // num_tenants:
+        holders = list(self.held) if tenant in self.held else [*self.held, tenant]
+        weight = self.weights.get(tenant, 1.0)
+        total = sum(self.weights.get(holder, 1.0) for holder in holders)
+        if num_jobs + 1 > math.floor(self.max_jobs * weight / total):
             return 0
-        return self.max_tokens // num_tenants - num_tokens
+        return math.floor(self.max_tokens * weight / total) - num_tokens
 
     def hold(self, tenant: str, num_choices: int, cost: int) -> None:
         """The tenant was handed a job."""

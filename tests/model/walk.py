@@ -80,6 +80,8 @@ class Walk:
             concurrent_tokens=self._rng.choice([0, 0, 28]),
             lane_share=self._rng.choice([0.0, 0.4]),
         )
+        self._weighing = random.Random(seed)  # its own, so that weights change no other step
+        self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
         self._stage = STAGES[seed % len(STAGES)]
         self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
 
@@ -113,7 +115,12 @@ class Walk:
         cost = rng.choice([5, 8, 12, 30])
         num_choices = rng.choice([1, 1, 3])
         self._world.submit(
-            rng.choice(TENANTS), rng.choice(LANES), cost, 600, num_choices=num_choices
+            rng.choice(TENANTS),
+            rng.choice(LANES),
+            cost,
+            600,
+            num_choices=num_choices,
+            weight=self._weighing.choice(self._weights),
         )
 
     def _submit(self, is_quote: bool = False) -> None:
@@ -138,6 +145,7 @@ class Walk:
             colour=rng.randrange(len(COLOURS)),
             is_stored=self._flip(0.2),
             is_quote=is_quote,
+            weight=self._weighing.choice(self._weights),
             **self._terms(),
             callback=rng.choice([None, None, *CALLBACKS]),
         )

@@ -143,6 +143,7 @@ class World:
         colour: int = 0,
         is_stored: bool = False,
         num_choices: int = 1,
+        weight: float = 1.0,
         is_quote: bool = False,
         callback: Callback | None = None,
         **terms: Any,
@@ -159,6 +160,7 @@ class World:
             stored_prompt=StoredPrompt(REF, 3) if is_stored else None,
             params=SamplingParams(max_tokens=cost - 3, seed=0, n=num_choices),
             created_s=0,
+            weight=weight,
         )
         submission = Submission(
             max_output_tokens=cost - 3,

@@ -26,7 +26,6 @@ max_num_seqs: {NUM_SLOTS}
 lanes:
   interactive:
     priority: 0
-    ttft_target_ms: {1000 * TTFT_TARGET_S:.0f}
   standard:
     priority: 1
     minimum_share: 0.2

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.configuration import ConfigurationError, find, load, parse
-from workers.ipc.batching import LaneOptions, StrategyOptions
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
 
 FULL = """\
 # Everything there is.
@@ -27,7 +26,6 @@ lanes:
   interactive:
     priority: 0
     itl_target_ms: 80
-    ttft_target_ms: 1000
     ageing_tokens: 5000
   batch:
     priority: 2
@@ -57,7 +55,6 @@ def test_every_key_reaches_its_option() -> None:
                 name="interactive",
                 priority=0,
                 itl_target_s=0.08,
-                ttft_target_s=1.0,
                 ageing_tokens=5000,
             ),
             LaneOptions(
@@ -79,10 +76,11 @@ def test_the_command_line_goes_before_the_file() -> None:
 
 WRONG = [
     ("lanes:\n  batch:\n    minimum_share: 1.5\n",
-     "batching.yaml:3: lanes.batch.minimum_share: must be between 0 and 1, not 1.5"),
+     "batching.yaml:3: lanes.batch.minimum_share: must be at least 0 and below 1, or the other "
+     "lanes get nothing, not 1.5"),
     ("lanes:\n  batch:\n    minimum_share: 1\n",
-     "batching.yaml:3: lanes.batch.minimum_share: must be below 1, or the other lanes get nothing, "
-     "not 1"),
+     "batching.yaml:3: lanes.batch.minimum_share: must be at least 0 and below 1, or the other "
+     "lanes get nothing, not 1"),
     ("lanes:\n  a: {minimum_share: 0.6}\n  b: {minimum_share: 0.6}\n",
      "batching.yaml:2: lanes: the minimum shares add up to more than 1"),
     ("lanes:\n  batch:\n    itl_target_ms: -3\n",

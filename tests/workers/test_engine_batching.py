@@ -14,8 +14,14 @@ from tests.workers.test_engine_process import (
     start_message,
     tokens_of,
 )
-from workers.ipc.batching import StrategyOptions
-from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StartJob, TokenOut
+from workers.ipc.messages import (
+    EngineLoad,
+    FromEngine,
+    Reconfigure,
+    StartJob,
+    StrategyOptions,
+    TokenOut,
+)
 
 __all__ = ["start_engine"]
 

@@ -1,11 +1,8 @@
 """From options to the engine's parts."""
 
 from workers.engine_process.engine_setup import lanes_of, strategies_of
-from workers.ipc.batching import LaneOptions, StrategyOptions
-from workers.ipc.messages import EngineOptions
-from workers.strategies.continuous import ContinuousBatching
-from workers.strategies.dynamic import DynamicBatching
-from workers.strategies.static import StaticBatching
+from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
+from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 
 def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:

@@ -10,8 +10,15 @@ from tokenizers import Tokenizer
 from contract.calls import Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
-from workers.ipc.batching import LaneOptions, StrategyOptions
-from workers.ipc.messages import ChoiceEnded, EngineLoad, EngineOptions, Ready, TokenOut
+from workers.ipc.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    EngineOptions,
+    LaneOptions,
+    Ready,
+    StrategyOptions,
+    TokenOut,
+)
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.lane_shares import LaneTerms

@@ -1,6 +1,6 @@
 """What a worker says of its speed, and the lanes it claims from. The clock is the tests' own."""
 
-from workers.ipc.batching import LaneOptions
+from workers.ipc.messages import LaneOptions
 from workers.settings import LANES
 from workers.supervisor.lane_shares import lane_terms
 from workers.supervisor.speed import Speed

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from workers.supervisor.watchdog import Watchdog
+from workers.supervisor.engine_keeper import Watchdog
 
 pytestmark = pytest.mark.anyio
 

@@ -1,1 +1,1 @@
-"""Tells callers what became of their jobs: a relay, RQ, and the delivery to a URL or into AWS."""
+"""Delivers callbacks about jobs: a relay, RQ, and delivery to a URL or into AWS."""

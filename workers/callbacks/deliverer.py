@@ -1,4 +1,4 @@
-"""One attempt to deliver a message, from the start of its lease to the note of what came of it."""
+"""Makes one attempt to deliver a message and records its outcome."""
 
 import asyncio
 import contextlib
@@ -17,21 +17,26 @@ from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
-from workers.callbacks.ladder import MAX_PROGRESS_FAILURES, next_delay_s
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import (
+    MAX_PROGRESS_FAILURES,
+    Delivered,
+    Failed,
+    Outcome,
+    Refused,
+    next_delay_s,
+)
 from workers.callbacks.settings import CallbackSettings
-from workers.callbacks.signing import signed_headers
-from workers.callbacks.webhook import WebhookSender
+from workers.callbacks.webhook import WebhookSender, signed_headers
 
 log = logging.getLogger("batchway.callbacks")
 
 SERVICE = "batchway-callbacks"
 _PAGE_EVENTS = 500
-_DONE_TRIES = 5  # to say what came of an attempt; then the lease says that nobody knows
+_DONE_TRIES = 5  # to record an outcome; then the lease expires
 
 
 class Deliverer:
-    """Makes attempts, any number at a time on one event loop."""
+    """Makes attempts, many at a time, on one event loop."""
 
     def __init__(
         self,
@@ -57,9 +62,8 @@ class Deliverer:
         self._tracing = tracing or Tracing(SERVICE)
 
     async def attempt(self, taken: Taken) -> None:
-        """One attempt, and the note of what came of it: whatever a message raises is a failure of
-        its own, which its ladder counts. Raises CommandDenied.
-        """
+        """Makes one attempt and records its outcome. An exception of the message counts as a
+        failure on its retry schedule. Raises CommandDenied."""
         try:
             try:
                 record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
@@ -67,11 +71,11 @@ class Deliverer:
                 await self._note(taken, None, Refused("its record is unreadable"))
                 return
             if record is None:
-                return  # somebody else's by now
+                return  # another process has it now
             async with self._renewing(taken):
                 outcome = await self._outcome(record, taken)
             await self._note(taken, record, outcome)
-        except BrokerUnavailable as exc:  # the lease lapses, and another attempt is made
+        except BrokerUnavailable as exc:  # the lease expires and another attempt is made
             log.warning("attempt given up (%s) job_id=%s", type(exc).__name__, taken.job_id)
 
     async def _outcome(self, record: OutboxRecord, taken: Taken) -> Outcome:
@@ -79,7 +83,7 @@ class Deliverer:
             return await self._traced(record, taken)
         except (BrokerUnavailable, CommandDenied):
             raise
-        except Exception as exc:  # of the message: an address, a log, a library's own fault
+        except Exception as exc:  # an address, a log or a library may raise anything
             return Failed(f"it could not be sent ({type(exc).__name__})")
 
     @contextlib.asynccontextmanager
@@ -97,7 +101,7 @@ class Deliverer:
                 await self._outbox.renew(taken, lease_s=self._settings.lease_s)
 
     async def _traced(self, record: OutboxRecord, taken: Taken) -> Outcome:
-        """One attempt, as a span of the trace that the job's request belongs to."""
+        """One attempt, as a span of the job's trace."""
         callback, tracer = record.callback, self._tracing.tracer
         if tracer is None or callback is None or not callback.traceparent:
             return await self._deliver(record)
@@ -152,7 +156,7 @@ class Deliverer:
         return full if len(full) <= MAX_BYTES else thin
 
     async def _choices(self, record: OutboxRecord) -> envelope.Choices | None:
-        """The job's output; None where it is kept no more."""
+        """The job's output; None if it is no longer stored."""
         entries, number = [], 0
         while True:
             found = await self._functions.read(

@@ -1,6 +1,6 @@
-"""Puts messages into AWS: a queue, a topic, a bus, a function or a bucket.
+"""Sends messages to AWS: a queue, a topic, a bus, a function or a bucket.
 
-boto3 is imported at the first use; credentials and region come from its chain, as everywhere.
+boto3 is imported on first use; it finds credentials and region itself.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused
 
-MAX_BYTES = 250_000  # of a body: what queues, topics and buses take is 256 KiB with its frame
+MAX_BYTES = 250_000  # of a body: queues, topics and buses accept 256 KiB with envelope
 
 _SERVICES = {
     CallbackKind.SQS: "sqs",
@@ -20,12 +20,12 @@ _SERVICES = {
     CallbackKind.LAMBDA: "lambda",
     CallbackKind.S3: "s3",
 }
-# What a repeat may cure, of the errors that AWS puts into the range of the caller's mistakes.
+# Errors reported as the caller's (4xx) that a retry may cure.
 _TRANSIENT = ("Throttl", "TooManyRequests", "RequestLimit", "SlowDown", "Timeout", "Expired")
 
 
 class AwsSender:
-    """One for each process; clients are made once for each service, and are safe for threads."""
+    """One per process; has one thread-safe client per service."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -35,7 +35,7 @@ class AwsSender:
     async def send(
         self, callback: Callback, event_type: str, body: bytes, headers: Mapping[str, str]
     ) -> Outcome:
-        """Says what came of it; raises nothing of AWS's."""
+        """Returns the outcome; raises no AWS error."""
         return await asyncio.to_thread(self._send, callback, event_type, body.decode(), headers)
 
     def _send(
@@ -54,14 +54,14 @@ class AwsSender:
             if status >= 500 or any(word in code for word in _TRANSIENT):
                 return Failed(f"AWS said {code}")
             return Refused(f"AWS said {code}")
-        except BotoCoreError as exc:  # no credentials, no route …
+        except BotoCoreError as exc:  # for example no credentials or no route
             return Failed(f"AWS was not reached ({type(exc).__name__})")
 
     def _client(self, service: str) -> Any:
         import boto3
         from botocore.config import Config
 
-        with self._lock:  # making clients is not safe for threads
+        with self._lock:  # creating clients is not thread-safe
             if service not in self._clients:
                 patience = self._timeout_s / 2
                 config = Config(
@@ -96,7 +96,7 @@ def _to_topic(client: Any, topic: str, _: str, body: str, headers: Mapping[str, 
 def _to_bus(
     client: Any, bus: str, event_type: str, body: str, headers: Mapping[str, str]
 ) -> Outcome:
-    detail = f'{{"webhook_id":"{headers["webhook-id"]}",{body[1:]}'  # ids need no escape
+    detail = f'{{"webhook_id":"{headers["webhook-id"]}",{body[1:]}'  # ids need no escaping
     entry = {"Source": "batchway", "DetailType": event_type, "Detail": detail, "EventBusName": bus}
     reply = client.put_events(Entries=[entry])
     if reply["FailedEntryCount"]:

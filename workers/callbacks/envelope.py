@@ -1,4 +1,4 @@
-"""The body of a message: what happened to a job, as JSON. Thin, or with the output in it."""
+"""The JSON body of a message: a job's event, with or without its output."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ Choices = list[dict[str, Any]]
 
 
 def encode(record: OutboxRecord, *, public_url: str, choices: Choices | None = None) -> bytes:
-    """The same bytes on every attempt. Without `choices` the output is to be fetched."""
+    """The same bytes on every attempt. Without `choices` the receiver must fetch the output."""
     path = f"/v1/jobs/{record.job_id}"
     data: dict[str, Any] = {
         "id": record.job_id,
@@ -43,7 +43,7 @@ def encode(record: OutboxRecord, *, public_url: str, choices: Choices | None = N
 
 
 def choices_of(job: Job, entries: Iterable[LogEntry]) -> Choices:
-    """What a log holds of each choice: its text, and why it ended."""
+    """Text and finish reason of each choice in a log."""
     texts: dict[int, list[str]] = {index: [] for index in range(job.num_choices)}
     reasons: dict[int, str | None] = dict.fromkeys(texts)
     for entry in entries:

@@ -1,7 +1,5 @@
-"""Keeps callbacks out of private networks: resolves a name once and judges every answer.
-
-Whoever connects takes the addresses from here, so that what was checked is what is reached.
-"""
+"""Keeps callbacks out of private networks: resolves a name once and checks every address.
+Connections use these addresses, so that the checked address is the one reached."""
 
 import asyncio
 import socket
@@ -11,35 +9,35 @@ from ipaddress import ip_address
 from contract.addresses import AllowList, why_blocked
 from contract.callback_urls import CallbackUrl
 
-MAX_ADDRESSES = 3  # of a name; tried in the resolver's order
+MAX_ADDRESSES = 3  # per name, in the resolver's order
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Unresolvable(Exception):
-    """No name server knows the host just now."""
+    """The host cannot be resolved now."""
 
 
 class BlockedAddress(Exception):
-    """An address of the host is not public. The message says which kind it is, not which one."""
+    """An address of the host is not public. The message names its kind, not the address."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The system's resolver. Raises OSError, UnicodeError."""
+    """Uses the system's resolver. Raises OSError, UnicodeError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 class Guard:
-    """Turns a URL into the addresses that may be connected to."""
+    """Resolves a URL to the addresses that may be used."""
 
     def __init__(self, allow: AllowList, resolve: Resolve = resolve) -> None:
         self._allow = allow
         self._resolve = resolve
 
     async def addresses(self, url: CallbackUrl) -> list[str]:
-        """Asks once. Raises Unresolvable; BlockedAddress where any answer is not public."""
+        """Resolves once. Raises Unresolvable, and BlockedAddress if any address is not public."""
         if url.address is not None:
             answers: Sequence[str] = [str(url.address)]
         else:

@@ -1,17 +1,44 @@
-"""When a failed delivery is tried again. Knows neither clock nor Redis: delays only, in seconds."""
+"""Outcomes of delivery attempts, and the retry schedule: delays in seconds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from random import Random
 
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The receiver accepted it."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It may succeed later. `retry_after_s`: the receiver's request."""
+
+    note: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A retry cannot succeed: becomes a dead letter at once."""
+
+    note: str
+
+
+Outcome = Delivered | Failed | Refused
+
+
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
-# After the first attempt, which is made at once.
+# After the first attempt, which is immediate.
 RUNGS_S = (5.0, 5 * _MINUTE_S, 30 * _MINUTE_S, 2 * _HOUR_S, 5 * _HOUR_S, 10 * _HOUR_S, 10 * _HOUR_S)
-JITTER = 0.2  # a delay is up to so much longer, so that receivers do not meet all at once
+JITTER = 0.2  # delays are up to this much longer, so that receivers are not called all at once
 MAX_RETRY_AFTER_S = 12 * _HOUR_S
-MAX_PROGRESS_FAILURES = 2  # what is told of a start or of progress is soon stale
+MAX_PROGRESS_FAILURES = 2  # start and progress messages are soon outdated
 
 
 def next_delay_s(
@@ -21,10 +48,8 @@ def next_delay_s(
     rungs_s: Sequence[float] = RUNGS_S,
     retry_after_s: float | None = None,
 ) -> float | None:
-    """How long to wait after so many failures (from 1); None: give up.
-
-    A receiver may ask for a longer wait, within bounds, never for a shorter one.
-    """
+    """The wait after `num_failures` failures (from 1); None: give up. A receiver may ask for a
+    longer wait, within bounds, but not for a shorter one."""
     if num_failures > len(rungs_s):
         return None
     delay_s = rungs_s[num_failures - 1] * (1 + JITTER * random.random())
@@ -32,7 +57,7 @@ def next_delay_s(
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Seconds in a Retry-After header, which has seconds or a date; None for anything else."""
+    """Seconds of a Retry-After header (seconds or a date); None for anything else."""
     if not value:
         return None
     if value.isascii() and value.isdigit() and len(value) < 10:

@@ -1,7 +1,7 @@
-"""RQ as the hands of callbacks: a queue of attempts, and a worker that makes many at a time.
+"""Uses RQ to run delivery attempts, many at a time in one worker.
 
-The outbox is the truth. Whatever RQ loses, with a killed worker or a flushed key, is made again
-when the lease of the outbox record lapses; so nothing here is retried or scheduled.
+The outbox is authoritative. If RQ loses an attempt, the outbox lease expires and the attempt is
+made again; so nothing here is retried or scheduled.
 """
 
 import contextlib
@@ -17,24 +17,23 @@ from rq import Queue
 from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from rq.timeouts import BaseDeathPenalty
-from rq.worker import BaseWorker, WorkerStatus
 
 from contract.connection import denied
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import WorkerInThread
 from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, signed_job
 
 log = logging.getLogger("batchway.callbacks")
 
 MAINTENANCE_S = 60
-_DEQUEUE_S = 1  # how long a look into an empty queue waits, and so a stop
-_PAUSE_S = 1.0  # between two lives of a worker that Redis left
+_DEQUEUE_S = 1  # blocking time of a poll, and so of a stop
+_PAUSE_S = 1.0  # before restarting a worker that lost Redis
 _SOCKET_S = 10.0
 _CONNECT_S = 1.0
 
 
 def open_redis(url: str) -> redis.Redis:
-    """RQ's own client: it blocks, and keeps bytes as they are."""
+    """RQ's own client: blocking, and without decoding."""
     return redis.Redis.from_url(
         url,
         protocol=2,
@@ -59,10 +58,8 @@ class AttemptQueue:
         )
 
     def put(self, attempts: Sequence[Taken]) -> None:
-        """Enqueues attempts; one that is there already is left alone.
-
-        RQ's own `unique` is a script, and users of Redis may run none.
-        """
+        """Enqueues attempts; leaves existing ones alone. RQ's own `unique` is a script, which our
+        Redis users may not run."""
         for taken in attempts:
             job = signed_job(taken, self._key, self._client, JSONSerializer)
             with self._client.pipeline() as transaction:
@@ -82,18 +79,9 @@ class AttemptQueue:
         return job.taken(self._key)
 
 
-class _NoPenalty(BaseDeathPenalty):
-    """RQ would interrupt a thread with a signal; an attempt has a time limit of its own."""
+class ThreadedWorker(WorkerInThread):
+    """Takes RQ jobs while it has free threads."""
 
-    def setup_death_penalty(self) -> None: ...
-
-    def cancel_death_penalty(self) -> None: ...
-
-
-class ThreadedWorker(BaseWorker):
-    """Takes RQ jobs while it has free threads. Hears no commands: they come through Redis."""
-
-    death_penalty_class = _NoPenalty
     job_class = SignedJob
     log_result_lifespan = False
     max_connection_wait_time = _PAUSE_S
@@ -118,22 +106,23 @@ class ThreadedWorker(BaseWorker):
         self._deliver = deliver
         self._pool = pool
         self._free = free
+        self._is_ending = False
 
     @property
     def dequeue_timeout(self) -> int:
         return _DEQUEUE_S
 
     def ask_to_stop(self) -> None:
-        self._stop_requested = True
+        self._is_ending = True
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Comes before each look into the queue, which is where a stop is obeyed."""
-        if self._stop_requested:
+        """Runs before each poll of the queue; obeys a stop here."""
+        if self._is_ending:
             raise StopRequested
         super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: Job, queue: Any) -> None:
-        """Hands a job to a free thread, for which it waits."""
+        """Waits for a free thread and hands it the job."""
         self._free.acquire()
         try:
             execution = self.prepare_execution(job)
@@ -143,7 +132,7 @@ class ThreadedWorker(BaseWorker):
             raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
-        """RQ's, with our one function in the place of the job's own."""
+        """As in RQ, but calls our function instead of the job's."""
         assert isinstance(job, SignedJob)
         try:
             taken = self._attempts.taken_of(job)
@@ -158,31 +147,14 @@ class ThreadedWorker(BaseWorker):
             self.perform_job(job, queue, execution)
         except NoPermissionError as exc:
             log.error("%s", denied(self.connection, "a command of RQ's worker", exc))
-        except Exception as exc:  # RQ's book-keeping, where Redis has gone
+        except Exception as exc:  # RQ's bookkeeping, when Redis is gone
             log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
 
-    def bootstrap(self, *_: Any) -> None:
-        """Without RQ's log handlers, which tell of every step."""
-        self.register_birth()  # type: ignore[no-untyped-call]
-        self.set_state(WorkerStatus.STARTED)
-
-    def check_for_suspension(self, burst: bool) -> None:
-        """Nor would they hold it up."""
-
-    def subscribe(self) -> None:
-        """Commands would let whoever writes to Redis end this process."""
-
-    def _install_signal_handlers(self) -> None:
-        """Signals are the process's."""
-
-    def procline(self, message: str) -> None:
-        """The process is called what it is called."""
-
 
 class RqHands:
-    """The worker and its threads, kept at work until they are told to stop."""
+    """The worker and its threads, kept running until told to stop."""
 
     def __init__(
         self,
@@ -205,7 +177,7 @@ class RqHands:
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes no more; returns when what is under way has ended."""
+        """Takes no more jobs; returns when running ones have ended."""
         self._stop.set()
         if self._worker is not None:
             self._worker.ask_to_stop()

@@ -1,7 +1,6 @@
-"""`batchway callbacks`: the relay, which makes an RQ job of each message that is due, and RQ.
+"""`batchway callbacks`: the relay, which makes an RQ job of each due message, and RQ.
 
-Any number of these processes may run. None of them knows of the others: the outbox lends each
-message to one of them at a time.
+Any number of these processes may run; the outbox lends each message to one of them at a time.
 """
 
 import asyncio
@@ -33,15 +32,15 @@ log = logging.getLogger("batchway.callbacks")
 
 EXIT_DENIED = 3
 
-_PAUSE_S = 1.0  # while Redis is away
+_PAUSE_S = 1.0  # while Redis is unreachable
 
 
 async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; what is under way then may end. Returns the exit status."""
-    for name in ("httpx", "httpcore"):  # they tell of URLs, which may hold secrets
+    """Runs until SIGTERM or SIGINT, then finishes running attempts. Returns the exit status."""
+    for name in ("httpx", "httpcore"):  # they log URLs, which may hold secrets
         logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("rq", "rq.worker"):  # the second has a level of its own
-        logging.getLogger(name).setLevel(logging.ERROR)  # what it warns of, the leases mend
+    for name in ("rq", "rq.worker"):  # the second has its own level
+        logging.getLogger(name).setLevel(logging.ERROR)  # its warnings are handled by the leases
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +80,7 @@ class CallbackService:
         self._freed = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until told to stop. Raises CommandDenied."""
+        """Runs until told to stop. Raises CommandDenied."""
         self._tracing.open()
         loop = asyncio.get_running_loop()
 
@@ -109,7 +108,7 @@ class CallbackService:
         self._rq_client.close()
         await asyncio.to_thread(self._tracing.close)
         if not relaying.cancelled():
-            relaying.result()  # what ended it
+            relaying.result()  # raises what ended it
 
     async def _attempt(self, taken: Taken) -> None:
         self._num_running += 1
@@ -120,7 +119,7 @@ class CallbackService:
             self._freed.set()
 
     async def _relay(self) -> None:
-        """Makes RQ jobs of what is due, for ever. Ends by being cancelled, or by CommandDenied."""
+        """Makes RQ jobs of due messages until cancelled. Raises CommandDenied."""
         while True:
             self._freed.clear()
             try:
@@ -130,7 +129,7 @@ class CallbackService:
             except (BrokerUnavailable, RedisError, WireError) as exc:
                 log.info("the relay waits for Redis (%s)", type(exc).__name__)
                 await asyncio.sleep(_PAUSE_S)
-                with contextlib.suppress(BrokerUnavailable):  # the next call says so again
+                with contextlib.suppress(BrokerUnavailable):  # the next call reports it again
                     await ensure_library(self._client)
                 continue
             if not has_more:
@@ -139,7 +138,7 @@ class CallbackService:
                 await _wait(self._freed, self._settings.poll_s)
 
     async def _relay_once(self) -> bool:
-        """Whether there may be more that is due."""
+        """Returns whether more may be due."""
         num_waiting = await asyncio.to_thread(self._attempts.num_waiting)
         room = self._settings.max_concurrent - self._num_running - num_waiting
         if room <= 0:

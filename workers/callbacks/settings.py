@@ -1,4 +1,4 @@
-"""How callbacks are delivered: read once at the edge, frozen."""
+"""Settings of callback delivery, read once at start."""
 
 from dataclasses import dataclass, field
 
@@ -11,21 +11,21 @@ MIN_KEY_CHARS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackSettings:
-    """One process of relay and RQ worker. Seconds. Raises ValueError for what cannot work."""
+    """One process with relay and RQ worker. Seconds. Raises ValueError for invalid values."""
 
     redis_url: str = field(repr=False)
     key: str = field(repr=False)  # signs RQ jobs; the same in all processes of a namespace
     namespace: str = "default"
-    secrets: Secrets = field(default_factory=Secrets, repr=False)  # of jobs that bring none
-    allow: AllowList = field(default_factory=AllowList)  # development only
-    aws_targets: tuple[str, ...] = ()  # patterns of what callbacks may reach in AWS
-    public_url: str = ""  # before the paths of results; "": paths alone
+    secrets: Secrets = field(default_factory=Secrets, repr=False)  # for other jobs
+    allow: AllowList = field(default_factory=AllowList)  # for development only
+    aws_targets: tuple[str, ...] = ()  # patterns of AWS targets that callbacks may reach
+    public_url: str = ""  # prefix of result paths; "": paths only
     object_store: str = ""
-    max_concurrent: int = 32  # attempts at a time, of this process
-    max_per_target: int = 8  # of all processes together, to one destination
+    max_concurrent: int = 32  # attempts at a time in this process
+    max_per_target: int = 8  # attempts at a time to one destination, over all processes
     timeout_s: float = 15.0  # of an attempt, from name lookup to the end of the answer
-    lease_s: float = 5.0  # an attempt unheard of for so long is made again
-    poll_s: float = 0.2  # how often the outbox is looked at
+    lease_s: float = 5.0  # an attempt without renewal for so long is made again
+    poll_s: float = 0.2  # interval of polling the outbox
     rungs_s: tuple[float, ...] = RUNGS_S
     drain_s: float = 20.0
 

@@ -1,59 +1,36 @@
-"""RQ jobs that do one thing only: make one attempt to deliver the outbox record they name.
+"""RQ jobs that can only attempt delivery of the outbox record they name.
 
-RQ imports and calls whatever function a job's record names, and so whoever can write to Redis
-could run code here, with the JSON serializer too. These jobs are never imported from: their
-function is compared with the one that is allowed, their arguments carry an HMAC under a key that
-Redis does not hold, and RQ's other ways to run or to send something are cut off.
+RQ imports and calls the function named in a job's record, so whoever can write to Redis could run
+code, even with the JSON serializer. These jobs import nothing: their function name is compared with
+the only allowed one, their arguments carry an HMAC under a key that is not in Redis, and RQ's other
+ways to run or send something are disabled.
 """
 
 import hashlib
 import hmac
-from collections.abc import Callable
 from typing import Any
 
-from rq.job import Job
-
 from contract.outbox import Taken
+from workers.callbacks.rq_compat import FAILURE_TTL_S, JobWithoutCode
 
-FUNCTION = "workers.callbacks.deliver"  # a name to compare with; there is no such function
-_TTL_S = 60  # an RQ job that nobody takes; by then the outbox has long made another
+FUNCTION = "workers.callbacks.deliver"  # a name to compare with; the function does not exist
+_TTL_S = 60  # of an RQ job; after that the outbox has made another attempt
 
 
 class ForgedJob(Exception):
     """An RQ job that no relay of ours made. The message quotes nothing of it."""
 
 
-class SignedJob(Job):
-    """An RQ job as it is read back: everything but its arguments is dropped.
-
-    `hands` is what it does; whoever has checked it sets that.
-    """
-
-    hands: Callable[[], None] | None = None
-
-    def restore(self, raw_data: Any) -> Any:
-        super().restore(raw_data)
-        self._success_callback_name = None
-        self._failure_callback_name = None
-        self._stopped_callback_name = None
-        self.webhooks = []  # of RQ's own, which go wherever the record says
-        self._dependency_ids = []
-        self.retries_left = self.repeats_left = None
-        self.group_id = self.rate_limit_key = None
-        self.result_ttl, self.failure_ttl = 0, _TTL_S
-        self.meta = {}
+class SignedJob(JobWithoutCode):
+    """An RQ job that asks for one attempt."""
 
     @property
     def func(self) -> None:
         """RQ would import it by name."""
         raise ForgedJob("nothing is imported")
 
-    def _execute(self) -> None:
-        if self.hands is not None:
-            self.hands()
-
     def taken(self, key: bytes) -> Taken:
-        """What it asks to deliver. Raises ForgedJob."""
+        """The delivery it asks for. Raises ForgedJob."""
         try:
             function, instance, args, kwargs = self.serializer.loads(self.data)
             job_id, attempt, mac = args
@@ -71,12 +48,12 @@ class SignedJob(Job):
 
 
 def rq_job_id(taken: Taken) -> str:
-    """One for each attempt: RQ lets an id be used once while its record is there."""
+    """One id per attempt: RQ accepts an id once while its record exists."""
     return f"cb-{taken.job_id}-{taken.attempt}"
 
 
 def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> SignedJob:
-    """The RQ job of an attempt; it holds no more than the record's id."""
+    """The RQ job of an attempt; contains only the record's id."""
     job = SignedJob.create(
         FUNCTION,
         args=(taken.job_id, taken.attempt, _mac(key, taken)),
@@ -85,7 +62,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
         serializer=serializer,
         ttl=_TTL_S,
         result_ttl=0,
-        failure_ttl=_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
         description=rq_job_id(taken),
     )
     assert isinstance(job, SignedJob)
@@ -93,7 +70,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
 
 
 def derived_key(key: str, namespace: str) -> bytes:
-    """The key of a namespace: what one signs, another does not take."""
+    """The key of a namespace; signatures are not valid in another namespace."""
     return hmac.digest(key.encode(), f"batchway callbacks {namespace}".encode(), hashlib.sha256)
 
 

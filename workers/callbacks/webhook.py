@@ -1,25 +1,28 @@
-"""Posts a message to a URL: one POST to a checked address, no redirects, a short answer."""
+"""Posts a message to a URL: one POST to a checked address, without redirects."""
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from ipaddress import IPv6Address, ip_address
 
 import httpx
 
 from contract.addresses import AllowList
+from contract.callback_secrets import SECRET_PREFIX
 from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
 from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
-from workers.callbacks.ladder import parse_retry_after
-from workers.callbacks.outcome import Delivered, Failed, Outcome, Refused
+from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused, parse_retry_after
 
 MAX_ANSWER_BYTES = 64 * 1024
 _GONE = 410
 
 
 class WebhookSender:
-    """One for each process. Reuses no connection: one opened for a name must serve no other."""
+    """One per process. Reuses no connection: one opened for a name must not serve another."""
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class WebhookSender:
         await self._client.aclose()
 
     async def send(self, target: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Says what came of it; raises nothing of the network's."""
+        """Returns the outcome; raises no network error."""
         try:
             url = parse_callback_url(target, self._allow)
             async with asyncio.timeout(self._timeout_s):
@@ -74,7 +77,7 @@ class WebhookSender:
     async def _post_to(
         self, address: str, url: CallbackUrl, body: bytes, headers: Mapping[str, str]
     ) -> Outcome:
-        """To this address and no other; the name is for TLS and the Host header alone."""
+        """Connects to this address only; the name is used for TLS and the Host header."""
         shown = f"[{address}]" if isinstance(ip_address(address), IPv6Address) else address
         request = self._client.build_request(
             "POST",
@@ -109,9 +112,26 @@ class WebhookSender:
 
 
 async def _read_some(response: httpx.Response) -> None:
-    """Lets the receiver say what it likes, up to a bound; nothing of it is kept."""
+    """Reads the answer up to a limit and discards it."""
     num_bytes = 0
     async for chunk in response.aiter_raw():
         num_bytes += len(chunk)
         if num_bytes > MAX_ANSWER_BYTES:
             return
+
+
+def signed_headers(
+    message_id: str, timestamp_s: int, body: bytes, secrets: Sequence[str]
+) -> dict[str, str]:
+    """The headers of a message by Standard Webhooks (standardwebhooks.com); `timestamp_s` is the
+    attempt's, Unix seconds."""
+    headers = {"webhook-id": message_id, "webhook-timestamp": str(timestamp_s)}
+    if secrets:
+        signed = f"{message_id}.{timestamp_s}.".encode() + body
+        headers["webhook-signature"] = " ".join(f"v1,{_sign(s, signed)}" for s in secrets)
+    return headers
+
+
+def _sign(secret: str, signed: bytes) -> str:
+    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
+    return base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()

@@ -3,6 +3,7 @@
 Leaves the order of those who ask to the scheduler, and who may ask to its door.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -12,7 +13,7 @@ from workers.engine.lanes import Lanes
 from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.running import Running
-from workers.engine.sequence import Account, Sequence
+from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
 
@@ -57,9 +58,8 @@ class AdmissionCheck:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a place, and a block under the high-water mark: else no one may enter
-        for whom no other goes.
-        """
+        """Whether there is a place, and a block under the high-water mark. Otherwise admission
+        needs a preemption."""
         num_running = len(self._running.sequences)
         num_allowed = int(self.limits.kv_high_water * self._blocks.num_blocks)
         return num_running == 0 or (
@@ -179,8 +179,8 @@ class AdmissionCheck:
 
         Sequences of lower lanes go, the least to lose first, and none that is pinned. They will
         yield later too, so how much they may grow is no reason to wait. Where they do not suffice,
-        so do sequences of the tenant that has the most places in the candidate's own lane, see
-        `_above_share`. Alone it may always run.
+        so do sequences of the tenant that has the most places for its weight in the candidate's own
+        lane, see `_above_share`. Alone it may always run.
         """
         num_running, num_blocks = len(self._running.sequences), self._blocks.num_blocks
         num_places_lacking = num_running + 1 - self.limits.max_num_seqs
@@ -210,28 +210,23 @@ class AdmissionCheck:
                     return victims
         return None
 
-    def _largest_other(self, account: Account) -> Account | None:
-        """The tenant of the same lane with the most places, where it can give one up."""
-        lane, by_account = account[0], self._running.by_account
-        others = [other for other in by_account if other[0] == lane and other != account]
-        largest = max(others, key=lambda other: len(by_account[other]), default=None)
-        if largest is None or not self._running.may_pass(largest, account):
-            return None
-        return None if self._lanes.is_overdue(largest) else largest
-
     def _above_share(self, candidate: Sequence) -> list[Sequence]:
-        """Those of the tenant with the most places in the candidate's lane that may go for it, the
-        least to lose first: none that is pinned, and only so many that their tenant keeps as many
-        as the candidate's will have. So a displaced sequence can take none of them back.
+        """Those of the tenant with the most places for its weight in the candidate's lane that may
+        go for it, the least to lose first: none that is pinned, and only so many that their tenant
+        keeps as many for its weight as the candidate's will have. So a displaced sequence can take
+        none of them back.
         """
-        largest = self._largest_other(candidate.account)
-        if largest is None:
+        running = self._running
+        largest = running.most_places(candidate.account, candidate.weight)
+        if largest is None or self._lanes.is_overdue(largest):
             return []
-        by_account = self._running.by_account
-        num_own = len(by_account.get(candidate.account, ()))
-        others = [s for s in by_account[largest] if not self.is_pinned(s)]
+        places = running.by_account[largest]
+        num_kept = running.weight_of(largest) * running.places_by_weight(
+            candidate.account, candidate.weight, 1
+        )
+        others = [s for s in places if not self.is_pinned(s)]
         others.sort(key=lambda s: (s.num_computed, -s.arrival))
-        return others[: len(by_account[largest]) - num_own - 1]
+        return others[: len(places) - math.ceil(num_kept)]
 
     def _yielding_to(self, candidate: Sequence) -> list[Sequence]:
         """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's

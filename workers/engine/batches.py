@@ -1,7 +1,6 @@
-"""Keeps sequences in the lobby until their strategy lets them in, batch by batch.
+"""Keeps sequences in the lobby until their strategy admits them, batch by batch.
 
-Knows who belongs to which batch, and what padded batches owe. Leaves to the scheduler when those
-who were let in get blocks and tokens: a sequence that is preempted stays in its batch.
+Tracks batches and their padding. A preempted sequence stays in its batch.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -17,11 +16,11 @@ class Batches:
     """The lobby and the open batches of every strategy."""
 
     def __init__(self, strategies: Strategies, max_num_rows: int) -> None:
-        """`max_num_rows` bounds the rows of all padded batches, those that have ended included."""
+        """`max_num_rows` limits the rows of all padded batches, including rows that have ended."""
         self._strategies = strategies
         self._max_num_rows = max_num_rows
         self._debt = PaddingDebt()
-        self._has_changed = True  # so that the strategies are asked before they wake
+        self._has_changed = True  # ask the strategies once before they wake
         self._wake_s: float | None = None
         self._new: dict[Sequence, None] = {}
         self._since_s: dict[Sequence, float] = {}
@@ -30,11 +29,11 @@ class Batches:
 
     @property
     def num_let_in(self) -> int:
-        """Sequences that have been let in and have not ended."""
+        """Admitted sequences that have not ended."""
         return len(self._batch_of)
 
     def reconfigure(self, strategies: Strategies, max_num_rows: int) -> None:
-        """From now on; batches that are open stay open until they end."""
+        """Applies new strategies; open batches stay open until they end."""
         self._strategies, self._max_num_rows = strategies, max_num_rows
         self._has_changed = True
 
@@ -43,11 +42,11 @@ class Batches:
         self._has_changed = True
 
     def note_move(self) -> None:
-        """A sequence is in another lane now, and maybe another strategy's."""
+        """A sequence moved to another lane, and perhaps to another strategy."""
         self._has_changed = True
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that has ended or was stopped; its batch ends with the last one."""
+        """Forgets a sequence that ended or was stopped; its batch ends with the last one."""
         self._has_changed = True
         self._new.pop(sequence, None)
         self._since_s.pop(sequence, None)
@@ -59,11 +58,9 @@ class Batches:
             self._close(batch)
 
     def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> list[Sequence]:
-        """Opens the batches that the strategies form now; `key` is the order of the waiting.
-
-        Returns who has been let in. While nobody comes or ends, no strategy is asked before it
-        wakes: that would put its lobby in order at every step.
-        """
+        """Opens the batches that the strategies form now, and returns their sequences. `key` orders
+        the waiting sequences. Strategies are asked only after a change or when they wake, to avoid
+        sorting the lobby at every step."""
         if not self._has_changed and (self._wake_s is None or now_s < self._wake_s):
             return []
         self._since_s |= dict.fromkeys(self._new, now_s)
@@ -85,7 +82,7 @@ class Batches:
         return entered
 
     def wake_s(self, now_s: float) -> float | None:
-        """When a strategy will let in more, if no one comes and no one ends; None for never."""
+        """When a strategy will admit more without arrivals or ends; None for never."""
         if self._new:
             return now_s
         wakes_s: list[float | None] = []
@@ -95,11 +92,11 @@ class Batches:
         return _earliest(wakes_s)
 
     def padding_due(self, num_tokens: int) -> list[Padding]:
-        """What earlier steps had no tokens for, and so many pay for now."""
+        """Padding that earlier steps had no tokens for, limited to `num_tokens`."""
         return self._debt.pay(num_tokens)
 
     def padding_beside(self, chunks: Collection[Chunk], num_tokens: int) -> list[Padding]:
-        """What padded batches compute beside these chunks, as far as so many tokens pay for it."""
+        """The padding of padded batches with these chunks, limited to `num_tokens`."""
         self._debt.owe_rows(self._padded(), chunks)
         return self._debt.pay(num_tokens)
 
@@ -118,7 +115,7 @@ class Batches:
         return Lobby(now_s, waiting, self._since_s, self._open.get(strategy, {}).keys())
 
     def _has_rows(self, num_rows: int) -> bool:
-        """Whether so many rows fit beside those of the open padded batches; the first always do."""
+        """Whether the rows fit beside those of open padded batches; the first batch always fits."""
         num_held = sum(batch.num_rows for batch in self._padded())
         return num_held == 0 or num_held + num_rows <= self._max_num_rows
 

@@ -1,4 +1,4 @@
-"""Hands out KV cache blocks. Knows counts and ids, never tensors."""
+"""Allocates KV cache blocks, by counts and ids."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
@@ -10,13 +10,12 @@ from workers.engine.sequence import Sequence
 
 
 class BlockManager:
-    """`num_blocks` blocks of `block_size` tokens; a sequence's blocks lie in `block_ids`.
+    """`num_blocks` blocks of `block_size` tokens; a sequence's blocks are in `block_ids`.
 
-    Several sequences may hold a block that is full; no one writes to it then. The blank block
-    freed last is handed out first: what was in use before is in use again, so that an arena
-    whose pages the OS commits on touch grows only as far as the load does. Freed blocks that
-    the prefix cache knows keep their content until no blank one is left; the one freed first
-    goes first, and of one sequence the tail, which fewer others begin with.
+    Several sequences may share a full block, which is then never written. Blank blocks are reused
+    last freed first, so that untouched pages stay uncommitted. Freed blocks in the prefix cache
+    keep their content until no blank one is left; then the one freed first goes, and of one
+    sequence the tail, which fewer sequences share.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class BlockManager:
         # Free and cached, in the order they were freed.
         self._kept_ids: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
-        self.num_shared = 0  # holders of blocks, beyond the first of each
+        self.num_shared = 0  # references to blocks beyond the first of each
 
     @property
     def num_free(self) -> int:
@@ -49,7 +48,7 @@ class BlockManager:
 
     @property
     def blank_ids(self) -> list[int]:
-        """Free blocks whose content no one will read again."""
+        """Free blocks without cached content."""
         return list(self._blank_ids)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -57,12 +56,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_growable(self, sequence: Sequence) -> int:
-        """Tokens that could be computed next for the sequence: room in its blocks and free ones."""
+        """Tokens that could be computed next for the sequence, in its blocks and free ones."""
         num_slots = (len(sequence.block_ids) + self.num_free) * self.block_size
         return num_slots - sequence.num_computed
 
     def has_next_slot(self, sequence: Sequence) -> bool:
-        """Whether it needs one token, a stream's, and has the room for it in its own blocks."""
+        """Whether it needs one token and its blocks have room for it."""
         num_computed = sequence.num_computed
         return (
             num_computed + 1 == len(sequence.token_ids)
@@ -80,7 +79,7 @@ class BlockManager:
             sequence.block_ids.append(self._take())
 
     def grow_streams(self, streams: Seq[Sequence]) -> bool:
-        """`grow` by one token of each; returns whether there are blocks enough, else none grows."""
+        """Grows each by one token; returns False, and grows none, if there are too few blocks."""
         size = self.block_size
         at_an_end = [s for s in streams if s.num_computed % size == 0]  # of a block, its last maybe
         growing = [s for s in at_an_end if s.num_computed == len(s.block_ids) * size]
@@ -91,20 +90,20 @@ class BlockManager:
         return True
 
     def grow_ahead(self, sequence: Sequence, num_tokens: int) -> None:
-        """Gives the sequence room for one token more than `num_tokens`, if a block is to spare."""
+        """Adds room for one token beyond `num_tokens`, if there is a free block."""
         if num_tokens >= len(sequence.block_ids) * self.block_size and self.num_free > 0:
             sequence.block_ids.append(self._take())
 
     def num_held(self, block_ids: Seq[int]) -> int:
-        """How many of the blocks some sequence holds, so that one more costs nothing."""
+        """How many of the blocks are held by some sequence, so that sharing them is free."""
         return sum(self._num_holders[block_id] > 0 for block_id in block_ids)
 
     def num_private(self, sequence: Sequence) -> int:
-        """Blocks that its release would free."""
+        """Blocks that releasing it would free."""
         return sum(self._num_holders[block_id] == 1 for block_id in sequence.block_ids)
 
     def share(self, sequence: Sequence, block_ids: Seq[int]) -> None:
-        """Lets a sequence without blocks begin with full blocks that are computed already."""
+        """Starts a sequence without blocks on full blocks that are already computed."""
         assert not sequence.block_ids
         for block_id in block_ids:
             self._kept_ids.pop(block_id, None)
@@ -114,15 +113,15 @@ class BlockManager:
         sequence.num_computed = len(block_ids) * self.block_size
 
     def can_fork(self, num_tokens: int) -> bool:
-        """Whether a sequence could begin with another's first `num_tokens` tokens."""
+        """Whether there is a block to copy when starting with another's first `num_tokens`
+        tokens.
+        """
         return num_tokens % self.block_size == 0 or self.num_free > 0
 
     def fork(self, sequence: Sequence, source: Sequence, num_tokens: int) -> int | None:
-        """Begins with the first `num_tokens` tokens of `source`, full blocks held together.
-
-        Returns the block whose content the sequence's last one must be given before anything
-        is written; None where the tokens end with a block.
-        """
+        """Starts with the first `num_tokens` tokens of `source`, sharing full blocks. Returns the
+        block to copy into the sequence's last one before anything is written; None if the tokens
+        end with a block."""
         assert num_tokens <= source.num_computed
         assert self.can_fork(num_tokens)
         num_full = num_tokens // self.block_size
@@ -134,7 +133,7 @@ class BlockManager:
         return source.block_ids[num_full]
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all blocks back; nothing of the sequence is computed any more."""
+        """Frees all blocks of the sequence."""
         if self.cache is not None:
             self.cache.end(sequence)
         for block_id in reversed(sequence.block_ids):
@@ -150,12 +149,13 @@ class BlockManager:
         sequence.num_computed = 0
 
     def evict(self) -> None:
-        """Forgets the content of all blocks that no sequence holds."""
+        """Forgets the content of all free blocks."""
         while self._kept_ids:
             self._blank_ids.append(self._forget_oldest())
 
     def audit(self, owners: Seq[Sequence]) -> None:
-        """Asserts that each block is free once or held by `owners` alone, and shared only full."""
+        """Asserts that each block is free once or held by `owners` only, and that shared ones are
+        full."""
         held = Counter(block_id for owner in owners for block_id in owner.block_ids)
         assert self._num_holders == [held[block_id] for block_id in range(self.num_blocks)]
         assert self.num_shared == held.total() - self.num_used

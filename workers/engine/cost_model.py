@@ -1,8 +1,6 @@
-"""What a step takes, learnt from the steps that were: seconds from tokens.
+"""Predicts step times from earlier steps:
 
 step time = a + b * tokens + c * KV tokens read + d * (prefill tokens * context)
-
-Leaves to the scheduler what is done with the time.
 """
 
 import math
@@ -11,15 +9,15 @@ from collections.abc import Sequence as Seq
 
 from workers.engine.model import Chunk, Padding
 
-_FORGETTING = 0.998  # half of what is known is of the last 350 steps
+_FORGETTING = 0.998  # half of the weight is on the last 350 steps
 _NUM_NEEDED = 16
-_SOLVE_EVERY = 8  # steps, once there were many
-_MAX_SURPRISE = 4.0  # a step of more than this many times its prediction counts as that
-# Brings the features to about one, so that the equations are well conditioned.
+_SOLVE_EVERY = 8  # steps, once there were enough
+_MAX_SURPRISE = 4.0  # longer steps count as this many times their prediction
+# Scale the features to about 1, so that the equations are well conditioned.
 _SCALES = (1.0, 1e3, 1e5, 1e7)
 _RIDGE = 1e-9
-# The lower triangle of the products, which are symmetric. With so few numbers plain Python takes a
-# third of numpy's time.
+# The lower triangle of the symmetric products. For so few numbers plain Python takes a third of
+# numpy's time.
 _PAIRS = [(i, j) for i in range(4) for j in range(i + 1)]
 
 # Tokens, KV tokens read, prefill tokens times context.
@@ -27,11 +25,11 @@ Features = tuple[float, float, float]
 
 
 class CostModel:
-    """Least squares over all steps, older ones forgotten exponentially; no coefficient below 0.
+    """Weighted least squares with exponential forgetting and non-negative coefficients.
 
-    Kept as sums, from which the coefficients are solved when asked: unlike the covariance form
-    of recursive least squares, this cannot wind up while all steps look alike. Errors count
-    relative to the step's time, so that short steps are met as well as long ones.
+    Stored as sums and solved on demand: unlike recursive least squares in covariance form, this
+    does not wind up while all steps look alike. Errors are relative to the step's time, so that
+    short steps fit as well as long ones.
     """
 
     def __init__(self) -> None:
@@ -39,11 +37,11 @@ class CostModel:
         self._targets = [0.0] * 4
         self._num_seen = 0
         self._coefficients = (0.0, 0.0, 0.0, 0.0)
-        self._num_solved = 0  # steps seen when the coefficients were solved
+        self._num_solved = 0  # number of steps at the last solution
 
     @property
     def is_ready(self) -> bool:
-        """Whether there were steps enough to predict from."""
+        """Whether there were enough steps to predict."""
         return self._num_seen >= _NUM_NEEDED
 
     @property
@@ -62,10 +60,8 @@ class CostModel:
         step_s: float,
         others: Features = (0.0, 0.0, 0.0),
     ) -> None:
-        """Learns from a step that took `step_s`; what a clock cannot resolve teaches nothing.
-
-        `others`: sums of `chunk_features` of what it computed beside the chunks.
-        """
+        """Learns from a step of `step_s` seconds; ignores steps shorter than the clock's
+        resolution. `others`: sums of `chunk_features` of the step's other work."""
         if step_s <= 0.0:
             return
         tokens, kv_read, products = step_features(chunks)
@@ -88,7 +84,7 @@ class CostModel:
         return self.coefficients[0] + self.predict_added(sums)
 
     def predict_added(self, features: Features) -> float:
-        """Seconds that these features add to a step that takes place anyway."""
+        """Seconds that these features add to a step."""
         _, b, c, d = self.coefficients
         return b * features[0] + c * features[1] + d * features[2]
 
@@ -107,12 +103,14 @@ class CostModel:
             num = -constant / linear
         else:
             return 2**31
-        # Who asks with just the seconds that n tokens take is to get n.
+        # Rounding must not lose a token: n tokens' own time must allow n.
         return max(0, min(2**31, int(num + 1e-6)))
 
 
 def chunk_features(start: int, num_tokens: int) -> Features:
-    """Tokens, KV tokens read, and prefill tokens times context: (n - 1), so that 0 for a stream."""
+    """Tokens, KV tokens read, and prefill tokens times context, with n - 1 so that streams
+    count 0.
+    """
     context = start + num_tokens / 2
     return float(num_tokens), float(start + num_tokens), (num_tokens - 1) * context
 
@@ -127,7 +125,7 @@ def step_features(chunks: Iterable[Chunk | Padding]) -> Features:
 
 
 def _solve_positive(products: Seq[float], targets: Seq[float]) -> list[float]:
-    """Least squares without negative coefficients: the most negative is left out, and again."""
+    """Non-negative least squares: drops the most negative coefficient and repeats."""
     solution = [0.0] * len(targets)
     kept = list(range(len(targets)))
     matrix = dict(zip(_PAIRS, products, strict=True))
@@ -147,9 +145,8 @@ def _solve_positive(products: Seq[float], targets: Seq[float]) -> list[float]:
 
 
 def _solve(rows: list[list[float]]) -> list[float]:
-    """Eliminates in place; each row ends with its target. A positive definite matrix, as this is,
-    needs no pivots.
-    """
+    """Gaussian elimination in place; each row ends with its target. The matrix is positive definite
+    and needs no pivots."""
     for i, row in enumerate(rows):
         for below in rows[i + 1 :]:
             factor = below[i] / row[i]

@@ -1,7 +1,6 @@
-"""How long outputs become: from the lengths of recent ones of the same tenant and lane.
+"""Predicts output lengths from recent ones of the same tenant and lane.
 
-After LightLLM's Past-Future scheduler (ASPLOS 2025): what has ended says how what runs will end.
-Leaves to the scheduler what is done with a prediction.
+After LightLLM's Past-Future scheduler (ASPLOS 2025).
 """
 
 from bisect import bisect_right, insort
@@ -11,33 +10,23 @@ from typing import Protocol
 from workers.engine.sequence import Sequence
 
 _MAX_NUM_HISTORIES = 1024
-_GOLDEN = 0.6180339887498949  # its multiples, modulo 1, spread evenly
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 are evenly spread
 
 
 class LengthPredictor(Protocol):
     """Predicts lengths of outputs, in tokens."""
 
     def predict(self, sequence: Sequence) -> int:
-        """Output tokens the sequence will have in all: at least those it has."""
+        """Total output tokens of the sequence, at least those it has."""
         ...
 
     def observe(self, sequence: Sequence) -> None:
-        """The sequence has ended by itself."""
+        """Learns from a sequence that ended by itself."""
         ...
-
-
-class CallersCap:
-    """Every output is as long as its caller allows: what reserving `max_tokens` amounts to."""
-
-    def predict(self, sequence: Sequence) -> int:
-        return sequence.max_output
-
-    def observe(self, sequence: Sequence) -> None:
-        pass
 
 
 class KnownOnly:
-    """No output goes on: admission by the tokens known now, which memory pressure corrects."""
+    """Predicts no further output: admission counts known tokens only."""
 
     def predict(self, sequence: Sequence) -> int:
         return sequence.num_output
@@ -47,21 +36,19 @@ class KnownOnly:
 
 
 class RecentLengths:
-    """Draws from the lengths recently seen of (tenant, lane), given what is already there.
+    """Samples from recent output lengths of (tenant, lane) that exceed the current output.
 
-    Each sequence draws at a place of its own, evenly spread over all sequences, so that sums
-    come out right without a random generator. Who outlives all that was seen is thought to be
-    halfway. A history with too few ends passes the question on: to the lane's, then to all. While
-    nothing is known, nothing is reserved: preemption mends what that costs, and an engine that
-    reserved every caller's cap would start with few. What the caller's `max_tokens` and the
-    context allow is never exceeded.
+    Each sequence samples at its own fixed quantile, spread evenly over sequences, so that sums are
+    right without a random generator. A sequence longer than all recorded ones is predicted to be
+    halfway. With too few records the lane's history is used, then the global one. Without any,
+    nothing is reserved: preemption corrects that. `max_tokens` and the context are never exceeded.
     """
 
     def __init__(self, num_kept: int = 512, num_needed: int = 8) -> None:
         self._num_kept = num_kept
         self._num_needed = num_needed
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()
-        self._telling: dict[tuple[str, ...], _History] = {}  # those with ends enough
+        self._telling: dict[tuple[str, ...], _History] = {}  # those with enough records
 
     def predict(self, sequence: Sequence) -> int:
         num_output = len(sequence.token_ids) - sequence.num_prompt
@@ -90,7 +77,7 @@ class RecentLengths:
 
 
 class _History:
-    """The last lengths, in order of time and of size."""
+    """The last lengths, ordered by time and by size."""
 
     def __init__(self, num_kept: int) -> None:
         self._recent: deque[int] = deque(maxlen=num_kept)
@@ -108,7 +95,7 @@ class _History:
         insort(self._sorted, length)
 
     def draw(self, place: float, over: int) -> int:
-        """The length at `place`, from 0 to below 1, among those over `over`."""
+        """The length at quantile `place` (0 to below 1) among those over `over`."""
         first = bisect_right(self._sorted, over)
         num_longer = len(self._sorted) - first
         if num_longer == 0:

@@ -1,23 +1,23 @@
-"""What one step and one engine may use at most. Read once, frozen."""
+"""Limits of an engine and its steps."""
 
 from dataclasses import dataclass
 
-# The token budget of a step where neither the operator nor the loader has one.
+# The default if neither the operator nor the loader sets a token budget.
 DEFAULT_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Raises ValueError for limits under which no sequence could ever run."""
+    """Raises ValueError if no sequence could ever run."""
 
-    max_num_batched_tokens: int  # the token budget of a step
-    max_num_seqs: int  # sequences that run, that is hold blocks, at the same time
+    max_num_batched_tokens: int  # token budget of a step
+    max_num_seqs: int  # sequences that hold blocks at the same time
     vocab_size: int  # token ids at or above it are refused
     kv_high_water: float = 0.8  # share of the blocks up to which new sequences are admitted
-    prefill_share: float | None = None  # of the budget, for prompts while there are streams
+    prefill_share: float | None = None  # share of the budget for prompts while there are streams
     max_preemptions: int = 3  # of one sequence; then it yields only to older ones of its kind
-    grows_ahead: bool = False  # streams get the block of their next token a step early
-    prefix_caching: bool = True  # blocks are found again by their content
+    grows_ahead: bool = False  # allocate the block of a stream's next token a step early
+    prefix_caching: bool = True  # reuse blocks by content
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.vocab_size) < 1:

@@ -1,7 +1,4 @@
-"""What the engine asks of a model: run chunks, return samples. One method; and its loader.
-
-A mock model without tensors fits as well as a GPU.
-"""
+"""The engine's interface to a model. Uses no tensors, so a mock model fits as well."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
@@ -18,15 +15,15 @@ class ModelRefused(Exception):
     """A loader cannot serve this model; the message is one sentence for the operator."""
 
 
-# Made once a token, as samples and outputs are: a frozen dataclass takes seven times as long to
-# make. They are in no cycle, so the collector need not look at them either.
+# Created for each token: a frozen dataclass takes seven times as long. Never part of a cycle, so
+# the garbage collector can skip it.
 class Chunk(Struct, frozen=True, gc=False):
     """The part of a sequence that one step computes.
 
-    Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids`
-    covers them all. `samples` says that the chunk reaches the last known token, so that the
-    step yields the next one. `copy_from` is a block whose KV the block of position `start`
-    begins with: copy on write.
+    Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids` covers
+    them. `samples`: the chunk reaches the last known token, so the step yields the next one.
+    `copy_from`: a block whose KV must first be copied to the block of position `start` (copy on
+    write).
     """
 
     sequence: Sequence
@@ -38,10 +35,10 @@ class Chunk(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Pad tokens of a padded batch: computed like a chunk, for no one.
+    """Pad tokens of a padded batch: computed like a chunk, with unused results.
 
-    Positions `start .. start + num_tokens - 1`, each of which attends to all up to itself. Their
-    KV goes where no sequence reads.
+    Positions `start .. start + num_tokens - 1`, each attending to all up to itself. Their KV goes
+    where no sequence reads.
     """
 
     start: int
@@ -49,19 +46,18 @@ class Padding:
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """The next token of a sequence; log probabilities where its parameters ask for them."""
+    """The next token of a sequence; log probabilities if its parameters ask for them."""
 
     token_id: int
     logprob: float = 0.0
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: "PromptLogprobs | None" = None  # of the prompt's part in the same chunk
+    prompt_logprobs: "PromptLogprobs | None" = None  # of the prompt's part in this chunk
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The prompt's tokens from position `start` on, each with its log probability given those
-    before it. What is computed again after a preemption is said again.
-    """
+    """Log probabilities of the prompt's tokens from position `start`, given the tokens before.
+    Repeated after a preemption."""
 
     start: int
     tokens: tuple[Sample, ...]
@@ -69,7 +65,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """A row that could not be computed or sampled, say for NaN in its logits: its job's loss."""
+    """A row that failed, for example with NaN in its logits; its job fails."""
 
     message: str  # one sentence; never a prompt or an output
 
@@ -88,10 +84,8 @@ class Model(Protocol):
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether the KV in a block serves every sequence that holds it, so that a prefix can be
-        shared and a block copied. False where a model keeps a state per sequence instead: its
-        blocks are counts alone.
-        """
+        """Whether blocks hold KV that any sequence can use, so that prefixes can be shared and
+        blocks copied. False for models with a state per sequence, whose blocks are only counted."""
         ...
 
     @property
@@ -124,7 +118,7 @@ class Model(Protocol):
 
 
 class LoadedModel(Protocol):
-    """What a loader returns: the model, and what gateways must know of it."""
+    """What a loader returns: the model, and what gateways need to know."""
 
     @property
     def model(self) -> Model: ...
@@ -143,5 +137,5 @@ class LoadedModel(Protocol):
 
     @property
     def num_step_tokens(self) -> int:
-        """The token budget of a step that fits the device."""
+        """Token budget of a step for the device."""
         ...

@@ -1,8 +1,7 @@
-"""What padded batches compute for nothing, so that a comparison with them is honest.
+"""The extra tokens of padded batches, computed for a fair comparison.
 
-A padded batch is a rectangle. Its prompts are padded to the longest one, and a row whose
-sequence has ended goes on with one token a step until the batch has ended. Knows counts and
-positions; leaves to the model what a pad token costs, which is what any token costs.
+A padded batch is a rectangle: prompts are padded to the longest, and rows that have ended continue
+with one token per step until the batch ends.
 """
 
 from collections import deque
@@ -16,10 +15,10 @@ from workers.engine.strategy import Batch
 
 @dataclass(slots=True)
 class PaddingDebt:
-    """Pad tokens that are due. They come out of the same budget, and before anything else.
+    """Pad tokens that are due; they come first in a step's budget.
 
-    A rectangle is computed as a whole before it yields tokens; what a step has no tokens left
-    for, the next one owes.
+    A rectangle yields tokens only when it is computed completely; what exceeds a step's budget is
+    carried over to the next.
     """
 
     _due: deque[Padding]
@@ -28,14 +27,14 @@ class PaddingDebt:
         self._due = deque()
 
     def owe_prompts(self, batch: Batch) -> None:
-        """A batch begins: all its rows become as long as the longest."""
+        """Pads a new batch's rows to the longest prompt."""
         longest = max(sequence.num_known for sequence in batch.sequences)
         for sequence in batch.sequences:
             if sequence.num_known < longest:
                 self._due.append(Padding(sequence.num_known, longest - sequence.num_known))
 
     def owe_rows(self, batches: Seq[Batch], chunks: Collection[Chunk]) -> None:
-        """A step is planned: where a batch samples, its rows that have ended go on as well."""
+        """Continues ended rows of batches that sample in this step."""
         for batch in batches:
             num_ended = batch.num_rows - len(batch.sequences)
             lasts = [
@@ -47,7 +46,7 @@ class PaddingDebt:
                 self._due.extend([Padding(max(lasts), 1)] * num_ended)
 
     def pay(self, num_tokens: int) -> list[Padding]:
-        """Takes off what so many tokens pay for."""
+        """Takes up to `num_tokens` due tokens."""
         paid: list[Padding] = []
         while self._due and num_tokens > 0:
             first = self._due.popleft()

@@ -7,7 +7,6 @@ the order, to lanes who goes before whom across them, and to strategies when to 
 from collections import Counter
 from typing import Protocol
 
-from workers.engine.lengths import LengthPredictor
 from workers.engine.sequence import Account, Sequence
 
 # Numbers throughout, so that policies compose by joining their tuples.
@@ -25,9 +24,7 @@ class Policy(Protocol):
         ...
 
     def standing(self, sequence: Sequence, now_s: float) -> Key:
-        """What of its key, by default all, orders it among those of its lane and tenant for as
-        long as it waits. Asked when it begins to.
-        """
+        """The part of the key that stays constant while waiting."""
         return self.key(sequence, now_s)
 
     def arrive(self, sequence: Sequence) -> None:
@@ -87,6 +84,7 @@ class VirtualTokenCounters(Policy):
     have work differ in service by at most 2 * max(input_weight * longest input, output_weight *
     tokens of KV) there; here one step's budget more, for the order is made once a step. A tenant
     that comes back is lifted to the least of those who stayed: being idle saves nothing up.
+    Service is divided by the tenant's weight, that of its latest sequence.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -94,6 +92,7 @@ class VirtualTokenCounters(Policy):
         self._output_weight = output_weight
         self._counters: dict[tuple[str, str], float] = {}
         self._num_live: Counter[tuple[str, str]] = Counter()
+        self._weights: dict[tuple[str, str], float] = {}  # of those who are live
         self._floors: dict[str, float] = {}  # by lane: the least counter when last anyone was live
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
@@ -108,16 +107,18 @@ class VirtualTokenCounters(Policy):
             floor = self._floor(sequence.lane)
             self._counters[account] = max(self._counters.get(account, 0.0), floor)
         self._num_live[account] += 1
+        self._weights[account] = sequence.weight
 
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
-        self._counters[account] += self._input_weight * num_in + self._output_weight * num_out
+        service = self._input_weight * num_in + self._output_weight * num_out
+        self._counters[account] += service / self._weights[account]
 
     def leave(self, sequence: Sequence) -> None:
         account = sequence.lane, sequence.tenant
         self._num_live[account] -= 1
         if self._num_live[account] > 0:
             return
-        del self._num_live[account]
+        del self._num_live[account], self._weights[account]
         self._floors[sequence.lane] = self._counters[account]
         self._forget_paid_up(sequence.lane)
 
@@ -131,49 +132,3 @@ class VirtualTokenCounters(Policy):
         for account in [a for a, counter in self._counters.items() if counter <= floor]:
             if account[0] == lane and account not in self._num_live:
                 del self._counters[account]
-
-
-class ShortestPredictedFirst(Policy):
-    """By the output tokens that are predicted to remain, in powers of two.
-
-    Within one power the next policy decides. A wrong guess demotes itself: who outlives a
-    prediction gets a longer one. Every `num_passing` sequences that come count as one power
-    more, so that short ones pass a long one for a while only.
-    """
-
-    def __init__(self, lengths: LengthPredictor, num_passing: int = 64) -> None:
-        self._lengths = lengths
-        self._num_passing = num_passing
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        num_left = max(0, self._lengths.predict(sequence) - sequence.num_output)
-        return (num_left.bit_length() + sequence.arrival // self._num_passing,)
-
-
-class LeastLaxity(Policy):
-    """By the time that could be lost without missing the deadline.
-
-    Who has none, or a later one, is due `patience_s` after it came.
-    """
-
-    def __init__(
-        self, lengths: LengthPredictor, token_s: float, patience_s: float = 3600.0
-    ) -> None:
-        """`token_s`: seconds that a stream takes for a token."""
-        self._lengths = lengths
-        self._token_s = token_s
-        self._patience_s = patience_s
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        return (self._latest_s(sequence) - now_s,)
-
-    def standing(self, sequence: Sequence, now_s: float) -> Key:
-        return (self._latest_s(sequence),)
-
-    def _latest_s(self, sequence: Sequence) -> float:
-        """When it must run at the latest."""
-        due_s = sequence.added_s + self._patience_s
-        if sequence.deadline_s is not None:
-            due_s = min(due_s, sequence.deadline_s)
-        num_left = self._lengths.predict(sequence) - sequence.num_output
-        return due_s - num_left * self._token_s

@@ -1,7 +1,4 @@
-"""Which block holds which beginning of a sequence, and who is computing one just now.
-
-Knows hashes and block ids. Leaves to the block manager who holds a block and when it goes.
-"""
+"""Maps token prefixes to blocks, and tracks which sequences are computing them."""
 
 import hashlib
 from array import array
@@ -15,8 +12,8 @@ _KEY_BYTES = 16
 class PrefixCache:
     """Full blocks by the hash of all tokens up to their end: key_i = H(key_{i-1}, tokens).
 
-    The chain starts from the model's revision and the tenant, so tenants never share, nor can
-    one measure what another has asked (CVE-2025-46570).
+    The chain starts with model revision and tenant, so tenants never share, and none can probe
+    another's prompts by timing (CVE-2025-46570).
     """
 
     def __init__(self, block_size: int, revision: str = "") -> None:
@@ -30,7 +27,7 @@ class PrefixCache:
         return block_id in self._keys
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that the sequence begins with; its last token is never among them."""
+        """Cached blocks of the sequence's prefix, never including its last token."""
         self._extend_keys(sequence, (sequence.num_known - 1) // self._block_size)
         found: list[int] = []
         for key in sequence.block_keys:
@@ -41,7 +38,7 @@ class PrefixCache:
         return found
 
     def put(self, sequence: Sequence) -> None:
-        """Remembers the blocks that have become full; an equal block is remembered once."""
+        """Adds the sequence's full blocks; equal blocks are stored once."""
         num_full = sequence.num_computed // self._block_size
         self._extend_keys(sequence, num_full)
         for index in range(sequence.num_keyed, num_full):
@@ -53,22 +50,22 @@ class PrefixCache:
         sequence.num_keyed = max(sequence.num_keyed, num_full)
 
     def drop(self, block_id: int) -> None:
-        """The block is about to be written anew."""
+        """The block will be overwritten."""
         del self._block_ids[self._keys.pop(block_id)]
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence runs: its known blocks that are not cached will be computed by it."""
+        """The sequence runs: it will compute its known blocks that are not cached."""
         for key in sequence.block_keys[sequence.num_keyed :]:
             self._computing.setdefault(key, sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence loses its blocks: it computes nothing any more."""
+        """The sequence lost its blocks and computes nothing."""
         for key in sequence.block_keys[sequence.num_keyed :]:
             self._forget_computing(key, sequence)
         sequence.num_keyed = 0
 
     def computes_next(self, sequence: Sequence, num_found: int) -> Sequence | None:
-        """Who computes the block after the `num_found` cached ones, where the sequence needs it."""
+        """The sequence that computes the block after the `num_found` cached ones, if needed."""
         if (num_found + 1) * self._block_size >= sequence.num_known:
             return None
         return self._computing.get(sequence.block_keys[num_found])
@@ -91,7 +88,7 @@ class PrefixCache:
             keys.append(_hash(previous + token_ids.tobytes()))
 
     def _seed(self, tenant: str) -> bytes:
-        # Each hashed alone: no revision and tenant can be mistaken for two others.
+        # Hash each alone, so that different pairs never collide by concatenation.
         return _hash(_hash(self._revision.encode()) + _hash(tenant.encode()))
 
 

@@ -1,4 +1,4 @@
-"""What one step yielded, what it cost, and the engine's state after it."""
+"""The results and costs of one step, and the engine's state after it."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,8 @@ from workers.engine.sequence import Sequence
 
 
 class Output(Struct, frozen=True, gc=False):
-    """A new token of a sequence, at `position` among its output tokens.
-
-    The token that ends a sequence is reported too; `finish_reason` says that it does.
-    """
+    """A new token of a sequence, at `position` among its output tokens. The final token is
+    included; it has a `finish_reason`."""
 
     sequence: Sequence
     position: int
@@ -26,7 +24,7 @@ class Output(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """A job that failed while it ran or waited; all its choices are dropped."""
+    """A job that failed; all its choices are dropped."""
 
     job_id: str
     epoch: int
@@ -39,22 +37,22 @@ class StepReport:
     """Counts of sequences, blocks and tokens; seconds of the engine's clock."""
 
     outputs: list[Output] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # complete when they came: no new token
+    ended: list[Sequence] = field(default_factory=list)  # complete on arrival: no new token
     failed: list[JobError] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
     waiting_lanes: tuple[str, ...] = ()  # by name
     num_free_blocks: int = 0
-    num_step_tokens: int = 0  # of sequences
+    num_step_tokens: int = 0  # without padding
     num_preemptions: int = 0
-    num_step_seqs: int = 0  # the batch size
-    num_decode_tokens: int = 0  # of the step's: one for each stream; the others are prefill
-    num_padding_tokens: int = 0  # computed beside them, for no one
-    num_recomputed_tokens: int = 0  # of the step's: lost by a preemption before
-    num_prefix_queries: int = 0  # tokens of the sequences that were let in
-    num_prefix_hits: int = 0  # of them, found computed
+    num_step_seqs: int = 0  # batch size
+    num_decode_tokens: int = 0  # one per stream; the step's other tokens are prefill
+    num_padding_tokens: int = 0  # pad tokens beside the step's
+    num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
+    num_prefix_queries: int = 0  # tokens of admitted sequences
+    num_prefix_hits: int = 0  # part of them found in the cache
     step_s: float = 0.0  # of the model alone
-    num_finished: int = 0  # sequences that ended by a token of this step …
-    queue_s: float = 0.0  # … how long they waited to be let in first, all together
-    run_s: float = 0.0  # … and from then to their end
+    num_finished: int = 0  # sequences that ended in this step …
+    queue_s: float = 0.0  # … their total wait for admission …
+    run_s: float = 0.0  # … and total time from admission to end

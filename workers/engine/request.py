@@ -1,7 +1,5 @@
-"""A job as the engine takes it, and the check that decides whether it can run here.
-
-Leaves running to the engine. What is refused here costs that job alone.
-"""
+"""A job in the engine's form, and the check whether it can run here. A refusal affects that job
+only."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from workers.engine.sequence import Sequence
 
 
 class ErrorCode(StrEnum):
-    """Why a job failed in the engine; the words of `contract.errors.ErrorCode`."""
+    """Why a job failed in the engine; same values as `contract.errors.ErrorCode`."""
 
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_PARAMETER = "bad_parameter"
@@ -31,7 +29,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A job's choices, each going on after the output that is already in its log."""
+    """A job's choices, each continuing after its logged output."""
 
     job_id: str
     epoch: int
@@ -39,12 +37,13 @@ class Request:
     lane: str
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...]  # known output ids, one entry per choice: n a prompt
-    finished: tuple[bool, ...]  # choices that have already ended, one entry per choice
-    deadline_s: float | None = None  # on the engine's clock; then it ends wherever it is
+    outputs: tuple[tuple[int, ...], ...]  # known output ids per choice, n per prompt
+    finished: tuple[bool, ...]  # choices that have already ended
+    deadline_s: float | None = None  # on the engine's clock; the job ends then
+    weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
 
     def max_num_known(self, max_model_len: int) -> int:
-        """The most tokens that one of its sequences can reach, prompt and output."""
+        """The most tokens, prompt and output, that one of its sequences can reach."""
         num_output = max(map(len, self.outputs), default=0)
         num_prompt = max(map(len, self.prompts))
         return min(num_prompt + max(self.params.max_tokens, num_output), max_model_len)
@@ -66,6 +65,7 @@ class Request:
                 ending_ids=ending_ids,
                 arrival=first_arrival + choice,
                 deadline_s=self.deadline_s,
+                weight=self.weight,
             )
             for choice, output_ids in enumerate(self.outputs)
             if not self.finished[choice]
@@ -73,7 +73,7 @@ class Request:
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Tokens that end a choice, once it has `min_tokens`; `ignore_eos` spares stop tokens."""
+    """Tokens that end a choice after `min_tokens`; `ignore_eos` does not affect stop tokens."""
     stop_ids = frozenset(params.stop_token_ids)
     return stop_ids if params.ignore_eos else stop_ids | eos_token_ids
 
@@ -92,7 +92,7 @@ def check_request(
     num_choices = params.n * len(request.prompts)
     if not len(request.outputs) == len(request.finished) == num_choices:
         raise _bad("the job must bring one output and one end mark per choice")
-    # An id outside the vocabulary reads out of bounds on the device, which is everyone's loss.
+    # An id outside the vocabulary reads out of bounds on the device and affects all jobs.
     for token_ids in (*request.prompts, *request.outputs, tuple(params.logit_bias)):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
@@ -119,7 +119,7 @@ def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> 
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    """What a sampler relies on; the gateway's schemas are narrower and kinder."""
+    """What the sampler relies on; the gateway's schemas are stricter."""
     numbers = (
         params.temperature,
         params.top_p,

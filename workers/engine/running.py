@@ -1,7 +1,7 @@
-"""Who runs, that is holds blocks; and the streams among them, which need one token each.
+"""The running sequences (those that hold blocks), and the streams among them.
 
-Most of a step's work is the streams' and the same for each, so it is done for all of them in a
-few passes. Leaves to the scheduler who may run and what they get.
+Streams need one token each and are most of a step's work, so they are processed together in a few
+passes.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from workers.engine.sequence import Account, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """In the order in which they were let in; `num_kv` are the tokens of all."""
+    """Streams in admission order; `num_kv` is their total of tokens."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_kv: int = 0
@@ -21,11 +21,11 @@ class Streams:
 
     @property
     def features(self) -> tuple[float, float, float]:
-        """What `step_features` says of a token for each."""
+        """`step_features` of one token for each stream."""
         return float(len(self.sequences)), float(self.num_kv), 0.0
 
     def without(self, sequence: Sequence) -> "Streams":
-        """The same but for one of them."""
+        """The same without one stream."""
         sequences = self.sequences.copy()
         sequences.remove(sequence)
         num_by_account = Counter(self.num_by_account) - Counter((sequence.account,))
@@ -33,34 +33,46 @@ class Streams:
 
 
 class Running:
-    """The running sequences, all and by account. Who they are changes less often than each step, so
-    it is kept.
-    """
+    """The running sequences, all and by account. Kept across steps, as they change less often."""
 
     def __init__(self) -> None:
-        # Sets in order of insertion: removal is constant-time, iteration deterministic.
+        # Dicts as ordered sets: constant-time removal, deterministic iteration.
         self.sequences: dict[Sequence, None] = {}
         self.by_account: dict[Account, dict[Sequence, None]] = {}  # of those that have any
         self.num_changes = 0
 
-    def may_pass(self, account: Account, other: Account) -> bool:
-        """Whether the first, with one place less, has as many as the second with one more."""
-        num, num_other = len(self.by_account.get(account, ())), len(self.by_account.get(other, ()))
-        return num >= num_other + 2
+    def weight_of(self, account: Account) -> float:
+        """Of an account with anybody running: that of the latest."""
+        return next(reversed(self.by_account[account])).weight
 
-    def below_share(self, accounts: Iterable[Account]) -> list[Account]:
-        """Of these, the tenants to which another tenant of their lane may pass a place on."""
-        most: dict[str, int] = {}
-        for (lane, _), running in self.by_account.items():
-            if len(running) > most.get(lane, 1):
-                most[lane] = len(running)
-        if not most:
-            return []
-        nobody: dict[Sequence, None] = {}
+    def places_by_weight(self, account: Account, weight: float, more: int = 0) -> float:
+        """How many places a tenant has in a lane, and so many more, over its weight."""
+        return (len(self.by_account.get(account, ())) + more) / weight
+
+    def most_places(self, account: Account, weight: float) -> Account | None:
+        """The other tenant of the lane that has most places for its weight, where with one less it
+        still has as many for its weight as this one with one more."""
+        left = {
+            other: self.places_by_weight(other, self.weight_of(other), -1)
+            for other in self.by_account
+            if other[0] == account[0] and other != account
+        }
+        found = max(left, key=left.__getitem__, default=None)
+        if found is None or left[found] < self.places_by_weight(account, weight, 1):
+            return None
+        return found
+
+    def below_share(self, waiting: Iterable[Sequence]) -> list[Account]:
+        """Of the accounts of these, those to which another tenant of their lane may pass a place
+        on."""
+        most: dict[str, float] = {}
+        for account in self.by_account:
+            has = self.places_by_weight(account, self.weight_of(account), -1)
+            most[account[0]] = max(most.get(account[0], 0.0), has)
         return [
-            account
-            for account in accounts
-            if most.get(account[0], 0) >= len(self.by_account.get(account, nobody)) + 2
+            s.account
+            for s in waiting
+            if most.get(s.lane, 0.0) >= self.places_by_weight(s.account, s.weight, 1)
         ]
 
     def add(self, sequence: Sequence) -> None:

@@ -191,7 +191,8 @@ class Scheduler:
         """Of those who wait, the lanes and tenants that others must make room for in their lane."""
         num_changes = self._running.num_changes, self._waiting.num_changes
         if num_changes != self._below_share_at:
-            self._below_share_now = self._running.below_share(self._waiting.accounts)
+            firsts = map(self._waiting.first_of, self._waiting.accounts)
+            self._below_share_now = self._running.below_share(firsts)
             self._below_share_at = num_changes
         return self._below_share_now
 
@@ -255,13 +256,13 @@ class Scheduler:
 
         In turns, until places are shared or nobody is let in.
         """
-        places = self._running.by_account
+        by_weight = self._running.places_by_weight
         has_admitted = True
         while has_admitted and plan.num_for_prompts > 0:
             has_admitted = False
-            firsts = [(a, self._waiting.first_of(a)) for a in self._below_share()]
-            firsts.sort(key=lambda f: (self._lanes.of(f[1]).priority, len(places.get(f[0], ()))))
-            for _, sequence in firsts:
+            firsts = [self._waiting.first_of(account) for account in self._below_share()]
+            firsts.sort(key=lambda s: (self._lanes.of(s).priority, by_weight(s.account, s.weight)))
+            for sequence in firsts:
                 if sequence not in plan.preempted and plan.num_for_prompts > 0:
                     self._admit(plan, sequence, now_s)
                     has_admitted |= sequence in self._running.sequences

@@ -1,7 +1,4 @@
-"""One choice of one job while the engine runs it.
-
-Knows token ids and counts. Leaves tensors to the model and text to the supervisor.
-"""
+"""One choice of a job while the engine runs it, as token ids and counts."""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +7,13 @@ from contract.jobs import FinishReason, SamplingParams
 Account = tuple[str, str]  # lane and tenant
 
 
-# Weakly referable, so that a model can keep its own state beside a sequence without a leak.
+# Weakly referable, so that a model can keep state for a sequence without a leak.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """Prompt, output so far, and how much of both the KV cache holds.
+    """Prompt, output, and how much of both is in the KV cache.
 
-    `token_ids` is the truth; KV is valid below `num_computed` and garbage above it, so every
-    rollback (preemption, resume on another worker) touches that one counter.
+    `token_ids` is authoritative; KV is valid below `num_computed` only, so every rollback
+    (preemption, resume) just changes that counter.
     """
 
     job_id: str
@@ -27,19 +24,20 @@ class Sequence:
     token_ids: list[int]  # prompt, then output
     num_prompt: int
     params: SamplingParams
-    ending_ids: frozenset[int] = frozenset()  # tokens that end it: eos, unless ignored, and stops
+    ending_ids: frozenset[int] = frozenset()  # eos (unless ignored) and stop tokens
     arrival: int = 0  # order of arrival in this engine; kept across preemptions
     deadline_s: float | None = None  # on the engine's clock
+    weight: float = 1.0  # of its tenant
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
-    num_keyed: int = 0  # leading blocks that the prefix cache has been told of
-    num_once_computed: int = 0  # the most that was ever computed; below it is recomputation
+    num_keyed: int = 0  # leading blocks known to the prefix cache
+    num_once_computed: int = 0  # most tokens ever computed; below it, work is recomputation
     num_preemptions: int = 0
     max_output: int = 0  # output tokens that parameters and context allow
-    num_foreseen: int = 0  # tokens, prompt and output, it is thought to reach; renewed then
+    num_foreseen: int = 0  # predicted total tokens; renewed when reached
     added_s: float = 0.0
-    started_s: float | None = None  # when it was first let in
+    started_s: float | None = None  # when it was first admitted
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -64,24 +62,23 @@ class Sequence:
 
     @property
     def prompt_number(self) -> int:
-        """Which of its job's prompts it goes on from."""
+        """Which of its job's prompts it continues."""
         return self.choice // self.params.n
 
     @property
     def choice_of_prompt(self) -> int:
-        """Its index among the choices of its prompt: what its noise is drawn by."""
+        """Its index among its prompt's choices; seeds its noise."""
         return self.choice % self.params.n
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its prompt must be computed, not found: for the log probabilities that its job
-        asks for. A prompt's first choice says them, all before its first output.
-        """
+        """Whether its prompt must be computed for log probabilities, not taken from the cache. Only
+        a prompt's first choice reports them, before its first output."""
         asks = self.params.prompt_logprobs is not None
         return asks and self.num_output == 0 and self.choice_of_prompt == 0
 
     def end_reason(self, max_model_len: int) -> FinishReason | None:
-        """Why nothing follows the last known token; None while something does."""
+        """Why nothing follows the last known token, or None."""
         token_ids, params = self.token_ids, self.params
         num_output = len(token_ids) - self.num_prompt
         if num_output > params.min_tokens and token_ids[-1] in self.ending_ids:

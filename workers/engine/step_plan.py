@@ -1,7 +1,4 @@
-"""One step under construction: chunks, and what is left of tokens and time.
-
-Leaves to the scheduler who is asked, and blocks to the block manager.
-"""
+"""One step under construction: its chunks and the remaining tokens and time."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,17 +17,17 @@ class StepPlan:
 
     cost: CostModel
     num_tokens_left: int
-    num_kept_back: int = 0  # of them, not for those who are asked now
-    num_prefill_left: int = UNLIMITED  # of them, for chunks of sequences that are no streams
+    num_kept_back: int = 0  # part of the budget reserved for others
+    num_prefill_left: int = UNLIMITED  # part of the budget for prompts
     seconds_left: float = math.inf
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
-    is_full: bool = False  # an overdue sequence waits for room: no one else is let in
-    streams: Streams = field(default_factory=Streams)  # that ran when the step began
-    streams_s: float = 0.0  # that they add to the step, where its time is limited
-    _are_streams_first: bool = False  # the first chunks are the streams', of one token each
-    _stream_costs: tuple[float, float] | None = None  # a token's, and a token of KV's
-    num_prefix_queries: int = 0  # tokens of those admitted, and how many were found
+    is_full: bool = False  # an overdue sequence waits for room: admit no one else
+    streams: Streams = field(default_factory=Streams)  # running when the step began
+    streams_s: float = 0.0  # time they add to the step, if its time is limited
+    _are_streams_first: bool = False  # the first chunks are the streams', one token each
+    _stream_costs: tuple[float, float] | None = None  # cost of a token and of a KV token
+    num_prefix_queries: int = 0  # tokens of admitted sequences, and how many were cached
     num_prefix_hits: int = 0
 
     @property
@@ -42,12 +39,12 @@ class StepPlan:
         return 0 if chunk is None else chunk.num_tokens
 
     def is_copy(self, sequence: Sequence) -> bool:
-        """Whether it begins in this step with a copy of another's block."""
+        """Whether it starts in this step with a copy of another's block."""
         chunk = self.chunks.get(sequence)
         return chunk is not None and chunk.copy_from is not None
 
     def num_allowed(self, num_pending: int, start: int, *, is_due: bool) -> int:
-        """Tokens that the step still has for a sequence; what `is_due` waits for no time."""
+        """Tokens left in the step for a sequence; one that `is_due` ignores the time limit."""
         num_allowed = min(num_pending, self.num_on_offer)
         if num_pending > 1:
             num_allowed = min(num_allowed, self.num_prefill_left)
@@ -57,14 +54,14 @@ class StepPlan:
 
     @property
     def num_for_prompts(self) -> int:
-        """Tokens that a new sequence could get."""
+        """Tokens available to a new sequence."""
         num_tokens = min(self.num_on_offer, self.num_prefill_left)
         if self.seconds_left < math.inf:
             num_tokens = min(num_tokens, self.cost.max_tokens(self.seconds_left, 0))
         return max(0, num_tokens)
 
     def put(self, sequence: Sequence, num_tokens: int, copy_from: int | None = None) -> None:
-        """Gives the sequence its next tokens, behind those that it was given before."""
+        """Gives the sequence its next tokens."""
         num_before = self.num_planned(sequence)
         if num_before:
             copy_from = self.chunks[sequence].copy_from
@@ -75,13 +72,13 @@ class StepPlan:
         self._book(sequence, num_all, 1)
 
     def has_time_for(self, stream: Sequence) -> bool:
-        """Whether the one token of a stream fits into the time, where a target limits the step."""
+        """Whether a stream's token fits into the step's time limit, if any."""
         if self.seconds_left == math.inf:
             return True
         return self._stream_s(stream.num_computed) <= self.seconds_left
 
     def put_streams(self) -> None:
-        """`put_stream` of all streams, before anyone else; they have the time together."""
+        """Adds all streams first; they share the time."""
         self.chunks = {s: Chunk(s, s.num_computed, 1, True) for s in self.streams.sequences}
         self.num_tokens_left -= len(self.chunks)
         self.seconds_left -= self.streams_s
@@ -89,7 +86,7 @@ class StepPlan:
 
     @property
     def served_together(self) -> Streams:
-        """Those whose chunks need no look: one token each, which nobody has computed before."""
+        """Streams processed together: one token each, never computed before."""
         return self.streams if self._are_streams_first else Streams()
 
     @property
@@ -98,7 +95,7 @@ class StepPlan:
         return list(self.chunks.values())[len(self.served_together.sequences) :]
 
     def put_stream(self, sequence: Sequence) -> None:
-        """`put` of the one token of a stream, which most chunks are."""
+        """`put` of a stream's one token, the most common chunk."""
         start = sequence.num_computed
         self.chunks[sequence] = Chunk(sequence, start, 1, True)
         self.num_tokens_left -= 1
@@ -113,7 +110,7 @@ class StepPlan:
         return self._stream_costs[0] + self._stream_costs[1] * (start + 1)
 
     def take_back(self, sequence: Sequence) -> None:
-        """The sequence is preempted: its tokens are for others, and it comes back in no case."""
+        """Returns a preempted sequence's tokens to the step; it cannot run in this step again."""
         self.preempted.add(sequence)
         if self._are_streams_first and sequence in self.streams.sequences:
             self.streams = self.streams.without(sequence)
@@ -121,7 +118,7 @@ class StepPlan:
         self.chunks.pop(sequence, None)
 
     def lift_limits(self) -> None:
-        """Leaves the token budget alone: better a slow step than none."""
+        """Drops all limits but the token budget: a slow step is better than none."""
         self.seconds_left, self.num_prefill_left = math.inf, UNLIMITED
 
     def _book(self, sequence: Sequence, num_tokens: int, sign: int) -> None:

@@ -1,7 +1,6 @@
-"""What a batching strategy decides: which waiting sequences are let in together, and when.
+"""Batching strategies: which waiting sequences start together, and when.
 
-Changes when a sequence runs, never what it yields. Leaves order to the policy, tokens, blocks
-and limits to the scheduler, and to `batches` who belongs to which batch.
+A strategy changes when a sequence runs, never its output.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,10 +13,10 @@ from workers.engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Sequences that were let in together; `sequences` are those that have not ended."""
+    """Sequences admitted together; `sequences` are those that have not ended."""
 
     sequences: dict[Sequence, None]
-    num_rows: int  # sequences when it was let in
+    num_rows: int  # sequences when it was admitted
 
     @property
     def share_left(self) -> float:
@@ -26,20 +25,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Lobby:
-    """One strategy's sequences that wait to be let in, and its batches that have not ended."""
+    """One strategy's waiting sequences and open batches."""
 
     now_s: float
     waiting: list[Sequence]  # in the policy's order
-    since_s: Mapping[Sequence, float]  # when each came into the lobby
+    since_s: Mapping[Sequence, float]  # when each entered the lobby
     batches: Collection[Batch]
 
     def first_since_s(self, sequences: Collection[Sequence]) -> float:
-        """When the first of them came."""
+        """When the first of them entered."""
         return min(self.since_s[sequence] for sequence in sequences)
 
 
 class Strategy(Protocol):
-    """Hashable by its parameters: lanes whose strategies are equal share their batches."""
+    """Hashable by its parameters: lanes with equal strategies share batches."""
 
     @property
     def is_padded(self) -> bool:
@@ -47,20 +46,19 @@ class Strategy(Protocol):
         ...
 
     def next_batch(self, lobby: Lobby) -> list[Sequence]:
-        """Those who are let in together now, out of `lobby.waiting`; none where all must wait.
-
-        Asked again until it says none. Never none for good while `lobby.batches` is empty.
+        """The sequences of `lobby.waiting` to admit together now; empty if all must wait. Called
+        again until it returns none. Must not return none for ever while `lobby.batches` is empty.
         """
         ...
 
     def wake_s(self, lobby: Lobby) -> float | None:
-        """When `next_batch` will say more, if until then no one comes and no one ends."""
+        """When `next_batch` will admit more without arrivals or ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """Which strategy lets in whom, by lane."""
+    """The strategy of each lane."""
 
     default: Strategy
     by_lane: Mapping[str, Strategy] = field(default_factory=lambda: MappingProxyType({}))

@@ -1,8 +1,8 @@
-"""Owns the device: loads a model and runs the engine's loop for one supervisor.
+"""The engine process: loads a model and runs the engine's loop for one supervisor.
 
-`python -m workers.engine_process.engine_loop --fd N --options JSON`: N is one end of a socket
-pair, JSON an EngineOptions. Knows frames and messages; Redis, leases and text are the
-supervisor's. Ends with the socket, so a supervisor that is killed never leaves an engine behind.
+Run as `python -m workers.engine_process.engine_loop --fd N --options JSON`: N is one end of a
+socket pair, JSON an EngineOptions. Redis, leases and text belong to the supervisor. The process
+ends with the socket, so a killed supervisor leaves no engine behind.
 """
 
 import argparse
@@ -51,9 +51,9 @@ log = logging.getLogger("batchway.engine")
 
 
 class ExitCode(IntEnum):
-    """How an engine process ends."""
+    """Exit status of an engine process."""
 
-    OK = 0  # told to, or the supervisor is gone
+    OK = 0  # told to end, or the supervisor has ended
     CRASHED = 1
     MODEL_REFUSED = 3
 
@@ -92,7 +92,7 @@ Start = Callable[[EngineOptions, Callable[[str], None]], tuple[SteppedEngine, Re
 
 
 class EngineLoop:
-    """Commands in, a step, one frame out; idle, it waits on the socket."""
+    """Receives commands, runs a step, sends one frame; waits on the socket when idle."""
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class EngineLoop:
         num_step_tokens: int = DEFAULT_STEP_TOKENS,
         max_output_tokens: int | None = None,
     ) -> None:
-        """`num_step_tokens`: see build_engine."""
         self._channel = channel
         self._engine = engine
         self._num_step_tokens = num_step_tokens
@@ -109,7 +108,7 @@ class EngineLoop:
         self._computed: frozenset[str] = frozenset()  # jobs of the last step
 
     def run(self) -> None:
-        """Returns on Shutdown. Raises PeerGone, or what a step raised."""
+        """Returns on Shutdown. Raises PeerGone, and what a step raises."""
         while True:
             said: list[FromEngine] = []
             for message in self._channel.receive(self._rest_s()):
@@ -122,7 +121,7 @@ class EngineLoop:
             self._channel.send(said)
 
     def _step(self) -> StepReport:
-        """One step of the engine; where it fails, its jobs are named once more, exactly."""
+        """Runs one engine step; if it fails, reports exactly the jobs it was computing."""
         computing: list[str] = []
 
         def announce(chunks: Seq[Chunk]) -> None:
@@ -139,7 +138,7 @@ class EngineLoop:
             raise
 
     def _rest_s(self) -> float | None:
-        """How long there is nothing to do, unless a message comes; None: until one comes."""
+        """Seconds until there is work without a message; None: never."""
         wake_s = self._engine.next_wake_s()
         return None if wake_s is None else max(0.0, wake_s - time.monotonic())
 
@@ -183,12 +182,12 @@ class EngineLoop:
 
 
 def _on_our_clock(remaining_s: float | None) -> float | None:
-    """A deadline travels as the time that is left: no two processes share a clock."""
+    """Deadlines are sent as remaining time, because processes share no clock."""
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
 def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
-    """Promises no more context than one sequence can have here, alone in the KV cache."""
+    """The context length is limited to what the KV cache can hold for one sequence."""
     model = loaded.model
     num_kv_tokens = model.num_blocks * model.block_size
     return Ready(
@@ -213,7 +212,7 @@ def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
     except PeerGone:
         raise
     except Exception:
-        # No prompt has come yet, so the whole traceback may be shown.
+        # No prompt has arrived yet, so the traceback is safe to log.
         log.exception("loading the model failed")
         return ExitCode.CRASHED
     channel.send([ready])
@@ -236,12 +235,11 @@ def start_own(load: Load) -> Start:
 
 
 def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
-    """The loader of real models; torch is imported here and not before. Raises ModelRefused."""
+    """Loads a real model; imports torch only here. Raises ModelRefused."""
     from workers.model.loader import load_model
 
     loaded = load_model(options, progress)
-    # 400,000 objects, of libraries mostly, which stay: a search for garbage among them takes longer
-    # than many a step.
+    # The libraries' 400,000 permanent objects would make each collection longer than a step.
     gc.collect()
     gc.freeze()
     return loaded
@@ -250,7 +248,6 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
 def main(
     load: Load = load_torch_model, argv: Seq[str] | None = None, start: Start | None = None
 ) -> int:
-    """Runs the process; returns its exit code."""
     parser = argparse.ArgumentParser(prog="engine_process", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="number of the inherited socket")
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")
@@ -262,12 +259,12 @@ def main(
         datefmt="%H:%M:%S",
     )
     logs.stamp(options.batching_version)
-    # A Ctrl-C in a terminal reaches the whole group, and so does the SIGTERM of some service
-    # managers; the supervisor decides when we end.
+    # Ctrl-C reaches the whole process group, and some service managers send SIGTERM to it; the
+    # supervisor decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as sock:
-        # A child of ours (a compiler, say) that held the socket would hide our end from the peer.
+        # A child process (say, a compiler) that inherited the socket would keep it open.
         sock.set_inheritable(False)
         sock.setblocking(True)
         try:
@@ -281,7 +278,7 @@ def main(
 
 
 def describe_exception(exc: BaseException) -> str:
-    """Type and places of an exception, innermost last; its message may quote a prompt."""
+    """Type and code locations of an exception, innermost last; its message may quote a prompt."""
     frames = traceback.extract_tb(exc.__traceback__)[-5:]
     places = " > ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
     return f"{type(exc).__name__} at {places}"

@@ -1,4 +1,4 @@
-"""From options to the engine and its parts. Nothing is started here."""
+"""Builds the engine and its parts from options. Starts nothing."""
 
 import dataclasses
 
@@ -8,11 +8,8 @@ from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Model
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.batching import DYNAMIC_WINDOW_S, STATIC_WAIT_S, StrategyOptions
-from workers.ipc.messages import EngineOptions
-from workers.strategies.continuous import ContinuousBatching
-from workers.strategies.dynamic import DynamicBatching
-from workers.strategies.static import StaticBatching
+from workers.ipc.messages import DYNAMIC_WINDOW_S, STATIC_WAIT_S, EngineOptions, StrategyOptions
+from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 
 def build_engine(
@@ -21,8 +18,8 @@ def build_engine(
     options: EngineOptions,
     num_step_tokens: int = DEFAULT_STEP_TOKENS,
 ) -> Engine:
-    """The engine that the options describe, around a loaded model; `num_step_tokens`: the budget
-    of a step that fits its device.
+    """Builds the engine for a loaded model; `num_step_tokens` is the device's default token
+    budget.
     """
     weights = f"{options.model_path} {options.revision} {options.dtype} {options.quantization}"
     return Engine(
@@ -38,7 +35,7 @@ def build_engine(
 def limits_of(
     options: EngineOptions, vocab_size: int, num_step_tokens: int = DEFAULT_STEP_TOKENS
 ) -> EngineLimits:
-    """`num_step_tokens`: the budget of a step where the options name none."""
+    """`num_step_tokens`: the token budget of a step if the options name none."""
     return EngineLimits(
         max_num_batched_tokens=options.max_num_batched_tokens or num_step_tokens,
         max_num_seqs=options.max_num_seqs,
@@ -51,9 +48,9 @@ def limits_of(
 
 
 def lanes_of(options: EngineOptions) -> list[Lane]:
-    """The engine's own lanes, changed and added to as the options say.
+    """The default lanes, changed and extended by the options.
 
-    Minimum shares that are given are all there are: with the defaults they might exceed the whole.
+    If any minimum share is given, the defaults are dropped: together they might exceed 1.
     """
     lanes = {lane.name: lane for lane in DEFAULT_LANES}
     if any(given.min_share is not None for given in options.lanes):
@@ -68,7 +65,7 @@ def lanes_of(options: EngineOptions) -> list[Lane]:
 
 
 def strategies_of(options: EngineOptions) -> Strategies:
-    """The strategy of all lanes, and of those that name their own."""
+    """The default strategy, and those of lanes that name their own."""
     by_lane = {
         lane.name: _strategy(lane.strategy, options.max_num_seqs)
         for lane in options.lanes
@@ -78,7 +75,7 @@ def strategies_of(options: EngineOptions) -> Strategies:
 
 
 def _strategy(options: StrategyOptions, max_num_seqs: int) -> Strategy:
-    """A batch is never larger than what may run: it would not fill up."""
+    """Limits the batch size to `max_num_seqs`; a larger batch would never fill."""
     batch_size = min(options.batch_size, max_num_seqs)
     match options.name:
         case "continuous":

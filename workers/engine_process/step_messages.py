@@ -1,4 +1,4 @@
-"""A step's report as messages for the supervisor. Leaves sockets and frames to the process."""
+"""Converts a step's report into messages for the supervisor."""
 
 from contract.events import TokenLogprob
 from workers.engine import model as engine_model
@@ -15,7 +15,7 @@ from workers.ipc.messages import (
 
 
 def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[FromEngine]:
-    """A step's report on the wire: prompts, tokens, endings, failures, and the load last."""
+    """Prompt scores, tokens, ends, failures, and the load last."""
     return [
         *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
         *map(_token_out, report.outputs),

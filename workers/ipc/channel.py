@@ -1,4 +1,4 @@
-"""The engine's end of the socket: frames out, messages in. Leaves their meaning to the loop."""
+"""The engine's end of the socket: sends frames, receives messages."""
 
 import math
 import select
@@ -16,8 +16,8 @@ class PeerGone(Exception):
 class Channel:
     """Frames over a socket pair.
 
-    Never waits to write without reading: two ends that both write more than the socket holds
-    would otherwise wait for each other for ever.
+    Reads while it waits to write; otherwise two ends that both write more than the socket buffers
+    would block each other for ever.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -42,10 +42,8 @@ class Channel:
                 raise PeerGone from exc
 
     def receive(self, timeout_s: float | None) -> list[ToEngine]:
-        """What has come since the last call. Waits so long for a message, None for ever.
-
-        Raises PeerGone.
-        """
+        """The messages since the last call. Waits up to `timeout_s` for one; None: for ever. Raises
+        PeerGone."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         while self._poll_in.poll(0 if self._received else timeout_ms):
             self._read(flags=0)
@@ -53,7 +51,6 @@ class Channel:
         return messages
 
     def _drain(self) -> None:
-        """Reads all that is there, without waiting."""
         while True:
             try:
                 self._read(flags=socket.MSG_DONTWAIT)

@@ -1,4 +1,4 @@
-"""The supervisor's end of the engine process: starts it, speaks frames, sees it end."""
+"""The supervisor's end of the socket: starts the engine process and exchanges frames with it."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ GRACE_S = 5.0
 
 
 class EngineClient(asyncio.Protocol):
-    """One engine process. When this process dies, however, the engine ends by itself."""
+    """One engine process. It ends by itself when this process dies."""
 
     def __init__(
         self,
@@ -82,12 +82,14 @@ class EngineClient(asyncio.Protocol):
         return self._process.pid
 
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Sends one frame. Nothing is raised where the engine is gone: `end` returns then."""
+        """Sends one frame. Does not raise if the engine has ended: `end` returns then."""
         if messages and self._transport is not None:
             self._transport.write(encode_frame(messages))
 
     async def end(self) -> None:
-        """Waits for the engine's end. Raises what `on_messages` raised: that ends an engine too."""
+        """Waits for the engine to end. Raises what `on_messages` raised; that also ends the
+        engine.
+        """
         await self._has_ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -110,8 +112,6 @@ class EngineClient(asyncio.Protocol):
         """Ends the process and those that it has started, at once; `end` returns then."""
         with contextlib.suppress(ProcessLookupError):  # they have all ended
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    # --- what the event loop calls ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)

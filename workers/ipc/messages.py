@@ -5,13 +5,39 @@ Leaves sockets to the two ends: here are only types and bytes.
 """
 
 from collections.abc import Sequence as Seq
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
-from workers.ipc.batching import LaneOptions, StrategyOptions
+
+StrategyName = Literal["continuous", "static", "dynamic"]
+
+STATIC_WAIT_S = 1.0
+DYNAMIC_WINDOW_S = 0.02
+
+
+class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A batching strategy and its parameters; each strategy reads those that it has."""
+
+    name: StrategyName = "continuous"
+    batch_size: int = 8  # static, dynamic: sequences of a full batch
+    window_s: float | None = None  # static, dynamic: the longest wait for a full batch
+    drain_share: float = 0.0  # static: the next may start once no more of the batch still runs
+    bucket_edges: tuple[int, ...] = ()  # dynamic: prompt lengths that part the batches, ascending
+    padded: bool = False  # static, dynamic: compute batches as rectangles
+
+
+class LaneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lane as the engine sees it. None: the engine's own default."""
+
+    name: str
+    priority: int | None = None  # the smallest goes first
+    itl_target_s: float | None = None  # between two tokens of a stream
+    min_share: float | None = None  # of the computed tokens, while the lane has work
+    ageing_tokens: int | None = None  # computed for others, they lift a tenant by one priority
+    strategy: StrategyOptions | None = None  # None: the one of all lanes
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +85,7 @@ class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
+    weight: float = 1.0  # of its tenant
 
 
 class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -1,7 +1,4 @@
-"""What a step's logits say: the next tokens, and the log probabilities of prompts that ask.
-
-Leaves the choice of a token to the sampler.
-"""
+"""Turns a step's logits into next tokens and into log probabilities of prompts."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -14,15 +11,13 @@ from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
 from workers.model.sampler import sample
 
-# Logits whose log probabilities are computed at once: 64 MiB of float32.
+# Compute log probabilities of this many logits at once (64 MiB of float32).
 _SLICE_ELEMENTS = 2**24
 
 
 def scored_positions(sequence: Sequence, start: int, end: int) -> range:
-    """Those of `start .. end - 1` whose logits say how likely the next token of the prompt is.
-
-    None unless the job asks.
-    """
+    """Positions among `start .. end - 1` whose logits score the next prompt token; none unless the
+    job asks."""
     if not sequence.scores_prompt:
         return range(start, start)
     return range(start, max(start, min(end, sequence.num_prompt - 1)))
@@ -34,15 +29,14 @@ def answer_chunks(
     scored: Seq[range],
     find_likeliest: Callable[[Tensor], Tensor] = likeliest,
 ) -> list[Row]:
-    """One row per chunk. logits (num_rows, vocab_size): for each chunk those of its scored
-    positions, then that of its last one where it samples.
-    """
+    """One row per chunk. logits (num_rows, vocab_size): for each chunk its scored positions, then
+    its last position if it samples."""
     prompts: list[PromptLogprobs | None] = []
     sample_rows: list[int] = []
     num_rows = 0
     for chunk, positions in zip(chunks, scored, strict=True):
         prompt = None
-        if positions:  # only then, since taking a part of a tensor costs a microsecond or two
+        if positions:  # slicing a tensor costs microseconds
             part = logits[num_rows : num_rows + len(positions)]
             prompt = _score(part, chunk.sequence, positions.start)
             num_rows += len(positions)
@@ -67,7 +61,7 @@ def _join(row: Row, prompt: PromptLogprobs | None) -> Row:
 
 
 def _score(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
-    """logits (n, vocab_size) of positions `start ..` -> the n tokens behind them."""
+    """Scores n tokens from logits (n, vocab_size) of positions `start ..`."""
     num_top = min(sequence.params.prompt_logprobs or 0, logits.shape[1])
     at_once = max(1, _SLICE_ELEMENTS // logits.shape[1])
     tokens: list[Sample] = []

@@ -1,6 +1,5 @@
-"""Chooses what computes: the attention and the kernels that the operator asks for, or that fit
-the device. What has never run on a GPU runs there only on request.
-"""
+"""Chooses the attention and kernels: what the operator asked for, or what fits the device. Code
+that has never run on a GPU is used there only on request."""
 
 import dataclasses
 import os
@@ -27,11 +26,11 @@ ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """The attention, the kernels beside it, and what becomes of the decoder's modules."""
+    """The attention, the other kernels, and how the decoder's modules are replaced."""
 
     attention: AttentionBackend
     kernels: DecoderKernels | None
-    merges: bool  # modules are exchanged for merged ones
+    merges: bool  # replace modules by merged ones
     layout: Layout  # of their weights
     prepare_rows: Callable[[RowsStep], PreparedAttention] = PreparedRows
 
@@ -47,9 +46,8 @@ def choose_backend(
     weight_bytes: int = 0,
     processor: Processor | None = None,
 ) -> Backend:
-    """`fused`: modules may be exchanged; `weight_bytes`: of the model; `processor`: of a CPU, by
-    default the one at hand. Raises ModelRefused for what cannot run here.
-    """
+    """`fused`: modules may be replaced; `weight_bytes`: of the model; `processor`: of a CPU,
+    default the current one. Raises ModelRefused."""
     if attention not in ATTENTIONS:
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
     if attention == "triton":
@@ -72,7 +70,7 @@ def choose_backend(
 
 
 def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool) -> Backend:
-    """On a CPU in Triton's interpreter alone, which the variable must ask for."""
+    """On a CPU only in Triton's interpreter, which an environment variable must select."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelRefused("attention triton needs a CUDA device")
     try:
@@ -88,7 +86,7 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
 def _library(
     name: str, dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool
 ) -> Backend:
-    """Another library's attention, and our own kernels beside it."""
+    """Another library's attention, with our other kernels."""
     if device.type != "cuda":
         raise ModelRefused(f"attention {name} needs a CUDA device")
     if name == "fa3":
@@ -102,7 +100,7 @@ def _library(
 def _native(
     processor: Processor, progress: Callable[[str], None]
 ) -> tuple[dict[torch.dtype, Kernels], Path | None]:
-    """Our kernels by type, and where figures of products are kept; nothing without a compiler."""
+    """Our kernels by type, and the folder for timings; nothing without a compiler."""
     try:
         library = load_library(processor.isa)
         figures = figures_file(library_path(processor.isa))

@@ -1,6 +1,4 @@
-"""One step's chunks as flat tensors: no batch dimension worth the name, and no padding but that
-which the engine asks for.
-"""
+"""A step's chunks as flat tensors, without padding except where the engine asks for it."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,9 +16,8 @@ from workers.model.attention.interface import Span
 @dataclass(frozen=True, slots=True)
 class Batch:
     """input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of each token;
-    logits_index (num_rows,): the flat rows whose logits are wanted, in the chunks' order: of each
-    chunk the positions in `scored`, then its last one where it samples.
-    """
+    logits_index (num_rows,): the flat rows whose logits are needed, in chunk order: each chunk's
+    `scored` positions, then its last one if it samples."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -30,7 +27,7 @@ class Batch:
     scored: tuple[range, ...]
 
 
-PAD_TOKEN_ID = 0  # any id will do: no one reads what comes of it
+PAD_TOKEN_ID = 0  # any id: the result is not used
 
 
 def build_batch(
@@ -40,7 +37,7 @@ def build_batch(
     padding: Seq[Padding] = (),
     scratch_block_id: int = 0,
 ) -> Batch:
-    """Lays the chunks one behind the other, and padding, whose KV goes to one block, behind all."""
+    """Concatenates the chunks, then padding, whose KV goes to one scratch block."""
     token_ids: list[int] = []
     block_ids: list[int] = []
     for chunk in chunks:
@@ -58,7 +55,7 @@ def build_batch(
     spans = layout.spans(slots)
     scored = tuple([scored_positions(c.sequence, c.start, c.start + c.num_tokens) for c in chunks])
     rows: list[int] = []
-    for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # not of padding
+    for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # padding has none
         if wanted:
             rows += [span.first + position - span.start for position in wanted]
         if chunk.samples:
@@ -74,9 +71,8 @@ def build_batch(
 
 
 class _Layout:
-    """Where the parts of a step lie: their tokens in the flat batch, and the slots of their
-    sequences, whole blocks, in one array.
-    """
+    """The parts of a step: their tokens in the flat batch, and their sequences' slots (whole
+    blocks) in one array."""
 
     def __init__(self, parts: Seq[Chunk | Padding], block_size: int) -> None:
         self._starts = np.array([part.start for part in parts], dtype=np.int64)

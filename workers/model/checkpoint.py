@@ -1,7 +1,4 @@
-"""What can be said of a checkpoint before any weight is read: refusals, lengths, end tokens.
-
-Knows configuration files. Runs no code that comes with a model.
-"""
+"""Checks a checkpoint's configuration files before weights are read. Runs none of its code."""
 
 import json
 from pathlib import Path
@@ -14,14 +11,13 @@ from workers.engine.model import ModelRefused
 from workers.model.place import check_place
 
 DEFAULT_REVISION = "main"
-# Files that transformers reads as JSON, and how large they may be. tokenizer.json is larger and
-# is read by its own library.
+# Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
 _JSON_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.json", "model.safetensors.index.json"),
 )
 _MAX_JSON_BYTES = 64 * 2**20
-# The least that a size may be, by transformers' name for it. Without attention there are no heads.
+# Minimum sizes, by transformers' names. Without attention there are no heads.
 _LEAST_SIZES = {
     "vocab_size": 1,
     "hidden_size": 1,
@@ -31,11 +27,11 @@ _LEAST_SIZES = {
     "head_dim": 0,
     "intermediate_size": 0,
 }
-# Above these a decoder would take for ever to build, or no number of torch holds them.
+# Larger decoders would take for ever to build or overflow torch's integers.
 _MAX_LAYERS = 1_000
-_MAX_COUNT = 2**16  # of heads, experts and what else is called num_…
+_MAX_COUNT = 2**16  # of heads, experts and other num_… fields
 _MAX_SIZE = 2**31 - 1
-# Where families keep the number of positions they were trained for.
+# Configuration keys of the trained number of positions.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -53,7 +49,7 @@ def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretrained
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
         )
-    except Exception as exc:  # of code that takes its files for well-formed
+    except Exception as exc:  # transformers assumes well-formed files
         raise ModelRefused(
             f"the configuration of {model_path} is none that this release of transformers "
             f"knows: {first_line(exc)}"
@@ -64,7 +60,7 @@ def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretrained
 
 
 def _check_files(model_path: str) -> None:
-    """Refuses a local folder with a file that is no JSON object of a sensible size and depth."""
+    """Refuses a local folder with a file that is not a JSON object of limited size and depth."""
     for path in map(Path(model_path).expanduser().joinpath, _JSON_FILES):
         if not path.is_file():
             continue
@@ -82,7 +78,7 @@ def _check_files(model_path: str) -> None:
 
 
 def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
-    """Refuses numbers that no decoder has: building one would fail oddly, or take for ever."""
+    """Refuses sizes outside any real decoder's: building would fail oddly or never end."""
     text = config.get_text_config()
     least = _LEAST_SIZES | dict.fromkeys(_LENGTH_NAMES, 1)
     sizes = {name: getattr(text, name, None) for name in least} | text.to_dict()
@@ -100,7 +96,7 @@ def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
 
 
 def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
-    """config.json as it stands, before any class reads it."""
+    """config.json before any class interprets it."""
     try:
         raw, _ = PretrainedConfig.get_config_dict(model_path, revision=revision)
     except (OSError, ValueError) as exc:
@@ -115,7 +111,7 @@ def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
 
 
 def _check_kind(model_path: str, config: PretrainedConfig) -> None:
-    """Refuses what is no decoder."""
+    """Refuses a model that is not a decoder."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise ModelRefused(f"{model_path} is an encoder-decoder; batchway serves decoders")
@@ -124,7 +120,7 @@ def _check_kind(model_path: str, config: PretrainedConfig) -> None:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Positions that the model was made for; None where its configuration sets no limit."""
+    """Maximum positions by the configuration; None if it sets no limit."""
     text = config.get_text_config()
     for name in _LENGTH_NAMES:
         value = getattr(text, name, None)
@@ -146,7 +142,7 @@ def eos_token_ids(
         sources.append(generation.eos_token_id)
     except OSError:
         pass  # the file is optional
-    except Exception as exc:  # of code that takes its file for well-formed
+    except Exception as exc:  # transformers assumes a well-formed file
         raise ModelRefused(
             f"generation_config.json of {model_path} cannot be read: {first_line(exc)}"
         ) from exc
@@ -164,9 +160,7 @@ def eos_token_ids(
 
 
 def first_line(exc: BaseException) -> str:
-    """The first line of a library's message, and the next where that goes on: what an operator can
-    use of it.
-    """
+    """The first line of a library's message, plus the next if the sentence continues."""
     lines = [line.strip() for line in str(exc).strip().splitlines()]
     if not lines:
         return type(exc).__name__

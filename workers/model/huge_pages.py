@@ -1,8 +1,7 @@
-"""Puts weights and the KV cache of a CPU on pages of 2 MiB, where Linux has them.
+"""Puts a CPU's weights and KV cache on 2 MiB pages, on Linux.
 
-A step reads all weights once: on pages of 4 KiB that is an entry of the page table for every 4 KiB
-and a stream that the processor foresees no further than the page's end. Leaves to the operator
-whether there are any: nothing is asked of a system that says `never`.
+A step reads all weights once. With 4 KiB pages that needs many page table entries, and hardware
+prefetching stops at each page's end. Does nothing if the system setting is `never`.
 """
 
 import ctypes
@@ -14,11 +13,11 @@ from pathlib import Path
 from torch import Tensor
 
 _PAGE_BYTES = 2**21
-# Mappings with less in them are no weights.
+# Smaller mappings hold no weights.
 _SMALLEST_BYTES = 2**22
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPPINGS = Path("/proc/self/smaps")
-# Private, writable, without a file behind it: where an allocator puts large tensors.
+# Private, writable and not of a file: where allocators put large tensors.
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(\[heap\])?$")
 _RESIDENT = re.compile(r"Rss: +(\d+) kB$")
 _MADV_HUGEPAGE = 14
@@ -27,9 +26,8 @@ _MADV_COLLAPSE = 25  # Linux 6.1
 
 
 def use_huge_pages(untouched: Iterable[Tensor]) -> int:
-    """For all that lies in large mappings of this process, and for tensors that nobody has
-    written to yet. Returns how many bytes were moved; 0 where the system has no such pages.
-    """
+    """Converts all large mappings of this process, and `untouched` tensors, which nobody has
+    written to yet. Returns the bytes converted; 0 if the system has no such pages."""
     if not _ENABLED.exists() or "[never]" in _ENABLED.read_text():
         return 0
     _give_back()
@@ -43,9 +41,8 @@ def use_huge_pages(untouched: Iterable[Tensor]) -> int:
 
 
 def touch(tensors: Sequence[Tensor], num_bytes: int) -> None:
-    """Has the system give `num_bytes` of pages now, at the beginning of each of the tensors, whose
-    content stays what it is. Where it cannot it gives them as ever, when they are written to.
-    """
+    """Makes the system provide the first `num_bytes` of pages of each tensor now, without changing
+    content. If that fails, pages come on the first write, as usual."""
     for tensor in tensors:
         begin = tensor.data_ptr()
         end = begin + min(tensor.nbytes, num_bytes // len(tensors))
@@ -53,9 +50,8 @@ def touch(tensors: Sequence[Tensor], num_bytes: int) -> None:
 
 
 def _give_back() -> None:
-    """Returns to the system what glibc's allocator holds free, such as weights before they were
-    laid out or rounded: it would be moved as well.
-    """
+    """Returns memory that glibc's allocator holds free (say, weights before conversion) to the
+    system; it would be converted as well."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim.argtypes = (ctypes.c_size_t,)
@@ -63,7 +59,7 @@ def _give_back() -> None:
 
 
 def _filled_mappings() -> Iterator[tuple[int, int]]:
-    """Addresses of large anonymous mappings, with enough in them."""
+    """Addresses of large anonymous mappings that are mostly in use."""
     span = None
     for line in _MAPPINGS.read_text().splitlines():
         if found := _ANONYMOUS.match(line):
@@ -76,7 +72,7 @@ def _filled_mappings() -> Iterator[tuple[int, int]]:
 
 
 def _collapse(begin: int, end: int) -> int:
-    """How many bytes of a mapping it was done for: of one that has holes, page by page."""
+    """Bytes converted in a mapping; a mapping with holes is converted page by page."""
     if _advise(begin, end, _MADV_COLLAPSE):
         return end - begin
     pages = range(-(-begin // _PAGE_BYTES) * _PAGE_BYTES, end - _PAGE_BYTES + 1, _PAGE_BYTES)
@@ -84,7 +80,7 @@ def _collapse(begin: int, end: int) -> int:
 
 
 def _advise(begin: int, end: int, advice: int, page_bytes: int = _PAGE_BYTES) -> bool:
-    """Of the whole pages within; whether the system has taken it."""
+    """Advises the whole pages within the range; returns whether the system accepted."""
     first, last = -(-begin // page_bytes) * page_bytes, end // page_bytes * page_bytes
     if last <= first:
         return False

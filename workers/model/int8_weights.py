@@ -1,8 +1,7 @@
-"""Weights of one byte: each output of a linear layer is a row of whole numbers and one scale.
+"""Int8 weights: each output of a linear layer is a row of integers and one scale.
 
-What is multiplied by them, sums and the KV cache keep their types. Here torch computes, on any
-device: it widens a layer's weights at each use. Leaves the kernel that multiplies by them as they
-lie to `native`, and what becomes of the modules to `surgery`.
+Activations, sums and the KV cache keep their types. This module computes with torch on any device,
+converting a layer's weights at each use; faster kernels are in `native`.
 """
 
 from collections.abc import Iterable
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from workers.engine.model import ModelRefused
 
 QUANTIZATIONS = ("none", "int8")
-_LARGEST = 127  # of either sign; -128 would have no opposite
-# Less than this of a decoder's matrices in linear layers, and hardly anything would become smaller.
+_LARGEST = 127  # -128 would have no positive counterpart
+# If linear layers hold a smaller share of the weights, quantizing saves little.
 _LEAST_SHARE = 0.5
 
 
 class Norm(Protocol):
-    """An RMSNorm that may come before a layer."""
+    """An RMSNorm applied before a layer."""
 
     weight: Tensor
     eps: float
@@ -32,9 +31,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """values int8 (out, in), -127 … 127, times scales float32 (out,); `dtype`: of what is
-    multiplied by them.
-    """
+    """values int8 (out, in) in -127 … 127, scales float32 (out,); `dtype` is that of the inputs."""
 
     values: Tensor
     scales: Tensor
@@ -58,9 +55,8 @@ class Int8Weight:
 
 
 def rounded(weight: Tensor) -> Int8Weight:
-    """weight (out, in), finite. The largest of each row decides its scale, so a number is off by
-    half of its row's scale at most, 1/254 of the largest.
-    """
+    """Quantizes weight (out, in), finite. The largest value of each row sets its scale, so the
+    error is at most half the row's scale."""
     exact = weight.detach().float()
     scales = exact.abs().amax(dim=1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)  # a row of zeros
@@ -69,7 +65,7 @@ def rounded(weight: Tensor) -> Int8Weight:
 
 
 class Int8Linear(nn.Module):
-    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by torch."""
+    """x (…, in), normalised by `before` -> x @ weight.T + bias (…, out), by torch."""
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__()
@@ -83,15 +79,14 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), widened: for code of transformers' that reads it."""
+        """(out, in) in full type, for transformers code that reads it."""
         return self.int8_weight.widened()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference alone: there is no gradient."""
         x = x if before is None else before(x)
-        if self.dtype == torch.float16:  # whose sums of unscaled products might not be finite
+        if self.dtype == torch.float16:  # unscaled sums might overflow
             return F.linear(x, self.weight, self.bias)
-        # Whole numbers to 127 are exact in bfloat16, scaled ones are not.
+        # Integers up to 127 are exact in bfloat16; scaled ones are not.
         out = F.linear(x, self.values.to(self.dtype)) * self.scales
         return (out if self.bias is None else out + self.bias).to(self.dtype)
 
@@ -101,15 +96,14 @@ class Int8Linear(nn.Module):
 
 
 def check_quantization(name: str) -> None:
-    """Raises ModelRefused for one that there is not."""
+    """Raises ModelRefused for an unknown name."""
     if name not in QUANTIZATIONS:
         raise ModelRefused(f"quantization {name} is not one of {', '.join(QUANTIZATIONS)}")
 
 
 def quantize(decoder: nn.Module) -> str:
-    """Exchanges the linear layers, one at a time, and says what that came to. Embeddings stay, also
-    one that lends its weight to the head. Raises ModelRefused.
-    """
+    """Replaces the linear layers one at a time, and describes the result. Keeps embeddings, also
+    one that shares its weight with the head. Raises ModelRefused."""
     linears = {name: module for name, module in decoder.named_modules() if _is_linear(module)}
     share = _num_weights(linears.values()) / max(1, _num_weights(decoder.modules()))
     if share < _LEAST_SHARE:
@@ -132,7 +126,7 @@ def quantize(decoder: nn.Module) -> str:
 
 
 def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:
-    """Of all that a decoder keeps on a kind of device, each tensor once."""
+    """Bytes that a decoder keeps on a kind of device, counting each tensor once."""
     small = [m.int8_weight for m in decoder.modules() if isinstance(m, Int8Linear)]
     kept = [t for t in decoder.parameters() if t.device.type == device_type]
     return sum(t.nbytes for t in kept) + sum(
@@ -141,12 +135,12 @@ def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is that and nothing else."""
+    """Exactly nn.Linear, no subclass."""
     has_hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and not has_hooks
 
 
 def _num_weights(modules: Iterable[Any]) -> int:
-    """Elements of the matrices that steps multiply by: of an embedding they take rows."""
+    """Elements of weight matrices; embeddings are not multiplied, so they do not count."""
     own = (m.parameters(recurse=False) for m in modules if not isinstance(m, nn.Embedding))
     return sum({id(p): p.numel() for part in own for p in part if p.ndim > 1}.values())

@@ -1,4 +1,4 @@
-"""What our own kernels compute beside attention, on whichever device: CPU or GPU."""
+"""The interface of our kernels beside attention, for CPU and GPU."""
 
 from typing import Protocol
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class DecoderKernels(Protocol):
-    """The calls for one element type."""
+    """The kernels for one element type."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
-        """Whether `rotate_and_keep`, and the attention behind it, take heads of these sizes."""
+        """Whether `rotate_and_keep` and the attention support heads of these sizes."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,24 +35,21 @@ class DecoderKernels(Protocol):
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """Turns queries in place; writes turned keys, and values, to the cache.
+        """Rotates queries in place; writes rotated keys, and values, to the cache.
 
-        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
-        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
-        key head, and eps.
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,), keys
+        and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and key
+        head, and eps.
         """
         ...
 
-    def likeliest(self, logits: Tensor) -> Tensor:
-        """See the function of this name."""
-        ...
+    def likeliest(self, logits: Tensor) -> Tensor: ...
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """logits (num_rows, vocab_size) of any float type -> int64 (num_rows,): the token of the
-    highest logit, the first of equals; -1 for a row with NaN, or whose highest is not finite.
-    """
+    """logits (num_rows, vocab_size), any float type -> int64 (num_rows,): the token with the
+    highest logit, the first of equals; -1 if the row has NaN or its highest is infinite."""
     token_ids = logits.argmax(-1)
-    # NaN wins every argmax, so one look at the chosen logit finds it anywhere in the row.
+    # argmax returns NaN if there is one, so checking the chosen logit is enough.
     is_finite = logits.gather(1, token_ids[:, None])[:, 0].isfinite()
     return torch.where(is_finite, token_ids, -1)

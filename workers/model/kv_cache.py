@@ -1,6 +1,6 @@
-"""The KV cache's tensors: one K and one V tensor per attention layer, cut into blocks.
+"""The KV cache's tensors: one K and one V tensor per attention layer, divided into blocks.
 
-Knows shapes and bytes. Leaves to the engine which block belongs to whom.
+The engine decides which sequence owns a block.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from workers.model.kernels import DecoderKernels
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token leaves in one layer."""
+    """KV sizes of one token in one layer."""
 
     kv_heads: int
     k_dim: int
@@ -50,10 +50,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of all layers, found by attention module.
-
-    Beside the engine's blocks it has one that no sequence is ever given, for padding's KV.
-    """
+    """The cache of all layers, by attention module. Has one extra block for padding's KV."""
 
     def __init__(
         self,
@@ -68,10 +65,10 @@ class KVCache:
         self.layers: dict[nn.Module, LayerCache] = {}
         for module, shape in shapes.items():
             dims = (num_blocks + 1, block_size, shape.kv_heads)
-            # Uninitialised: on a CPU the system gives out pages when they are first written.
+            # Uninitialised: the system provides pages on the first write.
             keys = torch.empty(*dims, shape.k_dim, dtype=dtype, device=device)
             values = torch.empty(*dims, shape.v_dim, dtype=dtype, device=device)
-            # Pad tokens read scratch before they have filled it: let them find numbers there.
+            # Padding reads the scratch block before writing it; it must contain numbers.
             keys[num_blocks:].zero_()
             values[num_blocks:].zero_()
             self.layers[module] = LayerCache(keys, values)
@@ -89,7 +86,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def copy_blocks(self, source_ids: Seq[int], target_ids: Seq[int]) -> None:
-        """Copies whole blocks in all layers, all sources read before any target is written."""
+        """Copies whole blocks in all layers; reads all sources before writing."""
         for layer in self.layers.values():
             for blocks in (layer.keys, layer.values):
                 sources = torch.tensor(source_ids, device=blocks.device)
@@ -97,12 +94,12 @@ class KVCache:
 
 
 def token_bytes(shapes: Mapping[nn.Module, LayerShape], dtype: torch.dtype) -> int:
-    """Bytes that one token takes in all layers together."""
+    """KV bytes of one token in all layers."""
     return sum(shape.num_elements for shape in shapes.values()) * dtype.itemsize
 
 
 class PagedStep:
-    """AttentionStep that writes the step's KV into the cache and attends through it."""
+    """AttentionStep that writes the step's KV to the cache and attends through it."""
 
     def __init__(
         self,
@@ -118,7 +115,6 @@ class PagedStep:
         self.prepared = prepared
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See AttentionStep.attend."""
         layer = self._layers[call.module]
         keys, values = layer.key_slots, layer.value_slots
         keys.index_copy_(0, self.slot_mapping, call.key.to(keys.dtype))
@@ -135,7 +131,10 @@ class PagedStep:
         norms: tuple[Tensor, Tensor, float] | None,
         flags: AttentionFlags,
     ) -> Tensor:
-        """See TurningStep.turn_and_attend."""
+        """Applies the rotary embedding while writing the cache, then attends.
+
+        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary) -> (T, num_heads, dim).
+        """
         assert self._kernels is not None
         layer = self._layers[module]
         keys, values = layer.key_slots, layer.value_slots

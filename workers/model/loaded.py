@@ -1,4 +1,4 @@
-"""A decoder on its device, and what the choice of a runner depends on."""
+"""A decoder on its device, with what the choice of a runner depends on."""
 
 import gc
 from collections.abc import Callable
@@ -19,9 +19,8 @@ DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Loaded:
-    """`read` gives the decoder, each time the same; max_model_len: the operator's limit, or the
-    model's own.
-    """
+    """`read` loads the decoder, always the same one; max_model_len is the operator's or the
+    model's."""
 
     read: Callable[[], nn.Module]
     config: PretrainedConfig
@@ -30,13 +29,12 @@ class Loaded:
     options: EngineOptions
     max_model_len: int
     eos_token_ids: frozenset[int]
-    processor: Processor | None = None  # the one at hand, unless a test narrows it
+    processor: Processor | None = None  # the current one, unless a test narrows it
     decoder: nn.Module = field(default_factory=nn.Module)
 
     def renew(self, progress: Callable[[str], None]) -> None:
-        """Reads the decoder, rounded where that is asked for. One that is there already is let go
-        first: memory need not hold both. Raises ModelRefused.
-        """
+        """Reloads the decoder, quantized if requested. Frees the old one first, to save memory.
+        Raises ModelRefused."""
         self.decoder = nn.Module()
         gc.collect()
         if self.device.type == "cuda":
@@ -56,11 +54,11 @@ class Loaded:
 
     @property
     def most_blocks(self) -> int:
-        """What all sequences together could ever fill."""
+        """Blocks that all sequences together could fill."""
         return self.options.max_num_seqs * -(-self.max_model_len // self.block_size)
 
     def longest(self, num_blocks: int) -> int:
-        """Tokens that one sequence can have at most, alone in the cache. Raises ModelRefused."""
+        """Longest sequence that fits the cache alone, in tokens. Raises ModelRefused."""
         num_kv_tokens = num_blocks * self.block_size
         if self.options.max_model_len is not None and self.max_model_len > num_kv_tokens:
             raise ModelRefused(

@@ -1,8 +1,7 @@
-"""Turns a model folder or Hub name into a model that runs, or into one sentence why not.
+"""Loads a model folder or Hub name; if it cannot, gives a one-sentence reason.
 
-Safetensors only, never code that comes with a model. Leaves the checks of the configuration to
-`checkpoint`, reading to `weights`, and the checks of the running model to `paged` and
-`sequential_probe`.
+Reads safetensors only and runs no code of the model. Checks are in `checkpoint`, `paged` and
+`sequential_probe`, reading in `weights`.
 """
 
 from collections.abc import Callable
@@ -39,10 +38,10 @@ from workers.model.weights import load_decoder, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
 
-# The token budget of a step. A CPU's matrix product is at its best from some 128 rows on: a larger
-# step only lets the streams beside a prompt wait longer (docs/decisions/cpu-steps.md).
+# Default token budget. A CPU's matrix products are efficient from about 128 rows on; larger steps
+# only delay the streams beside a prompt (docs/decisions/cpu-steps.md).
 _CPU_STEP_TOKENS = 256
-# For models without a limit of their own, where the operator sets none.
+# If neither the model nor the operator sets a limit.
 DEFAULT_CONTEXT_LENGTH = 8192
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,14 +49,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model, and what gateways must know of it."""
+    """The model, and what gateways need to know about it."""
 
     model: ModelRunner | AheadRunner | SequentialRunner
     context_length: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
-    num_step_tokens: int = DEFAULT_STEP_TOKENS  # the budget of a step that fits the device
+    num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
 
 
 def load_model(
@@ -106,9 +105,8 @@ def wrap_decoder(
     *,
     max_model_len: int,
 ) -> ModelRunner | AheadRunner | SequentialRunner:
-    """What `load_model` makes of a decoder, for one that comes from no folder: `read` makes it,
-    each time the same. Its attention must be ours already. Raises ModelRefused.
-    """
+    """`load_model` for a decoder that comes from no folder: `read` makes it, always the same one,
+    with our attention. Raises ModelRefused."""
     loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
     return _runner(loaded, progress)
 
@@ -116,12 +114,12 @@ def wrap_decoder(
 def _runner(
     loaded: Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner | SequentialRunner:
-    """By the paged path where the model allows it, else one sequence at a time."""
+    """Uses the paged path if the model supports it, else one sequence at a time."""
     loaded.renew(progress)
     try:
         paged, backend = paged_runner(loaded, progress)
     except CannotShareBatch as exc:
-        reason = str(exc)  # and no more of it: its traceback holds a KV cache
+        reason = str(exc)  # drop the traceback: it holds a KV cache
     else:
         return _paged(paged, backend, loaded, progress)
     use_own_attention(loaded.decoder)
@@ -133,7 +131,6 @@ def _runner(
 def _paged(
     paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner:
-    """With steps started ahead where they are asked for."""
     progress(
         f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
         f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"
@@ -202,7 +199,7 @@ def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:
 
 
 def _num_state_blocks(loaded: Loaded, shape: StateShape) -> int:
-    """Blocks to count with, so that the states of all sequences stay within the memory."""
+    """A block count that keeps the states of all sequences within the memory."""
     max_num_seqs = loaded.options.max_num_seqs
     num_bytes = loaded.kv_bytes - max_num_seqs * shape.sequence_bytes
     block_bytes = max(1, shape.token_bytes * loaded.block_size)

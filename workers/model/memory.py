@@ -1,18 +1,18 @@
-"""How many bytes the KV cache may take where nobody has said."""
+"""Default size of the KV cache."""
 
 import os
 from pathlib import Path
 
 import torch
 
-# What is left free beside the KV cache: activations, the logits of a step, other processes.
+# The rest is for activations, a step's logits and other processes.
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_kv_bytes(device: torch.device) -> int:
-    """A share of the memory that is free now, with the weights in place."""
+    """A share of the memory that is free once the weights are loaded."""
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * _CUDA_SHARE)
@@ -20,7 +20,7 @@ def default_kv_bytes(device: torch.device) -> int:
 
 
 def _free_cpu_bytes() -> int:
-    """Available memory of the machine, or of the container where that is less."""
+    """Available memory of the machine, or of the container if that is less."""
     free_bytes = [_free_machine_bytes()]
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -35,7 +35,7 @@ def _free_cpu_bytes() -> int:
 def _free_machine_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux: half of all there is
+    except OSError:  # not Linux: use half of it
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return kibibytes["MemAvailable"] * 1024

@@ -24,18 +24,18 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _MASK_64 = 2**64 - 1
-# On a CPU the intermediate tensors of a slice this large stay in the cache.
+# On a CPU the intermediate tensors of such a slice fit the caches.
 _SLICE_ELEMENTS = 2**17
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
 
 
 def row_key(seed: int, choice: int, position: int) -> int:
-    """The 64-bit key of one draw: output `position` of one choice, as a signed integer."""
+    """The 64-bit key of output `position` of one choice, as a signed integer."""
     return _signed(_mix((row_base(seed, choice) + position + _GOLDEN) & _MASK_64))
 
 
 def row_base(seed: int, choice: int) -> int:
-    """What all positions of one choice have in common, as a signed integer."""
+    """The part of the key shared by all positions of a choice, as a signed integer."""
     key = seed
     for value in (0, choice):
         key = _mix((key + value + _GOLDEN) & _MASK_64)
@@ -94,5 +94,5 @@ def _mix(bits: int) -> int:
 
 
 def _signed(bits: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the same 64 bits."""
     return bits - 2**64 if bits >= 2**63 else bits

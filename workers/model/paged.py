@@ -1,6 +1,5 @@
-"""Makes the runner of a decoder whose sequences share a batch: checks it, exchanges its modules for
-faster ones, looks at the whole once more, and takes back what was wrong.
-"""
+"""Builds the runner of a decoder whose sequences share a batch: checks it, replaces modules by
+faster ones, checks the result, and restores modules that differ."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -21,18 +20,17 @@ from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
 
 log = logging.getLogger(__name__)
 
-# From this factor on a type is called slower than float32: what is below may be noise.
+# A smaller difference may be noise.
 _NOTABLE_SLOWDOWN = 1.15
-# Weights of less than this lie in the caches, whatever pages they are on.
+# Smaller weights fit the CPU's caches.
 _LEAST_HUGE_BYTES = 2**24
-# Of the KV cache, so much lies ready before the first step: up to some times the weights' bytes, so
-# that a small model starts as fast as before.
+# Prefaults at most min(512 MiB, 8 × the weights' bytes).
 _MOST_READY_BYTES = 2**29
 _READY_PER_WEIGHT = 8
 
 
 def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
-    """Raises CannotShareBatch where paging is not this model's, ModelRefused where nothing is."""
+    """Raises CannotShareBatch if the model cannot be paged, ModelRefused if it cannot run."""
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
     runner, backend = _right_runner(loaded, progress)
     tensors = runner.cache.tensors
@@ -45,9 +43,8 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Model
 
 
 def _right_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
-    """With exchanged modules; else again without those that were taken back; else with none. The
-    weights are read anew each time: what was exchanged has laid its own out otherwise.
-    """
+    """Tries replaced modules, then without those that differ, then none. Reloads the weights each
+    time, as replaced modules change their layout."""
     wrong: set[str] = set()
     for _ in range(2):
         result = _exchanged_runner(loaded, wrong, progress)
@@ -65,9 +62,8 @@ def _right_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Mode
 def _exchanged_runner(
     loaded: Loaded, stays: set[str], progress: Callable[[str], None]
 ) -> tuple[ModelRunner, Backend] | set[str]:
-    """Or the names of the modules that must not be exchanged. Raises CannotShareBatch where not
-    even the untouched model runs.
-    """
+    """Returns a runner, or the names of modules to leave alone. Raises CannotShareBatch if even the
+    unmodified model does not run."""
     runner, backend, shapes = _untouched_runner(loaded, progress)
     decoder, config = loaded.decoder, loaded.config
     if not backend.merges:
@@ -91,7 +87,7 @@ def _exchanged_runner(
 def _untouched_runner(
     loaded: Loaded, progress: Callable[[str], None]
 ) -> tuple[ModelRunner, Backend, dict[str, LayerShape]]:
-    """Of a decoder with its own modules, which pages rightly; and what its layers keep, by name."""
+    """A runner with the original modules that pages correctly, and its layers' shapes by name."""
     decoder, options = loaded.decoder, loaded.options
     shapes = probe_layers(decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
@@ -120,11 +116,11 @@ def _untouched_runner(
 
 
 def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
-    """As many blocks as the memory holds, and no more than all sequences could ever fill."""
+    """As many blocks as memory holds, but no more than all sequences could fill."""
     num_bytes, block_size = loaded.kv_bytes, loaded.block_size
     block_bytes = token_bytes(shapes, loaded.dtype) * block_size
     num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)
-    needed = 2 * -(-16 // block_size)  # the two sequences of the probe
+    needed = 2 * -(-16 // block_size)  # for the probe's two sequences
     if num_blocks < needed:
         raise ModelRefused(
             f"{num_bytes} bytes hold {num_blocks} blocks of KV of {block_bytes} bytes each; "
@@ -146,7 +142,7 @@ def _report(
 
 
 def _warn_if_slower(products: Products, loaded: Loaded) -> None:
-    """Where float32 would be faster: says so, with the measured factors."""
+    """Warns with the measured factors if float32 would be faster."""
     factors = products.slowdown()
     if max(factors.values(), default=0.0) < _NOTABLE_SLOWDOWN:
         return
@@ -162,7 +158,7 @@ def _warn_if_slower(products: Products, loaded: Loaded) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """A few names, and how many more."""
+    """A few names, and the number of the rest."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
     return ", ".join(ordered[:4]) + more

@@ -1,7 +1,7 @@
-"""Changes to the logits that single rows ask for: bias, penalties, tokens banned for now.
+"""Changes logits as single rows request: bias, penalties, temporarily banned tokens.
 
-Rows that ask for nothing are not touched. Token ids outside the vocabulary mean nothing here:
-who takes a request in refuses them.
+Other rows are not touched. Token ids outside the vocabulary are ignored; requests are validated
+earlier.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,7 +15,7 @@ from workers.engine.sequence import Sequence
 def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """logits (num_rows, vocab_size) float32, one row per sequence -> the same, or a changed copy.
 
-    In this order: bias, repetition, presence and frequency penalty, bans until `min_tokens`.
+    Order: bias, repetition, presence and frequency penalty, bans until `min_tokens`.
     """
     rows = [row for row, sequence in enumerate(sequences) if asks_for_change(sequence)]
     if not rows:

@@ -1,4 +1,4 @@
-"""Where a model is to be found. Imports no transformers, so that a command can ask at once."""
+"""Checks where a model is. Imports no transformers, so that commands can check quickly."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from workers.engine.model import ModelRefused
 
 
 def check_place(model_path: str) -> None:
-    """Refuses local paths that hold no model. A name such as `org/model` is the Hub's."""
+    """Refuses local paths without a model. Names such as `org/model` belong to the Hub."""
     path = Path(model_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -24,8 +24,9 @@ def check_place(model_path: str) -> None:
 
 
 def check_on_hub(model_path: str) -> None:
-    """Fetches the configuration of what is no folder, or finds it in the cache; refuses what the
-    Hugging Face Hub does not give."""
+    """Fetches the configuration of a Hub model, or finds it in the cache; refuses unknown
+    models.
+    """
     if Path(model_path).expanduser().is_dir():
         return
     try:

@@ -1,7 +1,7 @@
-"""Looks at a loaded decoder before it serves: what its layers keep, and whether paging changes it.
+"""Checks a loaded decoder before it serves: its layers' KV shapes, and whether paging is exact.
 
-A model whose attention does not come through our function would attend across sequences without
-a word; one that hides a window in a mask would attend too far. Neither may share a batch.
+A model that bypasses our attention function would attend across sequences unnoticed; one that hides
+a window in a mask would attend too far. Neither may share a batch.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,
     AttentionCall,
+    AttentionStep,
     CannotShareBatch,
     StepNotHandedDown,
 )
@@ -24,10 +25,9 @@ from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.checkpoint import first_line
 from workers.model.kv_cache import LayerShape
 from workers.model.runner import ModelRunner
-from workers.model.step_relay import relay_step
 
-# Keyword arguments of attention that change nothing for us: positions are in the rotary
-# embedding by then, and the rest is bookkeeping.
+# Keyword arguments that do not change our attention: positions are already in the rotary embedding,
+# the rest is bookkeeping.
 _HARMLESS = {
     "cache_position",
     "is_causal",
@@ -41,19 +41,19 @@ _HARMLESS = {
 }
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_LENGTHS = (11, 5)
-# Lowest cosine between logits of the paged and of transformers' own attention, around their mean.
+# Lowest cosine of logits between paged and transformers' attention, mean removed.
 LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
 
 
 class ProbeStep:
-    """AttentionStep for one plain sequence that notes the shape of each layer's KV."""
+    """AttentionStep for one plain sequence that records each layer's KV shape."""
 
     def __init__(self) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
         self.num_windows = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See AttentionStep.attend. Raises CannotShareBatch for what we cannot do."""
+        """See AttentionStep.attend. Raises CannotShareBatch for unsupported calls."""
         _check_call(call, is_again=call.module in self.shapes)
         num_tokens, kv_heads, k_dim = call.key.shape
         self.shapes[call.module] = LayerShape(kv_heads, k_dim, call.value.shape[-1])
@@ -64,7 +64,7 @@ class ProbeStep:
 
 
 def own_attention(name: str) -> str:
-    """What is said of a model that computes attention outside transformers' interface."""
+    """The message for a model that computes attention outside transformers' interface."""
     return (
         f"{name} keeps its attention to itself: no call came through transformers' attention "
         "interface"
@@ -91,10 +91,8 @@ def _check_call(call: AttentionCall, *, is_again: bool) -> None:
 def probe_layers(
     decoder: Any, config: PretrainedConfig, device: torch.device
 ) -> dict[nn.Module, LayerShape]:
-    """Runs a few tokens to learn what each attention layer keeps.
-
-    Raises CannotShareBatch, or ModelRefused for what is no decoder.
-    """
+    """Runs a few tokens to learn each attention layer's KV shape. Raises CannotShareBatch, or
+    ModelRefused for a model that is not a decoder."""
     _check_layer_types(type(decoder).__name__, config.get_text_config())
     try:
         step = _run_probe(decoder, config, device)
@@ -154,9 +152,8 @@ def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
 def check_parity(
     decoder: Any, runner: ModelRunner, config: PretrainedConfig, device: torch.device
 ) -> None:
-    """Raises CannotShareBatch where a paged batch of two differs from transformers' own way, or
-    where a forward raises.
-    """
+    """Raises CannotShareBatch if a paged batch of two differs from transformers' attention or
+    raises."""
     prompts = [probe_ids(config, n, device) for n in _PROBE_LENGTHS]
     chunks = [
         Chunk(sequence, 0, sequence.num_prompt, samples=True)
@@ -181,7 +178,7 @@ def check_parity(
 
 
 def _own_logits(decoder: Any, prompts: list[Tensor]) -> Tensor:
-    """Of each prompt's last token (num_prompts, vocab_size), by transformers' own attention."""
+    """Logits (num_prompts, vocab_size) of each prompt's last token, by transformers' attention."""
     decoder.set_attn_implementation("eager")
     try:
         outputs = [decoder(input_ids=ids, use_cache=False) for ids in prompts]
@@ -202,7 +199,7 @@ def probe_ids(config: PretrainedConfig, num_tokens: int, device: torch.device) -
 
 
 def probe_sequences(prompts: list[Tensor], block_size: int) -> list[Sequence]:
-    """One of each prompt (1, num_tokens), in blocks dealt out backwards from their order."""
+    """One sequence per prompt (1, num_tokens), with blocks in reverse order."""
     sequences = []
     next_block = 0
     for prompt in reversed(prompts):
@@ -222,3 +219,32 @@ def probe_sequences(prompts: list[Tensor], block_size: int) -> list[Sequence]:
         next_block += num_blocks
         sequences.append(sequence)
     return sequences[::-1]
+
+
+def relay_step(decoder: nn.Module) -> None:
+    """Makes the forward's step reach attention modules whose layers do not pass keyword arguments
+    on (StableLM, Nemotron)."""
+    relay = _StepRelay()
+    decoder.register_forward_pre_hook(relay.take, with_kwargs=True)
+    decoder.register_forward_hook(relay.forget, always_call=True)
+    for module in decoder.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(relay.give, with_kwargs=True)
+
+
+class _StepRelay:
+    def __init__(self) -> None:
+        self._step: AttentionStep | None = None
+
+    def take(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._step = kwargs.get(STEP_KEYWORD)
+
+    def give(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if self._step is None:
+            return None
+        return args, kwargs | {STEP_KEYWORD: self._step}
+
+    def forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._step = None

@@ -1,7 +1,5 @@
-"""What the engine may use of a CPU. Tests and operators narrow it.
-
-Nothing else in the engine asks which processor this is.
-"""
+"""The CPU features that the engine may use; tests and operators can narrow them. No other module
+checks the processor."""
 
 import os
 from collections.abc import Mapping
@@ -15,25 +13,24 @@ ISA_VARIABLE = "BATCHWAY_CPU_ISA"
 
 
 class Product(StrEnum):
-    """Who multiplies by the weights of a linear layer."""
+    """Implementations of a linear layer's product."""
 
-    OWN = "own"  # the kernels of workers/model/native
+    OWN = "own"  # our kernels in workers/model/native
     ONEDNN = "onednn"  # torch's prepacked product
-    TORCH = "torch"  # as torch multiplies by default
+    TORCH = "torch"  # torch's default product
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """`isa`: the widest instructions of our kernels. `products`: those to choose from; TORCH always
-    remains.
-    """
+    """`isa`: the widest instruction set for our kernels. `products`: the candidates; TORCH is
+    always one."""
 
     isa: Isa = Isa.NATIVE
     products: frozenset[Product] = frozenset(Product)
 
 
 def find_processor(environment: Mapping[str, str] = os.environ) -> Processor:
-    """The processor at hand, narrowed as BATCHWAY_CPU_ISA says. Raises ModelRefused."""
+    """The current processor, narrowed by BATCHWAY_CPU_ISA. Raises ModelRefused."""
     name = environment.get(ISA_VARIABLE) or Isa.NATIVE
     if name not in list(Isa):
         raise ModelRefused(f"{ISA_VARIABLE}={name} is not one of {', '.join(Isa)}")

@@ -1,8 +1,7 @@
-"""Times the matrix products that this machine has, and names the faster one for each shape.
+"""Times this machine's matrix products and chooses the fastest for each layer shape.
 
-Which is faster depends on the processor, on the shape and on the number of threads, so it is
-measured when a model is loaded: random weights of the layer's shape, a few numbers of rows, both
-products in turns. Figures are kept in a file, so that a second load measures nothing.
+It depends on processor, shape and number of threads, so it is measured when a model is loaded, on
+random weights, with the candidates in turn. Results are stored in a file and reused.
 """
 
 import json
@@ -23,21 +22,19 @@ from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.panels import PANEL, Panels
 from workers.model.processor import Product
 
-ROWS = (1, 8, 32, 128)  # of x: one stream, a few, many, a chunk of a prompt
-_SHAPE_S = 0.12  # for all rows of one shape
+ROWS = (1, 8, 32, 128)  # rows of x: one stream, a few, many, a chunk of a prompt
+_SHAPE_S = 0.12  # for all row counts of one shape
 _LEAST_CALLS = 5
-# A product is timed on weights that the caches do not hold where those of the model do not fit
-# there either, and on a part of a very large layer, whose outputs all cost the same.
+# Time on weights larger than the caches if the model's are. Very large layers are timed in part.
 _WORKING_SET_BYTES = 2**25
 _MOST_WEIGHTS = 2**21
-# The least time of the calls counts. Where the median is above so many times the least, or where
-# the process had less than this share of its threads' time, other work has the processor, and
-# nothing is known.
+# The shortest call counts. If the median is this many times longer, or the process got less than
+# this share of its threads' time, the machine is busy and the result is discarded.
 _STEADY = 2.0
 _LEAST_SHARE = 0.7
-# Ours is taken unless the other is faster by this much, and where nothing is known: it also
-# computes norms, gates and sums, layers whose products are all ours run in one call, and a row's
-# outputs are the same whatever rows are beside it.
+# Our product is chosen unless another is faster by this factor, and if there is no result: it also
+# fuses norms, gates and sums, can run whole layers in one call, and its outputs do not depend on
+# the other rows.
 _MARGIN = 1.1
 
 _Multiply = Callable[[Tensor], Tensor]
@@ -64,8 +61,8 @@ class Shape:
 class Products:
     """The products of one CPU.
 
-    kernels: ours, by type, where they could be built; weight_bytes: of the whole model; kept_in:
-    the file of figures.
+    kernels: ours, by type, as far as they could be built; weight_bytes: of the whole model;
+    kept_in: the file of timings.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Products:
         self._laid_out: Counter[Shape] = Counter()
 
     def fastest(self, shape: Shape) -> Product:
-        """The product for such a layer; TORCH where there is no other."""
+        """The fastest product for such a layer; TORCH if there is no other."""
         candidates = self._candidates(shape)
         if len(candidates) < 2:
             return next(iter(candidates), Product.TORCH)
@@ -100,13 +97,12 @@ class Products:
         return Product.OWN if is_own else Product.ONEDNN
 
     def note(self, shape: Shape) -> None:
-        """Counts a layer that was laid out, for `slowdown`."""
+        """Counts a layer for `slowdown`."""
         self._laid_out[shape] += 1
 
     def slowdown(self) -> dict[int, float]:
-        """Rows of x -> the time of the products of all layers, as a multiple of the time that the
-        same layers take in float32. Empty where they are float32, or where either cannot be timed.
-        """
+        """Time of all layers' products by rows of x, relative to float32. Empty for float32, or if
+        either cannot be timed."""
         plain = Counter[Shape]()
         for shape, count in self._laid_out.items():
             plain[Shape(shape.num_in, shape.num_out, torch.float32)] += count
@@ -116,7 +112,7 @@ class Products:
         return {rows: a / b for rows, a, b in zip(ROWS, taken, beside, strict=False)}
 
     def _total_s(self, layers: Counter[Shape]) -> list[float]:
-        """Seconds of all layers for each of ROWS, each by its fastest product."""
+        """Seconds of all layers for each of ROWS, each layer by its fastest product."""
         totals = [0.0] * len(ROWS)
         for shape, count in layers.items():
             candidates = self._candidates(shape)
@@ -136,7 +132,7 @@ class Products:
         return found
 
     def _time(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
-        """Product -> seconds of one product, for each of ROWS; empty where nothing is known."""
+        """Seconds of one product for each of ROWS, by product; empty if unknown."""
         key = str(shape)
         if set(self._timed.get(key, ())) != set(candidates) and key not in self._unknown:
             self._timed[key] = self._measure(shape, candidates)
@@ -185,7 +181,7 @@ def _make_onednn(shape: Shape) -> _Multiply:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight (out, in), laid out for oneDNN's product with the rows of a few dozen streams."""
+    """Converts weight (out, in) to oneDNN's layout for a few dozen rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 32)
     return packed
 
@@ -197,7 +193,7 @@ def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this processor have the packed product for a type."""
+    """Whether torch and the processor support the packed product for this type."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16:
@@ -207,9 +203,8 @@ def onednn_takes(dtype: torch.dtype) -> bool:
 
 
 def figures_file(library: Path) -> Path:
-    """Beside the compiled kernels: another file for other kernels, another torch, processor, number
-    of threads or limit of oneDNN's instructions.
-    """
+    """The file of timings, next to the compiled kernels. Its name depends on kernels, torch,
+    processor, number of threads and oneDNN's instruction limit."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
     text = f"{_processor_name()} {torch.__version__} {torch.get_num_threads()} {limit}"
     name = "".join(letter if letter.isalnum() else "-" for letter in text)
@@ -226,7 +221,7 @@ def _processor_name() -> str:
 
 
 def _part(shape: Shape) -> Shape:
-    """The layer, or so many of its outputs as make _MOST_WEIGHTS."""
+    """The layer, reduced to _MOST_WEIGHTS weights."""
     most = max(PANEL, _MOST_WEIGHTS // shape.num_in // PANEL * PANEL)
     return Shape(shape.num_in, min(shape.num_out, most), shape.dtype, shape.is_int8)
 
@@ -238,7 +233,7 @@ def _wall_s(multiply: _Multiply, x: Tensor) -> float:
 
 
 def _read(file: Path) -> dict[str, dict[str, list[float]]]:
-    """Nothing where the file is missing or damaged: then it is measured again."""
+    """Stored timings; empty if the file is missing or damaged."""
     try:
         found = json.loads(file.read_text())
         return {
@@ -251,9 +246,8 @@ def _read(file: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def _write(file: Path, timed: dict[str, dict[str, list[float]]]) -> None:
-    """Under another name first: two workers may write at once. What cannot be written is measured
-    again by the next load.
-    """
+    """Writes to a temporary name: two workers may write at once. Failure only costs another
+    measurement."""
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         partial.write_text(json.dumps(timed))

@@ -1,7 +1,7 @@
-"""Holds a model whose modules have been exchanged against its untouched self.
+"""Compares a model whose modules have been replaced with the original.
 
-The same steps run before and after: prompts together, a chunk beside a stream, several streams,
-one alone. Leaves to `surgery` which modules are exchanged, and to `paged` to take modules back.
+Runs the same steps before and after: prompts together, a chunk beside a stream, several streams,
+one stream alone.
 """
 
 from collections.abc import Collection
@@ -22,21 +22,22 @@ from workers.model.runner import ModelRunner
 from workers.model.surgery.stack import stack_of
 from workers.model.surgery.trial import Calls, finding_wrong, noting_calls
 
-# Largest difference of a logit, as a share of the largest in its row, around the row's mean.
-# Of 64 layers with lively random weights in bfloat16 it was 0.14.
+# Largest difference of a logit as a share of its row's largest, row mean removed. It was 0.14 for
+# 64 layers with random weights in bfloat16.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-# Of all logits' length: a factor, which half precision's tolerance would let pass, shows here.
+# Largest relative change of all logits' norm; catches a factor that half precision's tolerance
+# passes.
 _MAX_GROWTH = 0.01
-# Tokens of each stream, in all steps together. None needs more than the 16 slots that the loader
-# sees to; where the cache holds fewer streams, the last ones are left out.
+# Tokens of each stream in all steps. None needs more than the 16 slots the loader guarantees; a
+# smaller cache drops the last streams.
 _STREAM_TOKENS = (12, 5, 3, 4)
 _MOST_STREAM_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """What a model did in the steps before anything was exchanged. logits (num_rows, vocab_size)
-    float32; choices: see _Choices.
+    """The original model's results: logits (num_rows, vocab_size) float32; choices: see
+    _Choices.
     """
 
     steps: Seq[Seq[Chunk]]
@@ -49,9 +50,8 @@ class Untouched:
 def record(
     runner: ModelRunner, decoder: Any, config: PretrainedConfig, names: Collection[str]
 ) -> Untouched:
-    """Runs the steps and notes the calls of the modules of these names. Raises CannotShareBatch
-    where the forward raises.
-    """
+    """Runs the steps and records the calls of the named modules. Raises CannotShareBatch if the
+    forward raises."""
     steps = _steps(runner, config, next(decoder.parameters()).device)
     try:
         with noting_calls(decoder, names) as calls, _Choices() as choices:
@@ -67,7 +67,7 @@ def record(
 
 @torch.inference_mode()
 def difference(runner: ModelRunner, decoder: Any, untouched: Untouched) -> str | None:
-    """Runs the steps again; what differs, in words, or None."""
+    """Runs the steps again; returns a description of the difference, or None."""
     try:
         with _Choices(untouched.choices):
             found = _run(runner, untouched.steps)
@@ -86,22 +86,24 @@ def difference(runner: ModelRunner, decoder: Any, untouched: Untouched) -> str |
 def find_wrong(
     runner: ModelRunner, decoder: nn.Module, untouched: Untouched, names: Collection[str]
 ) -> set[str]:
-    """Which of the exchanged modules make the model differ: all where it cannot be said."""
+    """The replaced modules that cause the difference; all of them if it cannot be determined."""
     modules = {name: decoder.get_submodule(name) for name in names}
     try:
         with finding_wrong(modules, untouched.calls) as wrong, _Choices(untouched.choices):
             _run(runner, untouched.steps)
-    except Exception:  # in a module between those
+    except Exception:  # a module between them raised
         return set(names)
     return wrong or set(names)
 
 
 @torch.inference_mode()
 def streamline(runner: ModelRunner, decoder: Any, untouched: Untouched) -> bool:
-    """Lets a stack compute in the decoder's place where it gives the same; says whether it does."""
+    """Replaces the decoder's forward by a stack if the results are equal; returns whether it
+    did.
+    """
     try:
         runner.stack = stack_of(decoder, runner.max_model_len, runner.cache)
-    except Exception:  # a part has the name of one that it is not
+    except Exception:  # a submodule has an unexpected type
         return False
     if runner.stack is not None and difference(runner, decoder, untouched) is not None:
         runner.stack = None
@@ -109,10 +111,9 @@ def streamline(runner: ModelRunner, decoder: Any, untouched: Untouched) -> bool:
 
 
 class _Choices(TorchFunctionMode):
-    """Notes what a model chooses by `topk` and `max`, as mixtures choose experts; or has it choose
-    the same again. Two experts that score nearly the same would otherwise change places by rounding
-    alone, and a right exchange would look like a wrong one.
-    """
+    """Records a model's choices by `topk` and `max` (as mixtures choose experts), or repeats them.
+    Otherwise rounding may swap two experts of nearly equal score, and a correct replacement would
+    look wrong."""
 
     _FUNCTIONS = (torch.topk, Tensor.topk, torch.max, Tensor.max)
 
@@ -137,9 +138,9 @@ class _Choices(TorchFunctionMode):
 
 
 def _values_at(chosen: Tensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Of the tensor that `topk` or `max` was called with."""
+    """The chosen entries of the tensor that `topk` or `max` was called with."""
     scores, *others = [*args] if args else [kwargs["input"]]
-    place = 1 if func in (torch.topk, Tensor.topk) else 0  # behind `k`
+    place = 1 if func in (torch.topk, Tensor.topk) else 0  # position of `dim` in the arguments
     dim = others[place] if len(others) > place else kwargs.get("dim", -1)
     if chosen.ndim < scores.ndim:  # `max` without `keepdim`
         return _values_at(chosen.unsqueeze(dim), func, args, kwargs).squeeze(dim)
@@ -155,7 +156,7 @@ def _run(runner: ModelRunner, steps: Seq[Seq[Chunk]]) -> Tensor:
 def _steps(
     runner: ModelRunner, config: PretrainedConfig, device: torch.device
 ) -> list[list[Chunk]]:
-    """The first stream's prompt has 9 tokens, the second's 4 in two chunks."""
+    """The first stream's prompt has 9 tokens; the second's has 4, in two chunks."""
     num_streams = runner.num_blocks // -(-_MOST_STREAM_TOKENS // runner.block_size)
     tokens = [probe_ids(config, n, device) for n in _STREAM_TOKENS[:num_streams]]
     first, second, *others = probe_sequences(tokens, runner.block_size)

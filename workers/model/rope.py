@@ -1,17 +1,18 @@
-"""Rotary embeddings whose frequencies depend on length, made independent of the batch.
+"""Makes length-dependent rotary embeddings independent of the batch.
 
-transformers takes the longest position *of the batch* to choose longrope's factors or to grow
-dynamic NTK scaling, so that a sequence's tokens would change with its neighbours. Here they are
-fixed once, by the longest sequence that this engine will run.
+transformers uses the longest position of the batch to choose longrope's factors or dynamic NTK
+scaling, so a sequence's tokens would depend on its neighbours. Here both are fixed once, for the
+longest sequence that this engine runs.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# No name that the update in modeling_rope_utils.dynamic_rope_update reacts to.
+from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
+
+# A name that modeling_rope_utils.dynamic_rope_update ignores.
 _FIXED = "fixed"
 
 
@@ -29,7 +30,7 @@ def fix_rope(decoder: nn.Module, max_model_len: int) -> int:
 
 
 def _fix(module: Any, max_model_len: int, layer_type: str | None) -> bool:
-    """Fixes one set of frequencies; False where they do not depend on length."""
+    """Fixes one set of frequencies; returns False if they do not depend on length."""
     rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if rope_type != "longrope" and "dynamic" not in rope_type:
         return False

@@ -1,7 +1,4 @@
-"""Runs a step: chunks in, samples out. Implements the engine's Model.
-
-Knows how the parts work together. Leaves attention to a back end and choice to the sampler.
-"""
+"""Runs a step: chunks in, samples out. Implements the engine's Model."""
 
 import inspect
 from collections.abc import Sequence as Seq
@@ -40,9 +37,9 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._device = device
         self.kernels = kernels
-        # Where the head cannot be asked for some rows only, it computes them all.
+        # Otherwise the head computes all rows.
         self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
-        self.stack: Stack | None = None  # computes in the decoder's place
+        self.stack: Stack | None = None  # replaces the decoder's forward
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +63,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         if not chunks and not padding:
             return []
         batch = self._batch(chunks, padding)
@@ -75,7 +71,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
-        """Writes the chunks' KV; (num_rows, vocab_size) logits, as Batch.logits_index says."""
+        """Writes the chunks' KV; returns logits (num_rows, vocab_size), as Batch.logits_index
+        says.
+        """
         return self._compute(self._batch(chunks, padding))
 
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
@@ -101,9 +99,9 @@ class ModelRunner:
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor, step: AttentionStep
     ) -> Tensor:
-        """The whole ForCausalLM on a flat batch -> (num_rows, vocab_size) logits; see Batch.
+        """Runs the ForCausalLM on a flat batch -> (num_rows, vocab_size) logits; see Batch.
 
-        Whole, because scaling and capping of the logits live in its head.
+        The whole model, because scaling and capping of logits are in its head.
         """
         if self.stack is not None:
             return self.stack.forward(input_ids, position_ids, logits_index, step)

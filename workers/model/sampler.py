@@ -1,10 +1,10 @@
 """Chooses each row's next token, all rows together.
 
-bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise is a
-function of the row's own seed and position (see `noise`), so a token depends on its own sequence
-alone. Rows that ask for nothing special pay for nothing special: greedy is one argmax.
+Bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise is a
+function of the row's seed and position (see `noise`), so a token depends only on its own sequence.
+Options that no row uses are skipped: greedy is one argmax.
 
-Log probabilities are of the model's raw logits in float32, before penalties and temperature.
+Log probabilities are of the raw logits in float32, before penalties and temperature.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
 from workers.model.penalties import adjust_logits, asks_for_change
 from workers.model.thresholds import find_allowed
 
-# Below this a temperature means greedy: logits divided by less overflow float32.
+# A lower temperature means greedy: the scaled logits would overflow float32.
 LOWEST_TEMPERATURE = 1e-5
 _NOT_FINITE = "the model's logits are not finite numbers"
 
@@ -47,7 +47,7 @@ def sample(
         index = torch.tensor(drawing, device=raw.device)
         token_ids[index] = _draw(scores[index], [sequences[row] for row in drawing])
     samples = _samples(raw, token_ids, sequences)
-    # NaN wins every argmax, so one look at the chosen logit finds it anywhere in the row.
+    # argmax returns NaN if there is one, so checking the chosen logit is enough.
     is_finite = raw.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
     return [
         sample if finite else RowFailed(_NOT_FINITE)
@@ -60,7 +60,7 @@ def _draws(sequence: Sequence) -> bool:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    """Whether the highest logit is all that matters."""
+    """Whether only the highest logit matters."""
     is_greedy = not _draws(sequence) and not asks_for_change(sequence)
     return is_greedy and sequence.params.logprobs is None
 
@@ -90,10 +90,10 @@ def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
 def _draw_limited(
     scores: Tensor, params: Seq[SamplingParams], keys: Seq[int]
 ) -> tuple[Tensor, Tensor]:
-    """Draws among the most likely tokens, with noise for those alone.
+    """Samples among the most likely tokens, with noise for those only.
 
-    scores (num_rows, vocab_size) -> token ids (num_rows,), and which rows (num_rows,) may draw
-    other tokens too: their ids mean nothing, and what they may not draw is -inf in `scores`.
+    scores (num_rows, vocab_size) -> token ids (num_rows,), and which rows (num_rows,) may also draw
+    other tokens; their ids are invalid, and forbidden scores are set to -inf.
     """
     allowed = find_allowed(
         scores,
@@ -113,7 +113,7 @@ def _draw_limited(
 
 
 def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
-    """Some rows of scores, copied unless they are all there are; and their index."""
+    """Some rows of scores and their index; copies unless all rows are taken."""
     index = torch.tensor(rows, device=scores.device)
     return (scores if list(rows) == list(range(len(scores))) else scores[index]), index
 

@@ -1,9 +1,9 @@
-"""Runs a decoder that cannot share a batch: one sequence a forward, each with its own state.
+"""Runs a decoder that cannot share a batch: one sequence per forward, each with its own state.
 
-The state is whatever transformers keeps for the family: keys and values, convolutions, recurrent
-matrices. The engine's blocks are counts here, by which admission stays right. Where a state and
-the engine's own count of computed tokens differ, the sequence is computed from its start: a
-rollback, a preemption or a shared prefix costs time and never a wrong token.
+The state is what transformers keeps for the family: keys and values, convolutions, recurrent
+matrices. The engine's blocks are only counted, for admission. If a state does not match the
+engine's count of computed tokens (rollback, preemption, shared prefix), the sequence is recomputed
+from its start.
 """
 
 import inspect
@@ -20,12 +20,12 @@ from workers.engine.model import Chunk, Padding, Row
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks, scored_positions
 
-# The names that families give their state, as an argument and in the output of a forward.
+# Argument and output names of the state, by family.
 _STATE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class Continues(StrEnum):
-    """Where a forward of a family may pick up the state of an earlier one."""
+    """Where a family's forward can continue from an earlier state."""
 
     ANYWHERE = "prompts are computed in chunks"
     AT_TOKENS = "each prompt is computed in one piece, with its last chunk"
@@ -34,9 +34,8 @@ class Continues(StrEnum):
 
 @dataclass(slots=True)
 class _State:
-    """What a sequence has left behind. `num_held` tokens are in `cache`; the engine counts
-    `num_counted` as computed, of which the last ones may still be put off.
-    """
+    """A sequence's state. `cache` holds `num_held` tokens; the engine counts `num_counted` as
+    computed, and may have postponed the last of them."""
 
     cache: Any = None
     num_held: int = 0
@@ -94,7 +93,7 @@ class SequentialRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run. Padding is not computed: one sequence makes no rectangle."""
+        """See Model.run. Ignores padding."""
         self._forget_rolled_back()
         found = [self._compute(chunk) for chunk in chunks]
         logits = _stack([rows for rows, _ in found])
@@ -102,22 +101,20 @@ class SequentialRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk]) -> Tensor:
-        """(num_rows, vocab_size) logits: those of each chunk's scored positions, then its last
-        one's where it samples.
-        """
+        """Logits (num_rows, vocab_size) of each chunk's scored positions, then of its last one if
+        it samples."""
         self._forget_rolled_back()
         return _stack([self._compute(chunk)[0] for chunk in chunks])
 
     def _forget_rolled_back(self) -> None:
-        """Drops the states of preempted sequences, also of those that have no chunk now."""
+        """Drops states of preempted sequences, including those without a chunk now."""
         for sequence, state in list(self._states.items()):
             if state.num_counted != sequence.num_computed:
                 del self._states[sequence]
 
     def _compute(self, chunk: Chunk) -> tuple[Tensor | None, range]:
-        """Logits (num_rows, vocab_size) of the positions that are scored, then of the last one
-        where the chunk samples; and which are scored.
-        """
+        """Logits (num_rows, vocab_size) of the scored positions, then of the last one if the chunk
+        samples; and the scored positions."""
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         state = self._states.get(sequence, _State())
         if state.num_counted != chunk.start:
@@ -125,7 +122,7 @@ class SequentialRunner:
         self._states[sequence] = state
         state.num_counted = end
         if self.continues is not Continues.ANYWHERE and not chunk.samples:
-            return None, range(0)  # put off until the chunk that samples
+            return None, range(0)  # postponed until a chunk samples
         is_token = end - state.num_held == 1
         if self.continues is Continues.AT_TOKENS and not is_token:
             state.cache, state.num_held = None, 0
@@ -134,7 +131,7 @@ class SequentialRunner:
         return self._forward(sequence.token_ids, state, end, rows), scored
 
     def _forward(self, token_ids: list[int], state: _State, end: int, rows: list[int]) -> Tensor:
-        """Takes the state from `num_held` tokens to `end` -> (len(rows), vocab_size) logits."""
+        """Advances the state from `num_held` tokens to `end` -> (len(rows), vocab_size) logits."""
         start = state.num_held
         index = torch.tensor([row - start for row in rows], dtype=torch.int64, device=self._device)
         arguments = self._arguments(state, start, end, index)
@@ -150,7 +147,7 @@ class SequentialRunner:
         return logits if "logits_to_keep" in arguments else logits[index]
 
     def _arguments(self, state: _State, start: int, end: int, index: Tensor) -> dict[str, Any]:
-        """Those of the family's arguments that say where it goes on and what is wanted."""
+        """The family's arguments for the position and the wanted logits."""
         arguments: dict[str, Any] = {
             "position_ids": torch.arange(start, end, device=self._device)[None],
             "logits_to_keep": index,
@@ -161,13 +158,13 @@ class SequentialRunner:
 
 
 def _stack(rows: list[Tensor | None]) -> Tensor:
-    """All rows (n, vocab_size) one behind the other."""
+    """Concatenates all rows (n, vocab_size)."""
     found = [part for part in rows if part is not None]
     return torch.cat(found) if found else torch.empty(0, 0)
 
 
 def kept_state(output: Any) -> Any:
-    """What a forward with `use_cache` hands on. Raises LookupError where it hands on nothing."""
+    """The state returned by a forward with `use_cache`. Raises LookupError without one."""
     for name in _STATE_NAMES:
         if (state := output.get(name)) is not None:
             return state

@@ -1,8 +1,7 @@
-"""Looks at a decoder that is to run one sequence at a time: may it, and what does it keep?
+"""Checks a decoder that runs one sequence at a time: how its state may continue, and its size.
 
-The measure is the family's own forward over a whole sequence, without any state. A decoder whose
-state goes on wrongly in the middle of a prompt is asked to go on at single tokens only, and one
-that cannot do that either is never asked to go on.
+The reference is the family's forward over a whole sequence without state. If continuing inside a
+prompt gives other results, only single tokens continue; if that fails too, nothing does.
 """
 
 import math
@@ -21,16 +20,16 @@ from workers.model.probe import LOWEST_COSINE, centred, probe_ids
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
 
 _PROBE_LENGTHS = (19, 13)
-# Ends of the chunks of a probe: a prompt in three, then token by token.
+# Chunk ends of the probe: a prompt in three chunks, then single tokens.
 _CHUNK_ENDS = (4, 9, 11)
-# 1 - cosine up to which going on is rounding alone. Beyond it prompts are computed in one piece,
-# as `generate` does: Zamba2 and Nemotron-H go on with less precision than they begin with.
+# 1 - cosine that rounding explains. Above it, prompts are computed in one piece, as `generate`
+# does: Zamba2 and Nemotron-H continue with less precision than they start.
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Bytes that a sequence's state takes, whatever its length, and more for each token."""
+    """Bytes of a sequence's state: a constant part, and a part per token."""
 
     sequence_bytes: int
     token_bytes: int
@@ -38,7 +37,7 @@ class StateShape:
 
 @torch.inference_mode()
 def choose_continuation(decoder: Any, config: PretrainedConfig, device: torch.device) -> Continues:
-    """The furthest that the decoder's state can be trusted. Raises ModelRefused."""
+    """The most permissive continuation with correct results. Raises ModelRefused."""
     name = type(decoder).__name__
     prompts = [probe_ids(config, n, device) for n in _PROBE_LENGTHS]
     try:
@@ -60,7 +59,7 @@ def choose_continuation(decoder: Any, config: PretrainedConfig, device: torch.de
 
 @torch.inference_mode()
 def measure_state(decoder: Any, config: PretrainedConfig, device: torch.device) -> StateShape:
-    """From two lengths; a window that is longer than both counts as if it had no end."""
+    """Measured at two lengths; a longer window counts as unlimited."""
     short, long = 4, 12
     sizes = []
     for num_tokens in (short, long):
@@ -77,7 +76,7 @@ def _error(
     expected: list[Tensor],
     device: torch.device,
 ) -> float:
-    """1 - cosine, at worst, of all samples of two sequences that take turns; inf for a crash."""
+    """Largest 1 - cosine over samples of two alternating sequences; inf if it raises."""
     runner = SequentialRunner(
         decoder,
         continues,
@@ -95,7 +94,7 @@ def _error(
                 if end in _CHUNK_ENDS or max(_CHUNK_ENDS) < end <= prompt.shape[1]:
                     found = _take_chunk(runner, sequence, prompt, end)
                     worst = max([worst, *(_distance(row, logits[end - 1]) for row in found)])
-    except Exception:  # whatever it raises, it does not go on
+    except Exception:  # whatever it raises, it cannot continue
         return float("inf")
     return worst
 
@@ -112,7 +111,7 @@ def _take_chunk(runner: SequentialRunner, sequence: Sequence, prompt: Tensor, en
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """1 - cosine of logits (vocab_size,) around their mean; inf for what is not finite."""
+    """1 - cosine of logits (vocab_size,), mean removed; inf if not finite."""
     cosine = torch.cosine_similarity(centred(found.double()), centred(expected.double()), dim=-1)
     distance = 1.0 - float(cosine)
     return distance if math.isfinite(distance) else float("inf")

@@ -1,7 +1,7 @@
-"""Which tokens a row may draw: top-k, then top-p of what is left, then min-p.
+"""Which tokens a row may draw: top-k, then top-p of the rest, then min-p.
 
-Each is a lowest score. Tokens that tie with the lowest are all kept, so that the set depends on
-the scores alone and never on the order in which a sort meets them.
+Each is a minimum score. Ties with the minimum are all kept, so the set does not depend on sort
+order.
 """
 
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The most likely tokens that are sorted first. Where they do not reach top-p, all are sorted.
+# The most likely tokens, sorted first. If they do not reach top-p, all are sorted.
 _NUM_CANDIDATES = 1024
 _NUM_TIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What each row may draw: all tokens of at least its `lowest` score (num_rows, 1).
+    """The tokens each row may draw: those with at least its `lowest` score (num_rows, 1).
 
-    token_ids and scores (num_rows, n): its most likely tokens, most likely first. is_complete
-    (num_rows,): no other token may be drawn.
+    token_ids and scores (num_rows, n): its most likely tokens, in order. is_complete (num_rows,):
+    no other token may be drawn.
     """
 
     lowest: Tensor
@@ -35,7 +35,7 @@ def find_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
     top_p, min_p = top_p[:, None], min_p[:, None]
-    # A few more than top-k, to see that none ties with the last one.
+    # Some more than top-k, to check for ties with the last.
     num_candidates = min(int(top_k.max()) + _NUM_TIES, _NUM_CANDIDATES, vocab_size)
     candidates, token_ids = torch.topk(scores, num_candidates, dim=-1)
     lowest = _lowest(scores, candidates, top_k, top_p, min_p)
@@ -50,10 +50,8 @@ def find_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
 
 
 def find_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Allowed:
-    """`find_allowed` among the most likely tokens alone, without asking the device for anything.
-
-    Where these do not decide, `is_complete` is not set and the rest of the row means nothing.
-    """
+    """`find_allowed` among the most likely tokens only, without synchronizing with the device. If
+    they do not suffice, `is_complete` is False and the rest of the row is invalid."""
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
     top_p, min_p = top_p[:, None], min_p[:, None]
@@ -70,7 +68,7 @@ def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) 
     """Whether the candidates (num_rows, n), sorted, decide top-k and top-p: bool (num_rows,)."""
     vocab_size, num_candidates = scores.shape[1], candidates.shape[1]
     decides_k = (top_k >= vocab_size) | (top_k <= num_candidates)
-    # With top-k among the candidates, top-p is too; else the candidates' mass must reach it.
+    # With top-k among the candidates, top-p is too; otherwise their mass must reach it.
     mass = (torch.logsumexp(candidates, -1) - torch.logsumexp(scores, -1)).exp()[:, None]
     decides_p = (top_p >= 1.0) | (mass > top_p) | (top_k <= num_candidates)
     return (decides_k & decides_p)[:, 0]

@@ -1,15 +1,15 @@
-"""A model's tokenizer files, for those who turn text into tokens and back."""
+"""Reads a model's tokenizer files."""
 
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from contract.codec import encode_tokenizer
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.transformers_compat import get_tokenizer_config
 
 _MAX_TEMPLATE_CHARS = 2**20
 
@@ -18,7 +18,7 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
     """The fast tokenizer and chat template beside the weights. Raises ModelRefused."""
     try:
         configuration = get_tokenizer_config(model_path, revision=revision)
-    except Exception as exc:  # of code that takes its file for well-formed
+    except Exception as exc:  # transformers assumes a well-formed file
         raise ModelRefused(
             f"tokenizer_config.json of {model_path} cannot be read: {first_line(exc)}"
         ) from exc
@@ -31,7 +31,7 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
         tokenizer: Any = AutoTokenizer.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
         )
-    except Exception as exc:  # of code that takes its files for well-formed
+    except Exception as exc:  # transformers assumes well-formed files
         raise ModelRefused(
             f"{model_path} has no tokenizer that can be loaded: {first_line(exc)}"
         ) from exc

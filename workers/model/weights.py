@@ -1,6 +1,7 @@
-"""Reads a decoder's weights: safetensors only, all of them, never code that comes with a model."""
+"""Reads a decoder's weights: safetensors only, all of them, and no code of the model."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -8,15 +9,15 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
-from transformers.utils.import_utils import is_accelerate_available
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.transformers_compat import forget_attention, set_own_attention
 
 
 class _OwnAttentionTable(Exception):
-    """The family looks its attention up in a table of its own, where ours is not."""
+    """The family has its own table of attention functions, without ours."""
 
 
 def load_decoder(
@@ -26,14 +27,14 @@ def load_decoder(
     device: torch.device,
     revision: str = DEFAULT_REVISION,
 ) -> nn.Module:
-    """The frozen decoder, with our attention where the family lets us. Raises ModelRefused."""
+    """The frozen decoder, with our attention if the family supports it. Raises ModelRefused."""
     register_attention()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
     try:
         decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:
-        config._attn_implementation = None
+        forget_attention(config)
         decoder = _read(path, arguments)
     frozen: nn.Module = decoder.to(device).eval().requires_grad_(False)
     return frozen
@@ -41,20 +42,14 @@ def load_decoder(
 
 def use_own_attention(decoder: Any) -> None:
     """Takes our attention back out, for transformers' own."""
-    if decoder.config._attn_implementation != ATTENTION_NAME:
-        return
-    name = "sdpa" if decoder._supports_sdpa else "eager"
-    if decoder._can_set_attn_implementation():
-        decoder.set_attn_implementation(name)
-    else:  # no attention of its looks there, but its masks may depend on it
-        decoder.config._attn_implementation = name
+    set_own_attention(decoder, ATTENTION_NAME)
 
 
 def _placement(device: torch.device) -> dict[str, Any]:
     """Straight to a GPU where accelerate is installed; transformers asks for it. Else the weights
     pass through the CPU's memory.
     """
-    if device.type == "cpu" or not is_accelerate_available():
+    if device.type == "cpu" or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": device}}
 
@@ -70,7 +65,7 @@ def _read(path: str, arguments: Mapping[str, Any]) -> Any:
         )
     except SafetensorError as exc:
         raise ModelRefused(f"a weight file of {path} is damaged: {first_line(exc)}") from exc
-    except Exception as exc:  # of code that takes its files for well-formed
+    except Exception as exc:  # transformers assumes well-formed files
         if exc.args == (ATTENTION_NAME,):
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
@@ -80,7 +75,7 @@ def _read(path: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_weights(path: str, info: Mapping[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers; we refuse it."""
+    """Refuses incomplete checkpoints: transformers would fill in random numbers."""
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(kind) or ())):
             raise ModelRefused(

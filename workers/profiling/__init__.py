@@ -1,1 +1,1 @@
-"""`batchway profile`: what bounds the steps of an engine on this machine. Uses torch."""
+"""`batchway profile`: finds what limits an engine's steps on this machine. Uses torch."""

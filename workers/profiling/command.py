@@ -1,4 +1,4 @@
-"""`batchway profile`: loads a model, measures the machine, looks at each class of step, advises."""
+"""`batchway profile`: loads a model, measures the machine and each class of step, and advises."""
 
 import argparse
 import sys
@@ -18,6 +18,9 @@ from workers.profiling.findings import ClassFinding, advice
 from workers.profiling.machine import Machine, measure
 from workers.profiling.window import KINDS, Load, Watched, Windows, find
 
+_TIMED_STEPS = 50  # of each class
+_PROFILED_STEPS = 8  # of each class, under torch's profiler
+
 
 class CannotProfile(Exception):
     """The message is one sentence."""
@@ -25,7 +28,7 @@ class CannotProfile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All that was found."""
+    """All results."""
 
     machine: Machine
     shape: Shape
@@ -33,7 +36,6 @@ class Profile:
     advice: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {
             "findings": [
                 asdict(f) | {"bound": f.bound.value, "efficiency": f.efficiency}
@@ -70,10 +72,10 @@ def take_profile(
 
 
 def profile_for(options: argparse.Namespace, engine_options: EngineOptions) -> Profile:
-    """What the command line asks for. Raises ModelRefused, CannotProfile."""
-    load = Load(options.streams, options.prompt_tokens, options.timed_steps)
+    """Runs the profile of the command line. Raises ModelRefused, CannotProfile."""
+    load = Load(options.streams, options.prompt_tokens, _TIMED_STEPS)
     try:
-        return take_profile(engine_options, load, options.profiled_steps, options.trace)
+        return take_profile(engine_options, load, _PROFILED_STEPS, options.trace)
     except torch.OutOfMemoryError as exc:
         raise CannotProfile("the device has too little memory for this") from exc
 

@@ -1,4 +1,4 @@
-"""What a step must read and compute at least, from the model's own tensors. Knows no clock."""
+"""The bytes and operations that a step needs at least, from the model's tensors."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -14,25 +14,25 @@ from workers.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder in numbers. Mixtures of experts count whole: their steps need less."""
+    """A decoder's sizes. Mixtures of experts count in full, though their steps need less."""
 
-    weight_bytes: int  # that a step reads: all but the embedding, of which it takes rows
-    num_body_weights: int  # products of each token
-    num_head_weights: int  # products of each row that is sampled
+    weight_bytes: int  # read in a step: all but the embedding
+    num_body_weights: int  # multiplied for each token
+    num_head_weights: int  # multiplied for each sampled row
     kv_bytes_per_token: int
     attention_width: int  # query heads * their size * layers
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Of one step."""
+    """One step."""
 
     num_bytes: int
     flops: int
 
 
 def shape_of(runner: ModelRunner) -> Shape:
-    """Raises AttributeError for a model that is none of transformers' decoders."""
+    """Raises AttributeError for a model that is not a transformers decoder."""
     decoder: Any = runner._decoder
     seen: set[int] = set()
     head = decoder.get_output_embeddings()
@@ -55,7 +55,7 @@ def shape_of(runner: ModelRunner) -> Shape:
 
 
 def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
-    """Weights once, each sequence's KV once; products of weights and of attention."""
+    """Weights once, each sequence's KV once; operations of weights and attention."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_rows = sum(chunk.samples for chunk in chunks)
     num_context = sum(chunk.start + chunk.num_tokens for chunk in chunks)
@@ -69,7 +69,7 @@ def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
 
 
 def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
-    """Elements and bytes of modules' own matrices; each tensor counts once."""
+    """Elements and bytes of the modules' own matrices; shared tensors count once."""
     own = [tensor for module in modules for tensor in _tensors(module)]
     found = {id(t): t for t in own if t.dim() > 1 and id(t) not in seen}.values()
     seen.update(map(id, found))
@@ -78,7 +78,7 @@ def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and what our own modules keep beside them, packed or not."""
+    """Parameters, and the tensors of our own modules, packed or not."""
     yield from module.parameters(recurse=False)
     for value in vars(module).values():
         if isinstance(value, Tensor):

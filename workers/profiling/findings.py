@@ -1,14 +1,14 @@
-"""What was measured of each class of step, what it means, and what to do. No torch."""
+"""Results per class of step, their meaning, and advice. No torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-_NEAR = 0.5  # of the best that is possible: then that is what bounds a step
+_NEAR = 0.5  # of the best possible: then this limits the step
 _LARGE_GAP = 0.25
 
 
 class Bound(StrEnum):
-    """What a class of steps waits for."""
+    """What limits a class of steps."""
 
     MEMORY = "memory"
     COMPUTE = "compute"
@@ -17,7 +17,7 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One kind of operation: its own time, as a share of all operators'."""
+    """One kind of operation, with its share of all operators' time."""
 
     name: str
     self_us: float
@@ -27,11 +27,11 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class ClassFinding:
-    """Steps of one class, means unless said otherwise. Seconds.
+    """Steps of one class; means unless stated otherwise. Seconds.
 
-    `memory_s`, `compute_s`: the least that reading and computing could take on this machine.
-    `outside_s`: of a step, before and after the model: scheduling, sampling's bookkeeping.
-    `gap_share`: of the profiled time, when no operator ran on the device.
+    `memory_s`, `compute_s`: lower bounds of reading and computing on this machine. `outside_s`:
+    part of a step before and after the model: scheduling, bookkeeping. `gap_share`: share of the
+    profiled time without an operator on the device.
     """
 
     kind: str
@@ -55,12 +55,12 @@ class ClassFinding:
 
     @property
     def efficiency(self) -> float:
-        """How near the model's time is to the least possible: 1 is the roof."""
+        """The lower bound relative to the model's time; 1 is the best possible."""
         return min(1.0, max(self.memory_s, self.compute_s) / self.model_s)
 
 
 def advice(findings: tuple[ClassFinding, ...], is_gpu: bool) -> str:
-    """One paragraph: what bounds this engine, and which setting moves it."""
+    """One paragraph: what limits this engine, and which setting helps."""
     by_kind = {finding.kind: finding for finding in findings}
     said = [_of_decode(by_kind["decode"], is_gpu)]
     said += [_of_prefill(by_kind["prefill"])]

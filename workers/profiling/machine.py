@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: bytes read per second, and products per second."""
+"""Measures this machine's limits: bytes read and operations per second."""
 
 import functools
 import time
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-_READ_BYTES = 256 * 2**20  # beyond any cache
+_READ_BYTES = 256 * 2**20  # larger than any cache
 _GPU_READ_BYTES = 2 * 2**30
 _COLUMNS = 8192
 _GEMM_SIZE = 2048
 _GPU_GEMM_SIZE = 8192
-_TIMES = 7  # the best of so many
+_TIMES = 7  # the best of several
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of one device, in one element type."""
+    """Limits of one device for one element type."""
 
     device: str
     dtype: str
     num_threads: int
-    bytes_per_s: float  # as a product of a matrix and a vector reads
-    flops_per_s: float  # as a square product computes, 2 for each multiplication
+    bytes_per_s: float  # of a matrix-vector product
+    flops_per_s: float  # of a square matrix product, 2 per multiplication
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
@@ -44,9 +44,8 @@ def _measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Mach
 
 
 def _bytes_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """By a product with a vector, or by a copy: some processors' products are slow. On a CPU of
-    float32 in any case: bytes are bytes, and its products of half precision wait for no memory.
-    """
+    """By a matrix-vector product or by a copy, as some processors' products are slow. On a CPU,
+    measure bandwidth in float32; half precision is compute-bound."""
     if device.type == "cpu":
         dtype = torch.float32
     num_bytes = _GPU_READ_BYTES if device.type == "cuda" else _READ_BYTES
@@ -79,6 +78,5 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

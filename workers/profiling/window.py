@@ -1,7 +1,7 @@
-"""Runs an engine through steps of each class, timed, and once more under torch's profiler.
+"""Runs an engine through steps of each class: timed, then under torch's profiler.
 
-Prefill: prompts that want one token each. Decode: so many streams and nothing else. Mixed: those
-streams, while prompts keep coming. Every prompt is another, so that no prefix is found computed.
+Prefill: prompts that want one token each. Decode: only streams. Mixed: streams while prompts keep
+coming. Every prompt is different, so no prefix is cached.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from workers.profiling.machine import Machine, synchronize
 
 KINDS = ("decode", "mixed", "prefill")
 _MAX_OPERATORS = 8
-_NATIVE = ("attend", "rms_norm", "rotate_and_keep", "silu_gate")  # of ours: no operators of torch
+_NATIVE = ("attend", "rms_norm", "rotate_and_keep", "silu_gate")  # our kernels, unknown to torch
 
 
 class Watched:
-    """A model that notes, of each step, how long it took and what it had to do."""
+    """A model wrapper that records each step's time and demand."""
 
     def __init__(self, runner: ModelRunner, shape: Shape, device: torch.device) -> None:
         self._runner = runner
@@ -49,7 +49,6 @@ class Watched:
         self.shares_blocks = runner.shares_blocks
 
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
-        """See Model.run."""
         self.demand = demand_of(self._shape, chunks)
         started_s = time.perf_counter()
         rows = self._runner.run(chunks, padding)
@@ -60,7 +59,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the steps are made of."""
+    """What the steps consist of."""
 
     num_streams: int
     num_prompt_tokens: int
@@ -74,7 +73,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Steps:
-    """What was noted of the steps of one class."""
+    """Records of the steps of one class."""
 
     step_s: list[float] = field(default_factory=list)
     model_s: list[float] = field(default_factory=list)
@@ -85,7 +84,7 @@ class _Steps:
 
 
 class Windows:
-    """Makes steps of a class happen, any number of times; one engine for all."""
+    """Produces steps of a class, with one engine for all."""
 
     def __init__(self, engine: Engine, model: Watched, vocab_size: int, load: Load) -> None:
         self._engine = engine
@@ -101,7 +100,7 @@ class Windows:
         num_steps: int,
         within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> _Steps:
-        """So many steps of this class, in a context that is entered when they begin."""
+        """Runs `num` steps of this class within a context entered when they begin."""
         steps = _Steps()
         self._prepare(kind)
         with within():
@@ -112,7 +111,7 @@ class Windows:
         return steps
 
     def _step(self, kind: str, steps: _Steps) -> None:
-        """One step; the rare one of another class is not noted."""
+        """One step; ignores the rare one of another class."""
         started_s = time.perf_counter()
         report = self._engine.step()
         step_s = time.perf_counter() - started_s
@@ -126,7 +125,7 @@ class Windows:
             steps.flops.append(self._model.demand.flops)
 
     def _prepare(self, kind: str) -> None:
-        """Brings the streams to where they decode."""
+        """Brings the streams to decoding."""
         if kind == "prefill":
             return
         num_first = 0
@@ -137,7 +136,7 @@ class Windows:
             num_first += sum(output.position == 0 for output in report.outputs)
 
     def _feed(self, kind: str) -> None:
-        """One prompt a step joins streams; alone, as many as the step has room for."""
+        """Adds one prompt per step to the streams; without streams, as many as fit."""
         num = {"decode": 0, "mixed": 1}.get(kind, -(-self._budget // self._load.num_prompt_tokens))
         for _ in range(num):
             self._add(1)
@@ -169,7 +168,7 @@ class Windows:
 
 
 def kind_of(report: StepReport) -> str:
-    """The class of a step: as metrics have it."""
+    """The class of a step, as in metrics."""
     num_prefill = report.num_step_tokens - report.num_decode_tokens
     if not num_prefill:
         return "decode" if report.num_decode_tokens else "idle"
@@ -184,8 +183,8 @@ def find(
     num_profiled: int,
     trace_dir: Path | None,
 ) -> ClassFinding:
-    """Times a class without the profiler, then looks into some of its steps with it."""
-    windows.run(kind, 2)  # what is slow once is over then
+    """Times a class without the profiler, then profiles some of its steps."""
+    windows.run(kind, 2)  # excludes one-time costs
     steps = windows.run(kind, num_steps)
     operators, gap_share = _look_inside(windows, kind, num_profiled, trace_dir)
     step_s, model_s = statistics.mean(steps.step_s), statistics.mean(steps.model_s)
@@ -208,7 +207,7 @@ def find(
 def _look_inside(
     windows: Windows, kind: str, num_steps: int, trace_dir: Path | None
 ) -> tuple[tuple[Operator, ...], float]:
-    """The operators that took most, and the share of the window in which none ran."""
+    """The operators with the most time, and the share of time in which none ran."""
     is_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     profiler = profile(activities=activities)
@@ -227,7 +226,7 @@ def _look_inside(
 
 
 def _self_us(row: Any, is_gpu: bool) -> float:
-    """On a GPU the kernels' own time; operators of the host would count it again."""
+    """On a GPU, the kernels' own time; host operators would count it again."""
     if is_gpu:
         return float(row.self_device_time_total) if row.device_type == DeviceType.CUDA else 0.0
     return float(row.self_cpu_time_total)
@@ -241,7 +240,7 @@ def _window_s(profiler: Any) -> float:
 
 @contextlib.contextmanager
 def named_native_kernels() -> Iterator[None]:
-    """Our own kernels show under their names: torch's profiler knows operators of torch alone."""
+    """Names our kernels for torch's profiler, which knows only torch's operators."""
     originals = {name: getattr(Kernels, name) for name in _NATIVE}
     for name, original in originals.items():
         setattr(Kernels, name, _recorded(f"batchway::{name}", original))

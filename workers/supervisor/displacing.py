@@ -1,6 +1,6 @@
-"""How many jobs of each lane a worker has room for, where urgent ones take places from others.
+"""How many jobs of each lane a worker has room for, when urgent lanes may displace others.
 
-Knows numbers of places and tokens; workers/engine/admission_check.py displaces.
+Counts places and tokens only; workers/engine/admission_check.py does the displacing.
 """
 
 import math
@@ -13,7 +13,7 @@ from workers.supervisor.lane_shares import UNKNOWN_LANE, LaneTerms
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A job that the worker holds: places for its choices in the next step, and its cost."""
+    """A job that the worker holds: the places its choices need in the next step, and its cost."""
 
     lane: str
     tenant: str
@@ -27,16 +27,16 @@ def rooms_by_lane(
     waiting_lanes: Iterable[str],
     whole: LaneRoom,
 ) -> dict[str, LaneRoom]:
-    """The lanes with room, of the `whole` that the worker has.
+    """Returns the lanes that have room, out of the worker's `whole` capacity.
 
-    A lane finds all of it but what is held, and of the least urgent ones that are held, if it goes
-    before them, all but their guaranteed shares: from those the engine takes first, shares or not,
-    so that of the lanes between none is counted on. A lane has no room while the engine lets a
-    sequence of its level, or of a more urgent one, wait: no worker hoards, and what was displaced
-    is no obstacle.
+    A lane may use whatever is not held. If it is more urgent than the least urgent lane that holds
+    jobs, it may also use what that lane holds beyond its guaranteed share. The engine displaces
+    from the least urgent lane first, so lanes in between count as held. A lane has no room while
+    the engine keeps a sequence of the same or a more urgent level waiting, so no worker hoards
+    jobs; displaced sequences of lower levels do not matter.
 
-    A lane without room whose jobs are held has places that a tenant with less than its equal share
-    of them may get from another: `LaneRoom.fair`. So a worker holds at most twice its places.
+    A lane without room reports `LaneRoom.fair`: places that a tenant below its equal share may take
+    from another tenant. A worker therefore holds at most twice its places.
     """
     held = list(held)
     waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
@@ -58,7 +58,7 @@ def rooms_by_lane(
 
 
 def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
-    """What the lane has, its `room` and what it holds, and the part of each tenant."""
+    """The lane's total (its `room` plus what it holds), and each tenant's part of it."""
     num_jobs, num_tokens = room.max_jobs, room.max_tokens
     parts: dict[str, tuple[int, int]] = {}
     for job in held:
@@ -77,7 +77,7 @@ def _room(
     lanes = {name: terms.get(name, UNKNOWN_LANE) for name in held}
     last = max((lane.priority for lane in lanes.values()), default=priority)
     shares = [lane.min_share for lane in lanes.values() if lane.priority == last]
-    # Of several lanes of the last level, the engine may take all from the one with a share.
+    # If the last level has several lanes, the engine may take everything from the one with a share.
     displaces = priority < last and (len(shares) == 1 or not any(shares))
     num_jobs, num_tokens = whole.max_jobs, whole.max_tokens
     for name, lane in lanes.items():
@@ -92,9 +92,9 @@ def _room(
 def _num_owed(
     asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
 ) -> int:
-    """How many of the lane's jobs may go first while it is owed its share: in the lane that the
-    engine takes from first, one beyond the guaranteed places would be displaced before it ran, and
-    keep others of its lane away while it waits in the engine."""
+    """How many of the lane's jobs may be claimed out of turn because the lane is owed its share. In
+    the lane that the engine displaces first, a job beyond the guaranteed places would be displaced
+    before it ran."""
     lane = terms[asking]
     others = [terms.get(name, UNKNOWN_LANE).priority for name in held if name != asking]
     is_first = lane.priority == min(other.priority for other in terms.values())
@@ -105,7 +105,7 @@ def _num_owed(
 
 
 def _guaranteed(has: LaneRoom, min_share: float, whole: LaneRoom) -> LaneRoom:
-    """What of it no more urgent lane may take."""
+    """The part of `has` that more urgent lanes may not take."""
     return LaneRoom(
         min(has.max_jobs, _num_guaranteed(min_share, whole)),
         min(has.max_tokens, math.ceil(min_share * whole.max_tokens)),
@@ -113,6 +113,6 @@ def _guaranteed(has: LaneRoom, min_share: float, whole: LaneRoom) -> LaneRoom:
 
 
 def _num_guaranteed(min_share: float, whole: LaneRoom) -> int:
-    """Places: the next number above the share, never the share itself, for with no place to spare
-    a lane could not catch up on a step in which one of them was empty."""
+    """Places, rounded up past the share: with exactly the share, a lane could not make up for a
+    step in which one of its places was empty."""
     return math.floor(min_share * whole.max_jobs) + 1 if min_share > 0 else 0

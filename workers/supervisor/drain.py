@@ -1,17 +1,17 @@
-"""The end of a worker's life: how long jobs may go on, and when the rest is given back."""
+"""How long running jobs may continue during a drain, and when the rest is released."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-_MAX_RESERVE_SHARE = 1 / 3  # of a short budget, kept for giving back
+_MAX_RESERVE_SHARE = 1 / 3  # of a short budget, kept for releasing jobs
 
 
 class Drain:
-    """Begun once, by a signal, a notice or an order. Seconds.
+    """A drain, begun once by a signal, a spot notice or an order. Times are in seconds.
 
-    What still runs `release_s` before the budget's end is given back; where the budget is short,
-    when two thirds of it are spent.
+    Jobs that still run `release_s` before the end of the budget are released; with a short budget,
+    after two thirds of it.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Drain:
         self._over_at_s = 0.0
 
     def begin(self) -> bool:
-        """False where it had begun before: the budget is not granted twice."""
+        """Returns False if it had begun before: the budget is not granted twice."""
         if self.begun.is_set():
             return False
         self._over_at_s = self._clock_s() + self.budget_s
@@ -33,12 +33,12 @@ class Drain:
 
     @property
     def running_s(self) -> float:
-        """How long jobs may still go on."""
+        """How long jobs may still run."""
         return max(0.0, self.left_s - self.reserve_s)
 
     @property
     def left_s(self) -> float:
-        """How long until the process should be gone; what it takes to give back, if not begun."""
+        """Time until the process must end; before the drain, the time reserved for releasing."""
         if not self.begun.is_set():
             return self.reserve_s
         return max(0.0, self._over_at_s - self._clock_s())

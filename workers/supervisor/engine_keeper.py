@@ -1,8 +1,8 @@
-"""Keeps an engine process running, and takes in what it says.
+"""Keeps an engine process running and handles its messages.
 
-When the process dies, or hangs and is killed, the jobs of the step it died in are blamed: each runs
-alone from now on, so that one that kills engines is found without failing another. All others are
-given back.
+When the process dies, or hangs and is killed, the jobs of its last step are blamed: each is then
+run alone, so that a job that kills engines is found without failing others. All other jobs are
+released.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from array import array
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
@@ -39,7 +40,6 @@ from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.watchdog import Watchdog
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ _MAX_FAILED_STARTS = 3
 
 
 class EngineRefused(Exception):
-    """No engine can be had: the model cannot be served, or its process keeps dying."""
+    """The model cannot be served, or its process keeps dying."""
 
 
 class EngineKeeper:
-    """Starts the engine, and starts it again. `tokenizer` is there once it has been ready."""
+    """Starts and restarts the engine. `tokenizer` is set once an engine has been ready."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class EngineKeeper:
         self._publisher = publisher
         self._meter = meter
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
-        self._frees_place = False  # in the step that comes: to be filled as soon as it is known
+        self._frees_place = False  # the current step frees a place: claim as soon as it ends
         self.tokenizer: Tokenizer | None = None
 
     async def run(self) -> None:
-        """Ends by EngineRefused alone."""
+        """Runs until it raises EngineRefused."""
         num_failed_starts = 0
         while True:
             client = await EngineClient.start(
@@ -96,14 +96,14 @@ class EngineKeeper:
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
                 raise EngineRefused("the engine process ends before it is ready: see above")
-            # Where this cannot be said, their leases lapse.
+            # If this fails, the leases expire.
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 
     async def _watched(self, client: EngineClient) -> None:
-        """Waits for an engine's end; makes an end of one that hangs."""
-        self._watchdog.hear()  # of the last engine it may have heard nothing any more
+        """Waits for the engine to end; kills it if it hangs."""
+        self._watchdog.hear()
         watching = asyncio.create_task(self._end_hanging(client))
         try:
             await client.end()
@@ -117,11 +117,11 @@ class EngineKeeper:
         client.kill()
 
     def _engine_has_work(self) -> bool:
-        """A job whose choices have all ended waits for Redis alone."""
+        """Ignores complete jobs: they wait for Redis, not for the engine."""
         return any(not job.is_complete for job in self._holding.jobs.values())
 
     async def _give_up(self, jobs: list[HeldJob], running: frozenset[str]) -> None:
-        """Blames the jobs of the fatal step, and gives the others back."""
+        """Blames the jobs of the fatal step and releases the others."""
         blamed = [job for job in jobs if job.job.id in running]
         innocent = [job for job in jobs if job.job.id not in running]
         if innocent:
@@ -136,7 +136,7 @@ class EngineKeeper:
         for message in said:
             self._take(message)
         if isinstance(last, EngineLoad):
-            # First the step's tokens go into their logs: its books take longer to make than that.
+            # Publish the step's tokens first: the bookkeeping takes longer.
             asyncio.get_running_loop().call_soon(self._take_load, last)
         else:
             self._take(last)
@@ -152,7 +152,7 @@ class EngineKeeper:
                 self._engine.steps.begin(time.monotonic())
                 self._holding.spans.note_running(job_ids)
             case JobFailed(_, _, ErrorCode.DEADLINE, _):
-                pass  # the clock of Redis decides when it expires, and sweep tells us
+                pass  # Redis decides when a job expires; the sweep reports it
             case PromptLogprobs(job_id, epoch):
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     job.take_prompt(message)
@@ -184,7 +184,7 @@ class EngineKeeper:
             self._engine.steps.begin(time.monotonic())
 
     def _take_output(self, out: TokenOut | ChoiceEnded) -> None:
-        """Notes one choice's output; tells the engine what it must hear of it."""
+        """Records one choice's output and tells the engine if it must stop."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
             if isinstance(out, TokenOut):
@@ -193,7 +193,7 @@ class EngineKeeper:
         num_going_on = job.num_going_on
         try:
             is_stopped = job.take(out)
-        except Exception as exc:  # an error of this job's text is this job's alone
+        except Exception as exc:  # fails this job only
             log.error("job failed job_id=%s error=%s", out.job_id, type(exc).__name__)
             self._publisher.fail(job, ErrorCode.ENGINE_ERROR, "its output could not be decoded")
             self._engine.send([StopJob(out.job_id, out.epoch)])
@@ -209,7 +209,7 @@ class EngineKeeper:
 
 
 def _about(job: HeldJob) -> str:
-    """What may be kept of a job that killed an engine: sizes and a hash, never its text."""
+    """What may be kept about a job that killed an engine: sizes and a hash, never its text."""
     prompt_ids = list(itertools.chain.from_iterable(job.job.prompts))
     return json.dumps(
         {
@@ -224,3 +224,29 @@ def _about(job: HeldJob) -> str:
             "tenant": job.job.tenant,
         }
     )
+
+
+_NUM_LOOKS = 10
+
+
+class Watchdog:
+    """Waits for an engine that has work but sends nothing for `limit_s` seconds.
+
+    Counts wake-ups instead of reading the clock, because a suspended machine gives the engine no
+    time either.
+    """
+
+    def __init__(self, limit_s: float, has_work: Callable[[], bool]) -> None:
+        self._every_s = limit_s / _NUM_LOOKS
+        self._has_work = has_work
+        self._num_silent = 0
+
+    def hear(self) -> None:
+        """The engine sent a message."""
+        self._num_silent = 0
+
+    async def engine_hangs(self) -> None:
+        """Returns once the engine hangs."""
+        while self._num_silent < _NUM_LOOKS:
+            await asyncio.sleep(self._every_s)
+            self._num_silent = self._num_silent + 1 if self._has_work() else 0

@@ -1,6 +1,6 @@
-"""One job that this worker holds: its choices' text, and what of it is not yet in the log.
+"""A job that this worker holds: the text of its choices, and output not yet in the log.
 
-Knows nothing of Redis or of the engine: tokens go in, log events come out.
+Knows neither Redis nor the engine: tokens go in, log events come out.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from workers.supervisor.text import ChoiceText
 
 @dataclass(slots=True)
 class _Choice:
-    """Output of one choice since the last event, behind what is already logged."""
+    """Output of one choice that has not been logged yet."""
 
     text: ChoiceText
     token_ids: list[int]  # all output
@@ -28,7 +28,7 @@ class _Choice:
     has_news: bool = False
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """Adds a token; returns the text it releases. A token that ends a choice is not shown."""
+        """Adds a token and returns the text it releases. A stop token's own text is not shown."""
         self.token_ids.append(token_id)
         if finish_reason is FinishReason.STOP:
             return self.end(finish_reason)
@@ -46,14 +46,14 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Scores:
-    """Log probabilities of one prompt: how far they are logged, and those behind that."""
+    """Log probabilities of one prompt: how many are logged, and those that are not."""
 
-    num_missing: int  # of those that were asked for
+    num_missing: int  # of those requested
     num_logged: int = 0
     new: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """What an engine says again, after a preemption or a resume, is known already."""
+        """Skips what is already known: an engine repeats it after a preemption or a resume."""
         next_position = 1 + self.num_logged + len(self.new)
         assert start <= next_position, "the engine skipped a position"
         unknown = logprobs[next_position - start :]
@@ -73,7 +73,7 @@ class _Scores:
 
 
 class HeldJob:
-    """A claimed job, from its claim to its end or its loss."""
+    """A claimed job, until it ends or is lost."""
 
     def __init__(self, claimed: Claimed, tokenizer: Tokenizer) -> None:
         params = claimed.job.params
@@ -83,9 +83,9 @@ class HeldJob:
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone
         self.was_kept = False  # its log was offered to the object store
-        self.is_being_kept = False  # and the store has not answered yet
-        self.result: ObjectRef | None = None  # where it lies there
-        self.token_times_s: dict[int, float] = {}  # by choice: its last token, engine's clock
+        self.is_being_kept = False  # the store has not answered yet
+        self.result: ObjectRef | None = None  # where the store put it
+        self.token_times_s: dict[int, float] = {}  # by choice: its last token (engine clock)
         self._deadline_s = claimed.deadline_s
         self._cost_tokens = claimed.cost_tokens
         prompts, asks = self.job.prompts, params.prompt_logprobs is not None
@@ -98,17 +98,18 @@ class HeldJob:
 
     @property
     def cost_tokens(self) -> int:
-        """Prompt and the output to expect; more, once there is more."""
+        """Prompt plus expected output, or plus the actual output if that is more."""
         return max(self._cost_tokens, self.job.num_prompt_tokens + self.num_output_tokens)
 
     @property
     def held_tokens(self) -> int:
-        """Of its cost, what the choices that have not ended account for: each for as much."""
+        """The share of the cost that belongs to choices that have not ended."""
         return self.cost_tokens * self.num_open // len(self._choices)
 
     @property
     def num_drained(self) -> int:
-        """Of its cost: all at its end; before, the prompt with the first output."""
+        """The part of the cost already served: all at the end; prompt and output once there is
+        output."""
         if self.is_complete:
             return self.cost_tokens
         num_output = self.num_output_tokens
@@ -120,14 +121,13 @@ class HeldJob:
 
     @property
     def num_unlogged_tokens(self) -> int:
-        """Output that no event was made of yet."""
+        """Output tokens that are in no event yet."""
         return sum([len(choice.token_ids) - choice.num_logged for choice in self._choices])
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended; what is left is to log it."""
-        # Asked for every job of every step: a generator would take longer than all else here, and
-        # so would those of the sums here, which are lists therefore.
+        """Every choice has ended; only logging remains."""
+        # These run for every job in every step: loops and lists are faster than generators here.
         for choice in self._choices:  # noqa: SIM110
             if choice.finish_reason is None:
                 return False
@@ -140,23 +140,22 @@ class HeldJob:
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended: each has a place in the step that is under way."""
+        """Choices that have not ended; each has a place in the current step."""
         return sum([choice.finish_reason is None for choice in self._choices])
 
     @property
     def num_going_on(self) -> int:
-        """Choices that need a place in the next step too. The step that is under way is the last
-        of one that lacks a single token; where it has none yet, it may still compute its prompt.
-        """
+        """Choices that need a place in the next step. Excludes choices whose final token is being
+        computed. A choice without output counts, because its prompt may take several steps."""
         most, num = self.job.params.max_tokens, 0
-        for choice in self._choices:  # as in is_complete
+        for choice in self._choices:  # a loop, as in is_complete
             if choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1:
                 num += 1
         return num
 
     @property
     def has_news(self) -> bool:
-        """Whether there is an event to take."""
+        """Whether take_event would return an event."""
         for scores in self._scores:
             if scores.new:
                 return True
@@ -166,9 +165,8 @@ class HeldJob:
         return False
 
     def _speaking(self) -> list[int]:
-        """The choices with output to log. It waits until all of their prompt is said, so that no
-        log has a choice that was faster than the one that says the prompt.
-        """
+        """The choices with output to log. Output waits until its whole prompt is scored, so that
+        the prompt's events come first in the log."""
         with_news = [index for index, choice in enumerate(self._choices) if choice.has_news]
         if not self._scores or self.is_complete:
             return with_news
@@ -176,7 +174,7 @@ class HeldJob:
         return [i for i in with_news if self._scores[i // num_each].num_missing <= 0]
 
     def replay(self, entries: list[LogEntry]) -> None:
-        """Rebuilds the state that the log holds, so that the next token goes on from there."""
+        """Rebuilds the state from the log, so that the next token continues from there."""
         for entry in entries:
             if isinstance(entry.event, Prompt):
                 self._scores[entry.event.prompt].replay(entry.event)
@@ -193,7 +191,7 @@ class HeldJob:
                 choice.num_logged = len(choice.token_ids)
 
     def start_message(self) -> StartJob:
-        """What tells the engine to run this job from where its log ends."""
+        """The message that makes the engine continue this job where its log ends."""
         return StartJob(
             self.job.id,
             self.epoch,
@@ -204,14 +202,15 @@ class HeldJob:
             tuple([tuple(choice.token_ids) for choice in self._choices]),
             tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,
+            self.job.weight,
         )
 
     def take(self, out: TokenOut | ChoiceEnded) -> bool:
-        """Takes output of the engine; True where it completes a stop string, so that the engine,
-        which knows no text, must be told."""
+        """Takes engine output. Returns True if it completes a stop string: the engine must then be
+        stopped, as it sees no text."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
-            return False  # computed before the engine heard of the stop
+            return False  # computed before the engine received the stop
         choice.has_news = True
         if isinstance(out, ChoiceEnded):
             choice.new_text += choice.end(out.finish_reason)
@@ -223,13 +222,11 @@ class HeldJob:
         return choice.text.is_stopped
 
     def take_prompt(self, said: PromptLogprobs) -> None:
-        """Takes log probabilities of a prompt."""
         self._scores[said.prompt].take(said.start, said.logprobs)
 
     def take_event(self) -> tuple[Prompt | Tokens | None, int]:
-        """The news since the last event as one event, and how many output tokens it holds. News of
-        a prompt come first and alone; then `has_news` says whether another event follows.
-        """
+        """The unlogged output as one event, and its number of output tokens. Prompt scores come
+        first, in an event of their own; `has_news` tells whether another event follows."""
         for prompt, scores in enumerate(self._scores):
             if scores.new:
                 return scores.take_event(prompt), 0

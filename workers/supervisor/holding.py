@@ -1,6 +1,6 @@
-"""The jobs that this worker holds, and its line to the engine that runs them.
+"""The jobs that this worker holds, and its connection to the engine that runs them.
 
-Shared by the duties of the supervisor; knows nothing of Redis.
+Shared by the supervisor's tasks; does not use Redis.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cachetools import LRUCache
 from msgspec.structs import replace
 
 from contract.calls import LaneRoom
@@ -22,21 +23,21 @@ from workers.supervisor.lane_shares import LaneTerms
 from workers.supervisor.speed import Speed
 from workers.supervisor.step_clock import StepClock
 
-# Outputs mostly end before their cap, and the engine preempts when they do not: so a worker
-# claims up to twice what its KV cache could hold if every job ran to its cap.
+# Most outputs end before their cap, and the engine can preempt. So a worker claims up to twice the
+# jobs that its KV cache could hold if every one of them ran to its cap.
 _OVERCOMMIT = 2
-_MAX_CLAIM = 64  # jobs in one call
-_MAX_EPOCHS = 10_000  # that are remembered
-_MAX_CANCELLED = 1024  # remembered, until the engine has heard of each
+_MAX_CLAIM = 64  # jobs per call
+_MAX_EPOCHS = 10_000  # remembered at most
+_MAX_CANCELLED = 1024  # remembered at most, until the engine has stopped each
 _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 
 @dataclass(slots=True)
 class EngineLink:
-    """The engine as it is now. `running` are the ids of the jobs in its present step;
-    `became_ready` is set by each engine that has loaded its model."""
+    """The current engine. `running` holds the job ids of its current step; `became_ready` is set
+    whenever an engine has loaded its model."""
 
-    options: EngineOptions  # with what batching.yaml says
+    options: EngineOptions  # including batching.yaml
     client: EngineClient | None = None
     ready: Ready | None = None
     load: EngineLoad = _IDLE
@@ -46,22 +47,21 @@ class EngineLink:
     steps: StepClock = field(default_factory=StepClock)
 
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Sends one frame; nothing where there is no engine."""
+        """Sends one frame; does nothing without an engine."""
         if self.client is not None:
             self.client.send(messages)
 
     def forget(self) -> None:
-        """The engine is gone."""
+        """The engine has ended."""
         self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
         self.steps = StepClock()
 
 
 @dataclass(slots=True)
 class Holding:
-    """Jobs by id. `wake` is set when there may be room; `job_left` when a job has left.
+    """The held jobs by id. `wake` is set when there may be room, `job_left` when a job was dropped.
 
-    `tokens_after_cancel` were computed for jobs that their callers had cancelled, or may have been:
-    all that was not yet in the log.
+    `tokens_after_cancel` counts tokens that were computed for cancelled jobs and not yet logged.
     """
 
     engine: EngineLink
@@ -71,51 +71,49 @@ class Holding:
     spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
     _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
-    _cancelled: dict[tuple[str, int], None] = field(default_factory=dict)
-    _epochs: dict[str, int] = field(default_factory=dict)  # of the jobs started here, the latest
+    _cancelled: LRUCache[tuple[str, int], bool] = field(
+        default_factory=lambda: LRUCache(_MAX_CANCELLED)
+    )
+    # The latest epoch of each job that was started here.
+    _epochs: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_MAX_EPOCHS))
 
     def start(self, job: HeldJob, *, is_first: bool = False) -> None:
-        """Holds a job from now on; `is_first`: no worker has taken it before."""
+        """Holds a job. `is_first`: no worker has run it before."""
         self.jobs[job.job.id] = job
         self.spans.note_claim(job, is_first=is_first)
         self._num_drained -= job.num_drained
-        self._epochs.pop(job.job.id, None)
         self._epochs[job.job.id] = job.epoch
-        while len(self._epochs) > _MAX_EPOCHS:
-            del self._epochs[next(iter(self._epochs))]
 
     def has_started(self, job_id: str, epoch: int) -> bool:
-        """Whether the job was started here under this epoch or a later one: then the engine may
-        still speak of that run, and the epoch would not tell the two apart."""
+        """Whether the job was started here under this or a later epoch: output of that run may
+        still arrive, and its epoch would look valid."""
         return epoch <= self._epochs.get(job_id, 0)
 
     def get(self, job_id: str, epoch: int) -> HeldJob | None:
-        """The job, where it is held under this epoch."""
+        """The job, if it is held under this epoch."""
         job = self.jobs.get(job_id)
         return job if job is not None and job.epoch == epoch else None
 
     @property
     def num_drained(self) -> int:
-        """How much of jobs' costs this worker has drained, in tokens, since it began."""
+        """Tokens of job cost that this worker has served since it started."""
         return self._num_drained + sum(job.num_drained for job in self.jobs.values())
 
     def end(self, job: HeldJob, status: JobStatus | str, num_unlogged: int = 0) -> None:
-        """Drops a job that was ended from outside; `num_unlogged` of its tokens were refused."""
+        """Drops a job that was ended elsewhere; `num_unlogged` of its tokens were refused."""
         if status == JobStatus.CANCELLED:
             self.tokens_after_cancel += num_unlogged
             if self.get(job.job.id, job.epoch) is not None:
                 self.tokens_after_cancel += job.num_unlogged_tokens
-                self._cancelled[(job.job.id, job.epoch)] = None
-                while len(self._cancelled) > _MAX_CANCELLED:
-                    del self._cancelled[next(iter(self._cancelled))]
+                self._cancelled[(job.job.id, job.epoch)] = True
         self.drop(job, str(status))
 
     def count_late(self, job_id: str, epoch: int) -> None:
-        """The engine computed a token of a job that is not held, having not heard of its end."""
+        """Counts a token computed for a cancelled job before the engine stopped it."""
         self.tokens_after_cancel += (job_id, epoch) in self._cancelled
 
     def drop(self, job: HeldJob, how: str = "lost") -> None:
-        """Forgets a job that has ended, or that is no longer ours."""
+        """Forgets a job that has ended or was lost."""
         if self.get(job.job.id, job.epoch) is None:
             return
         del self.jobs[job.job.id]
@@ -127,7 +125,7 @@ class Holding:
         self.job_left.set()
 
     def clear(self) -> list[HeldJob]:
-        """Forgets all jobs, without a word to the engine; returns them."""
+        """Forgets and returns all jobs, without telling the engine."""
         jobs = list(self.jobs.values())
         self._num_drained = self.num_drained
         for job in jobs:
@@ -138,26 +136,27 @@ class Holding:
 
     @property
     def max_tokens(self) -> int:
-        """Of jobs' costs, that this worker holds at most; 0 before its engine is ready."""
+        """Largest total job cost that this worker holds; 0 before its engine is ready."""
         ready = self.engine.ready
         return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
 
     def rest_s(self, now_s: float, looked_s: float) -> float:
-        """Seconds until the last call for the places that come free with the step under way;
-        infinite where none does, or where room was looked for since, at `looked_s`."""
+        """Seconds until the last call for places that the current step frees; infinite if it frees
+        none, or if room was already looked for after that call, at `looked_s`."""
         last_call_s = self.engine.steps.last_call_s
         has_ending = any(job.num_going_on < job.num_open for job in self.jobs.values())
         return last_call_s - now_s if has_ending and looked_s < last_call_s else math.inf
 
     def room(self, now_s: float) -> LaneRoom | None:
-        """What this worker could start now; None where it should wait. From the last call of a
-        step on, places that come free with it count too."""
+        """What this worker could start now; None if it should wait. After the last call of a step,
+        the places that the step frees count as room."""
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
         max_jobs = self.engine.options.max_num_seqs
         if not self.jobs:
-            # What can never fit is claimed and refused by the engine, not left waiting.
+            # Claim a job even if it can never fit: the engine refuses it, which is better than
+            # waiting.
             return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
         if any(job.is_alone for job in self.jobs.values()):
             return None
@@ -169,7 +168,7 @@ class Holding:
         return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
 
     def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, LaneRoom]:
-        """What it could start of each lane, as `room`; nothing of those that are not named."""
+        """As `room`, for each lane; lanes without room are missing."""
         room, ready = self.room(now_s), self.engine.ready
         if ready is None or not self.jobs or not self._displaces:
             return {} if room is None else dict.fromkeys(terms, room)
@@ -187,14 +186,14 @@ class Holding:
         }
 
     def _places(self, now_s: float) -> dict[str, int]:
-        """Of each job, what it keeps from others: from the last call on, in the next step."""
+        """Places each job occupies; after the last call, its places in the next step."""
         if now_s >= self.engine.steps.last_call_s:
             return {job_id: job.num_going_on for job_id, job in self.jobs.items()}
         return {job_id: job.num_open for job_id, job in self.jobs.items()}
 
     @property
     def _displaces(self) -> bool:
-        """Whether the engine takes in at every step who comes: fixed batches do not."""
+        """Whether the engine admits sequences at every step; fixed batches do not."""
         options = self.engine.options
         strategies = [options.strategy, *(lane.strategy for lane in options.lanes)]
         return all(s is None or s.name == "continuous" for s in strategies)

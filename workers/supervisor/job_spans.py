@@ -1,6 +1,6 @@
-"""The spans of the jobs that a worker runs: queue, prefill, decode, publish. No content.
+"""Trace spans of the jobs that a worker runs: queue, prefill, decode, publish. No content.
 
-Collects while a job runs, and makes its spans when it leaves; an untraced job costs one lookup.
+Collects figures while a job runs and creates the spans when it leaves.
 """
 
 import time
@@ -20,25 +20,25 @@ MAX_CHUNKS = 64  # events of a prefill span
 
 @dataclass(slots=True)
 class _Course:
-    """What a traced job has been through here. Nanoseconds of the wall clock; 0: not yet."""
+    """Figures of one traced job. Nanoseconds of the wall clock; 0: not yet."""
 
     job: HeldJob
     claimed_ns: int
-    computed_ns: int = 0  # the first step with it begins
+    computed_ns: int = 0  # start of its first step
     first_ns: int = 0  # its first token
     last_ns: int = 0
-    num_before: int = 0  # tokens that were in its log when it came
-    chunks_ns: list[int] = field(default_factory=list)  # ends of steps before the first token
+    num_before: int = 0  # tokens in its log when it was claimed
+    chunks_ns: list[int] = field(default_factory=list)  # ends of the steps before its first token
     num_chunks: int = 0
-    num_steps: int = 0  # with a token of it
-    num_step_seqs: int = 0  # in those, all together
+    num_steps: int = 0  # steps that gave it a token
+    num_step_seqs: int = 0  # sum of their batch sizes
     step_s: float = 0.0
     longest_step_s: float = 0.0
-    has_token: bool = False  # in the present step
+    has_token: bool = False  # in the current step
 
 
 class JobSpans:
-    """Of one worker; does nothing while tracing is off."""
+    """The spans of one worker; does nothing while tracing is off."""
 
     def __init__(self, tracing: Tracing, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracing = tracing
@@ -46,7 +46,7 @@ class JobSpans:
         self._courses: dict[tuple[str, int], _Course] = {}
 
     def note_claim(self, job: HeldJob, *, is_first: bool) -> None:
-        """A job is held from now on; a first claim ends its wait in the queue."""
+        """Starts recording a job; a first claim also ends its queue span."""
         tracer, trace = self._tracing.tracer, job.job.trace
         if tracer is None or trace is None:
             return
@@ -58,7 +58,7 @@ class JobSpans:
                   {"batchway.lane": job.job.lane})  # fmt: skip
 
     def note_running(self, job_ids: Iterable[str]) -> None:
-        """The jobs of the step that begins now."""
+        """Notes which jobs are in the step that begins."""
         if self._courses:
             ids = set(job_ids)
             for (job_id, _), course in self._courses.items():
@@ -66,7 +66,7 @@ class JobSpans:
                     course.computed_ns = self._now_ns()
 
     def note_token(self, job: HeldJob) -> None:
-        """The job has a token in the step whose load comes next."""
+        """Notes a token of the step whose load comes next."""
         if self._courses and (course := self._courses.get((job.job.id, job.epoch))) is not None:
             course.has_token = True
 
@@ -89,7 +89,7 @@ class JobSpans:
                 course.longest_step_s = max(course.longest_step_s, load.step_s)
 
     def note_end(self, job: HeldJob, how: str) -> None:
-        """The job leaves this worker: all that is known of it becomes spans."""
+        """Turns the figures of a leaving job into spans."""
         course = self._courses.pop((job.job.id, job.epoch), None)
         if course is None or self._tracing.tracer is None or job.job.trace is None:
             return

@@ -1,13 +1,13 @@
-"""Which lanes a worker takes jobs from, most urgent first, and the share that each is promised.
+"""The lanes a worker claims from, most urgent first, and their guaranteed shares.
 
-The engine has the same lanes for its steps (workers/engine/lanes.py); this is what its supervisor,
-which does not import it, claims by.
+The engine has its own copy for its steps (workers/engine/lanes.py), which the supervisor does not
+import.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.ipc.batching import LaneOptions
+from workers.ipc.messages import LaneOptions
 
 _PRIORITY = {"interactive": 0, "standard": 1, "scoring": 1, "batch": 2}
 _MIN_SHARE = {"batch": 0.05}
@@ -16,22 +16,22 @@ _OTHERS_PRIORITY = _PRIORITY["standard"]
 
 @dataclass(frozen=True, slots=True)
 class LaneTerms:
-    """What claims go by: the smallest priority first, and the share of the claimed tokens."""
+    """Lanes with the smallest priority are claimed first; the share is of claimed tokens."""
 
     priority: int
     min_share: float
 
 
-UNKNOWN_LANE = LaneTerms(_OTHERS_PRIORITY, 0.0)  # as the engine treats it
+UNKNOWN_LANE = LaneTerms(_OTHERS_PRIORITY, 0.0)  # as in the engine
 
 
 def lane_terms(
     served: Sequence[str], given: Sequence[LaneOptions], *, adds_given: bool
 ) -> dict[str, LaneTerms]:
-    """Terms by lane, in the order of claims.
+    """Terms by lane, in claiming order; lanes of equal priority keep the order of `served`.
 
-    `served` keep their order where they have the same priority; `adds_given`: the lanes that an
-    operator has made are served too. Shares that are given are all there are, as for the engine.
+    `adds_given`: also serve the lanes that the operator defined. If any share is given, the default
+    shares do not apply, as in the engine.
     """
     options = {lane.name: lane for lane in given}
     names = [*served, *(name for name in options if adds_given and name not in served)]

@@ -1,4 +1,4 @@
-"""Keeps a worker's leases: beats, fences itself when unheard, sweeps, hears of ended jobs."""
+"""Keeps a worker's leases: heartbeats, self-fencing, sweeps and control messages."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ _MS = re.compile(r"-?[0-9]{1,16}", re.ASCII)
 
 
 class LeaseKeeper:
-    """The duties that keep this worker's jobs its own, one task each."""
+    """The tasks that keep this worker's jobs its own."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class LeaseKeeper:
         self._publisher = publisher
         self._meter = meter
         self._drain = drain
-        self._on_order = on_order  # to drain
+        self._on_order = on_order  # starts a drain
         self._is_published = False
         self._control: asyncio.Queue[str] = asyncio.Queue()
 
     def duties(self) -> list[Coroutine[None, None, None]]:
-        """What must run side by side for as long as the worker lives."""
+        """The tasks to run side by side for the worker's lifetime."""
         return [
             self._beat(),
             self._watch_fence(),
@@ -61,7 +61,7 @@ class LeaseKeeper:
         ]
 
     async def say_draining(self) -> None:
-        """Beats out of turn, so that no gateway counts on this worker any more."""
+        """Sends a heartbeat at once, so that gateways stop counting on this worker."""
         if self._engine.ready is not None and self._is_published:
             with contextlib.suppress(BrokerUnavailable, WireError):
                 await self._beat_once(self._engine.ready)
@@ -77,7 +77,7 @@ class LeaseKeeper:
                 try:
                     await self._beat_once(self._engine.ready)
                 except BrokerUnfit:
-                    raise  # it may not hold jobs: this worker must not go on
+                    raise  # Redis may not hold jobs, so this worker must stop
                 except (BrokerUnavailable, WireError) as exc:
                     log.warning("heartbeat failed: %s", exc)
                     self._is_published = False  # Redis may come back empty
@@ -93,7 +93,7 @@ class LeaseKeeper:
                 await self._lane.publish_model(
                     make_card(name, ready, tuple(lanes)), ready.tokenizer
                 )
-            except BrokerFull as exc:  # its functions run all the same, and free memory
+            except BrokerFull as exc:  # its functions still run, and free memory
                 log.warning("model not published: %s", exc)
                 self._is_published = False
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
@@ -116,7 +116,7 @@ class LeaseKeeper:
             )
 
     async def _watch_fence(self) -> None:
-        """Drops every job when Redis has been silent for most of a lease: others may hold them."""
+        """Drops all jobs after most of a lease without an answer: another worker may hold them."""
         while True:
             silent_s = time.monotonic() - self._lane.last_contact_s
             if self._holding.jobs and silent_s > self._settings.self_fence_s:
@@ -140,8 +140,8 @@ class LeaseKeeper:
             await asyncio.sleep(_SWEEP_S)
 
     async def _hear(self) -> None:
-        """Acts on what was done to our jobs from outside, before their next append says so. A word
-        that is none of ours is a hint of nothing."""
+        """Acts on changes to held jobs before their next append reports them. Unknown messages are
+        ignored."""
         while True:
             match (await self._control.get()).split():
                 case ["ended", job_id, status] if job_id in self._holding.jobs:
@@ -162,7 +162,7 @@ class LeaseKeeper:
         return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
 
     def counted(self) -> dict[str, int]:
-        """What this worker has counted for metrics since it began."""
+        """What this worker has counted for metrics since it started."""
         counts = self._meter.counts
         counts.set_total("tokens_after_cancel_total", self._holding.tokens_after_cancel)
         return dict(counts.fields)

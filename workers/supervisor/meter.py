@@ -1,6 +1,6 @@
-"""Counts what the engine says of its steps, for metrics. Knows no Redis and no HTTP.
+"""Counts the engine's steps for metrics.
 
-Times are the engine's own: no clocks of two processes are ever subtracted.
+All times are from the engine's clock: clocks of two processes cannot be subtracted.
 """
 
 from contract.telemetry.counts import Counts
@@ -9,18 +9,18 @@ from workers.supervisor.held_job import HeldJob
 
 
 class Meter:
-    """What this worker has counted since it began; an engine that dies takes nothing along."""
+    """Counts since the worker started; they survive the engine."""
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self._heard: list[tuple[HeldJob, int]] = []  # choices with a token in the present step
+        self._heard: list[tuple[HeldJob, int]] = []  # choices with a token in the current step
 
     def note_token(self, job: HeldJob, choice: int) -> None:
-        """A choice has got a token, in the step whose load comes next."""
+        """Notes a token of the step whose load comes next."""
         self._heard.append((job, choice))
 
     def note_step(self, load: EngineLoad) -> None:
-        """A step has ended; one without tokens says nothing."""
+        """Counts a step; ignores steps without tokens."""
         self._note_intervals(load.ended_s)
         if not load.num_step_tokens:
             return
@@ -44,7 +44,7 @@ class Meter:
         self.counts.add("engine_failures_total")
 
     def _note_intervals(self, ended_s: float) -> None:
-        """Most choices had their last token in the step before: one lookup does for all of them."""
+        """Groups equal gaps: most choices got their last token in the step before."""
         gaps: dict[tuple[str, float], int] = {}
         for job, choice in self._heard:
             last_s = job.token_times_s.get(choice)

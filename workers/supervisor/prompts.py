@@ -1,6 +1,5 @@
-"""Fetches prompts that lie in the object store. Their jobs are held meanwhile, so that leases are
-renewed and room is kept; a prompt that cannot be had is an error of its job alone.
-"""
+"""Fetches prompts from the object store. Their jobs are held meanwhile, so that leases are renewed
+and room is kept. A prompt that cannot be fetched fails its own job only."""
 
 import asyncio
 import logging
@@ -27,7 +26,7 @@ _RETRY_S = 0.5
 
 
 class PromptFetcher:
-    """`run` is called with each claim once its job has its prompt."""
+    """Calls `run` with each claim once its job has its prompt."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class PromptFetcher:
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def begin(self, claimed: Claimed, place: HeldJob) -> None:
-        """Fetches the prompt of a job; `place` holds its place meanwhile."""
+        """Fetches a job's prompt; `place` is held for it meanwhile."""
         self._holding.jobs[claimed.job.id] = place
         task = asyncio.create_task(self._fetch(claimed, place))
         self._tasks.add(task)
@@ -70,11 +69,11 @@ class PromptFetcher:
             log.warning("no prompt job_id=%s: %s", job.id, exc)
             await self._give_back(place)
         except BrokerUnavailable:
-            self._holding.drop(place)  # its lease will lapse
+            self._holding.drop(place)  # its lease will expire
         except (CommandDenied, WireError) as exc:
             log.error("job dropped: %s job_id=%s", exc, job.id)
             self._holding.drop(place)
-        except Exception as exc:  # its record or its prompt says what cannot be run
+        except Exception as exc:  # the record or the prompt is invalid
             log.error("not started: failed job_id=%s error=%s", job.id, type(exc).__name__)
             self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
 
@@ -94,7 +93,7 @@ class PromptFetcher:
         raise AssertionError("the last attempt returns or raises")
 
     async def _give_back(self, place: HeldJob) -> None:
-        """Uses up an attempt: on the last one the job fails."""
+        """Uses up an attempt; after the last one the job fails."""
         text = "its prompt could not be read from the object store"
         release = Release(place.job.id, place.epoch, "error", ErrorCode.PAYLOAD_UNAVAILABLE, text)
         try:

@@ -1,7 +1,7 @@
-"""Writes what the engine said into the jobs' logs: one call for all jobs at a time.
+"""Appends engine output to the jobs' logs, one call for all jobs.
 
-While a call is under way the next step's news gather, so a slow Redis makes events larger, never
-more. A call without an answer is repeated as it was: its event numbers make that harmless.
+Output gathers while a call is under way, so a slow Redis makes larger events, not more calls. A
+call without an answer is repeated unchanged; event numbers make that harmless.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ from workers.supervisor.worker_broker import WorkerBroker
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
+_MAX_ENDS = 8  # in one call: Redis packs each log, and other jobs' tokens wait meanwhile
 
 
 class Publisher:
-    """Gathers news of held jobs and appends them; jobs that have ended leave what is held."""
+    """Appends the output of held jobs, and drops jobs that have ended."""
 
     def __init__(self, lane: WorkerBroker, holding: Holding, results: ResultKeeper) -> None:
         self._lane = lane
@@ -35,17 +36,17 @@ class Publisher:
         self._generation = 0
 
     def note(self, job: HeldJob) -> None:
-        """The job has output, or an end, that is not in its log."""
+        """The job has output, or an end, that is not in its log yet."""
         self._news[job.job.id] = job
         self._has_news.set()
 
     def fail(self, job: HeldJob, code: str, message: str) -> None:
-        """The job ends here, with an error."""
+        """Ends the job with an error."""
         self._failures[(job.job.id, job.epoch)] = (code, message)
         self.note(job)
 
     def clear(self) -> None:
-        """Forgets all news: their jobs are no longer ours to write."""
+        """Forgets all output: the jobs are no longer ours to write."""
         self._news.clear()
         self._failures.clear()
         self._generation += 1
@@ -59,8 +60,8 @@ class Publisher:
                 await self._publish(jobs, items, self._generation)
 
     def _gather(self) -> tuple[list[HeldJob], list[Append]]:
-        """One event of each job at most: what a job has beside it waits for the next call."""
-        jobs, items = [], []
+        """At most one event per job; the rest waits for the next call."""
+        jobs, items, num_ends = [], [], 0
         news, self._news = self._news, {}
         for job_id, job in news.items():
             event, num_tokens = job.take_event()
@@ -71,13 +72,16 @@ class Publisher:
             elif self._failures and (job_id, job.epoch) in self._failures:
                 fin = JobStatus.FAILED
                 code, message = self._failures.pop((job_id, job.epoch))
+            elif job.is_complete and num_ends == _MAX_ENDS:
+                self.note(job)
             elif job.is_complete:
                 if not self._results.is_due(job):
                     fin = "" if job.is_being_kept else JobStatus.SUCCEEDED
                 elif event is None:
                     self._results.begin(job, self.note)
                 else:
-                    self.note(job)  # when this event is in its log
+                    self.note(job)  # after this event is in its log
+            num_ends += bool(fin)
             if event is not None or fin:
                 jobs.append(job)
                 number = job.next_number
@@ -107,8 +111,7 @@ class Publisher:
     async def _publish_alone(
         self, jobs: list[HeldJob], items: list[Append], generation: int, exc: Exception
     ) -> None:
-        """Finds the job whose keys hold what append cannot work with; drops it, so that its lease
-        lapses."""
+        """Finds the job whose keys append cannot work with and drops it; its lease expires."""
         if len(jobs) == 1:
             log.error("job dropped: %s job_id=%s", exc, jobs[0].job.id)
             self._holding.drop(jobs[0])
@@ -119,7 +122,7 @@ class Publisher:
     async def _judge(
         self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
     ) -> None:
-        """Acts on what Redis said of one job's part, but for one that goes on."""
+        """Acts on one job's verdict, unless the job simply continues."""
         if verdict is Verdict.OK:
             job.next_number = number
             assert item.fin, "it has ended"
@@ -130,15 +133,15 @@ class Publisher:
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            # Where this cannot be said, its lease lapses.
+            # If this fails, its lease expires.
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._lane.release([_give_back(job, verdict)])
         self._holding.drop(job)
 
 
 def _give_back(job: HeldJob, verdict: Verdict) -> Release:
-    """Back to where its log ends. That Redis has lost events which we wrote is no fault of the job,
-    and costs it no attempt; that it has more output than its cap is an error."""
+    """Releases a job to where its log ends. Events that Redis lost are not the job's fault and cost
+    it no attempt; output beyond its cap is an error."""
     if verdict is Verdict.GAP:
         return Release(job.job.id, job.epoch, "drain")
     message = "more output than its cap"

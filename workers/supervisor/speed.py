@@ -1,6 +1,6 @@
-"""How fast this worker is, measured: what gateways predict waits by.
+"""Measures how fast this worker is; gateways predict waiting times from it.
 
-Knows counts and seconds; leaves who counts to the supervisor's duties. The clock is passed in.
+The clock is passed in.
 """
 
 from collections.abc import Mapping
@@ -8,33 +8,33 @@ from collections.abc import Mapping
 from contract.calls import WorkerCapacity
 
 _MIN_WINDOW_S = 1.0
-_NEWEST_WINDOW = 0.5  # weight of the newest window of a heartbeat
+_NEWEST_WINDOW = 0.5  # weight of the newest measurement in the average
 _NEWEST_STEP = 0.05
 
 
 class Speed:
-    """The rate at which jobs' costs are drained, while the worker has all that it can take.
+    """The rate at which job costs are served while the worker is full.
 
-    A worker that could take more says nothing new unless it was faster than was known.
+    A worker with room only raises the rate, never lowers it.
     """
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0  # 0: not measured yet
         self._step_s = 0.0
-        self._window: tuple[float, int] | None = None  # its start (s), what was drained then
+        self._window: tuple[float, int] | None = None  # its start (s), and the total drained then
         self._had_room = True
 
     def note_step(self, step_s: float) -> None:
-        """A step has ended: each of its streams got one token."""
+        """A step has ended and gave each stream one token."""
         share = _NEWEST_STEP if self._step_s else 1.0
         self._step_s += share * (step_s - self._step_s)
 
     def note_room(self) -> None:
-        """There is room, and nothing to fill it."""
+        """There is room and nothing to fill it."""
         self._had_room = True
 
     def measure(self, now_s: float, num_drained: int, *, has_room: bool) -> None:
-        """Ends a window, unless it is too short; `num_drained` is counted from the beginning."""
+        """Ends a window unless it is too short. `num_drained` is a running total."""
         if self._window is not None:
             start_s, drained_before = self._window
             if now_s - start_s < _MIN_WINDOW_S:
@@ -51,7 +51,7 @@ class Speed:
     def capacity(
         self, max_tokens: int, max_jobs: int, lane_shares: Mapping[str, float]
     ) -> WorkerCapacity:
-        """What a heartbeat says, with what the worker holds at most."""
+        """The capacity that a heartbeat reports."""
         stream_rate = 1 / self._step_s if self._step_s else 0.0
         rates = round(self.tokens_per_s, 3), round(stream_rate, 3)
         return WorkerCapacity(*rates, max_tokens, max_jobs, tuple(lane_shares), lane_shares)

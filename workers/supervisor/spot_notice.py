@@ -1,18 +1,19 @@
-"""Watches for the notice that this machine will be taken away: a file, or an address on HTTP.
+"""Watches for the notice that this machine will be taken away: a file, or an HTTP address.
 
-A file is a notice once it is there. An address is one while it answers 200, as EC2's
-`http://169.254.169.254/latest/meta-data/spot/instance-action` does; 404, and any other answer or
-none, is no notice. Where it wants a session token (IMDSv2: 401) one is fetched from the same host.
+A file is a notice once it exists. An address gives notice while it answers 200, as EC2's
+`http://169.254.169.254/latest/meta-data/spot/instance-action` does; any other answer, or none, is
+no notice. If it asks for a session token (IMDSv2: 401), one is fetched from the same host.
 """
 
 import asyncio
 import logging
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 
-POLL_S = 2.0  # EC2 asks for 5 s or less, of the two minutes that it gives
+POLL_S = 2.0  # EC2 recommends at most 5 s; it gives notice two minutes ahead
 _ANSWER_TIMEOUT_S = 2.0
 _MAX_ANSWER_BYTES = 4096
 _TOKEN_PATH = "/latest/api/token"  # noqa: S105 - an address, no secret
@@ -50,38 +51,27 @@ class SpotNotice:
     async def _is_there(self) -> bool:
         if self._path is not None:
             return self._path.exists()
-        status, _ = await self._ask("GET", self._target, {"X-aws-ec2-metadata-token": self._token})
+        return await asyncio.to_thread(self._is_announced)
+
+    def _is_announced(self) -> bool:
+        status, _ = self._ask("GET", self._target, {"X-aws-ec2-metadata-token": self._token})
         if status == 401:
-            await self._fetch_token()
-            status, _ = await self._ask(
-                "GET", self._target, {"X-aws-ec2-metadata-token": self._token}
-            )
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
+            status, body = self._ask("PUT", _TOKEN_PATH, ttl)
+            self._token = body.decode("ascii", "replace").strip() if status == 200 else ""
+            token = {"X-aws-ec2-metadata-token": self._token}
+            status, _ = self._ask("GET", self._target, token)
         return status == 200
 
-    async def _fetch_token(self) -> None:
-        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
-        status, body = await self._ask("PUT", _TOKEN_PATH, headers)
-        self._token = body.decode("ascii", "replace").strip() if status == 200 else ""
-
-    async def _ask(self, method: str, target: str, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body of one request; 0 where there is no answer."""
-        lines = [f"{method} {target} HTTP/1.0", f"Host: {self._host}:{self._port}"]
-        lines += [f"{name}: {value}" for name, value in headers.items() if value]
-        lines += ["Content-Length: 0"] if method == "PUT" else []
+    def _ask(self, method: str, target: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Status and body of one request; status 0 without an answer."""
+        connection = HTTPConnection(self._host, self._port, timeout=_ANSWER_TIMEOUT_S)
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                try:
-                    writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
-                    answer = await reader.read(_MAX_ANSWER_BYTES)
-                    while more := await reader.read(_MAX_ANSWER_BYTES):
-                        if len(answer) < _MAX_ANSWER_BYTES:
-                            answer += more
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError) as exc:
+            connection.request(method, target, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(_MAX_ANSWER_BYTES)
+        except (OSError, HTTPException, ValueError) as exc:  # ValueError: not a valid header
             log.debug("no answer about a spot notice: %s", type(exc).__name__)
             return 0, b""
-        head, _, body = answer.partition(b"\r\n\r\n")
-        words = head.split(b"\r\n", 1)[0].split()
-        return (int(words[1]) if len(words) > 1 and words[1].isdigit() else 0), body
+        finally:
+            connection.close()

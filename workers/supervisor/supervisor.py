@@ -1,8 +1,7 @@
-"""The long-lived half of a worker: owns Redis, leases, text and signals. No torch.
+"""The supervisor of a worker: owns Redis, leases, text and signals. Does not import torch.
 
-Claims what there is room for and hands it to the engine process, which owns the device; the other
-duties have rooms of their own: engine_keeper, publisher, leases.
-Over 300 lines: the life of a worker in its order, from the first claim to the last goodbye.
+Claims jobs while there is room and hands them to the engine process. Other tasks are in
+engine_keeper, publisher and leases. Over 300 lines: the life of a worker from first claim to exit.
 """
 
 import asyncio
@@ -30,12 +29,11 @@ from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.meter import Meter
-from workers.supervisor.metrics_page import MetricsPage, MetricsUnservable
+from workers.supervisor.metrics_page import MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.results import ResultKeeper
+from workers.supervisor.results import ResultKeeper, tidy
 from workers.supervisor.spot_notice import SpotNotice
-from workers.supervisor.tidying import tidy
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -43,9 +41,9 @@ log = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_LOAD_FAILED = 3
 
-_POLL_S = 1.0  # hints may be lost
-_RETRY_S = 0.2  # while Redis is away
-_LEAST_GRACE_S = 0.5  # for giving back, also where no budget is left
+_POLL_S = 1.0  # wake-up messages may be lost
+_RETRY_S = 0.2  # while Redis is unreachable
+_LEAST_GRACE_S = 0.5  # for releasing jobs, even without budget left
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -63,8 +61,8 @@ async def run_worker(settings: WorkerSettings) -> int:
 
 
 class Supervisor:
-    """One incarnation of a worker. Raises ConfigurationError where batching.yaml is wrong,
-    BadNoticeSource, and ValueError where the setting of the object store is wrong."""
+    """One run of a worker. Raises ConfigurationError if batching.yaml is wrong, BadNoticeSource,
+    and ValueError if the object store setting is wrong."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -84,21 +82,20 @@ class Supervisor:
         parts = (settings, self._lane, self._engine, self._holding, self._publisher, self._meter)
         self._keeper = EngineKeeper(*parts)
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
-        self._page = MetricsPage(settings, self._meter)
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
-        self._looked_s = 0.0  # for room, the last time
+        self._looked_s = 0.0  # when room was last looked for
         self._terms = settings.lane_terms(self._engine.options)
 
     def drain(self, why: str = "signal") -> None:
-        """Claims no more; ends when the running jobs have ended or the budget is spent."""
+        """Stops claiming; the worker ends when its jobs have ended or the budget is spent."""
         if self._drain.begin():
             num_held, budget_s = len(self._holding.jobs), self._drain.budget_s
             log.info("draining why=%s jobs_held=%d budget_s=%.1f", why, num_held, budget_s)
         self._holding.wake.set()
 
     def reload(self) -> None:
-        """Reads batching.yaml again; one that cannot be used changes nothing."""
+        """Reads batching.yaml again; keeps the old values if it is invalid."""
         try:
             options = self._settings.engine_options()
         except ConfigurationError as exc:
@@ -120,7 +117,7 @@ class Supervisor:
             *self._leases.duties(),
             self._watch_notice(),
             tidy(self._store, self._lane),
-            self._page.serve(),
+            serve_metrics(self._settings, self._meter),
             self._drained(),
         ]
         running = [asyncio.create_task(duty) for duty in duties]
@@ -149,13 +146,13 @@ class Supervisor:
                 await self._claim_while_room()
                 complaint.clear()
             except BrokerUnavailable:
-                has_lost_reply = True  # it may have handed us jobs all the same
+                has_lost_reply = True  # the call may have claimed jobs all the same
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
                 complaint.note(exc)
                 await asyncio.sleep(_POLL_S)
         self._claims_over.set()
-        await asyncio.Event().wait()  # the other duties go on
+        await asyncio.Event().wait()  # the other tasks go on
 
     async def _claim_while_room(self) -> None:
         while not self._drain.begun.is_set():
@@ -190,7 +187,7 @@ class Supervisor:
                 await self._start(job)
             except (BrokerUnavailable, CommandDenied, WireError):
                 raise
-            except Exception as exc:  # its record can be read, but says what cannot be run
+            except Exception as exc:  # readable, but not runnable
                 await self._poison(job, exc)
 
     async def _poison(self, claimed: Claimed, exc: Exception) -> None:
@@ -217,7 +214,7 @@ class Supervisor:
             log.info("resuming job_id=%s attempt=%d", job_id, claimed.attempt)
             if not await self._replay(job):
                 return
-        if self._engine.client is None:  # it died meanwhile
+        if self._engine.client is None:  # it has died
             await self._lane.release([Release(job_id, claimed.epoch, "drain")])
             return
         self._holding.start(job, is_first=claimed.attempt == 1 and claimed.next_number == 1)
@@ -227,8 +224,8 @@ class Supervisor:
             self._engine.send([job.start_message()])
 
     async def _give_back_known(self, claimed: Claimed) -> None:
-        """Redis has forgotten a claim of ours, in a power cut, and made it anew; or we had dropped
-        the job, and it was still ours. The next claim will have an epoch of its own."""
+        """Releases a job claimed twice: Redis lost our claim in a power cut, or we had dropped a
+        job that was still ours. The next claim gets a new epoch."""
         log.warning("claimed again under epoch=%d job_id=%s", claimed.epoch, claimed.job.id)
         held = self._holding.jobs.get(claimed.job.id)
         if held is not None:
@@ -236,7 +233,7 @@ class Supervisor:
         await self._lane.release([Release(claimed.job.id, claimed.epoch, "drain")])
 
     async def _replay(self, job: HeldJob) -> bool:
-        """Brings a job to where its log ends. What is wrong with a log is its job's fault alone."""
+        """Replays a job's log; an unreadable log fails this job only."""
         try:
             job.replay(await self._lane.read_log(job.job.id, job.job.tenant))
         except (BrokerUnavailable, CommandDenied):
@@ -255,10 +252,10 @@ class Supervisor:
         if self._notice is not None:
             await self._notice.wait()
             self.drain("spot notice")
-        await asyncio.Event().wait()  # the other duties go on
+        await asyncio.Event().wait()  # the other tasks go on
 
     async def _drained(self) -> None:
-        """Returns when the worker may go: asked to, and holding nothing or out of time."""
+        """Returns when draining and either nothing is held or the time is up."""
         await self._drain.begun.wait()
         await _within(self._drain.running_s, self._all_left())
 
@@ -270,7 +267,7 @@ class Supervisor:
             await self._holding.job_left.wait()
 
     async def _close(self) -> None:
-        """Leaves within the budget: gives back what is held, ends the engine, says goodbye."""
+        """Exits within the budget: releases jobs, stops the engine, deregisters."""
         await self._prompts.aclose()
         await self._results.aclose()
         self._publisher.clear()
@@ -289,12 +286,12 @@ class Supervisor:
         )
 
     def _grace_s(self) -> float:
-        """How long the engine may take to end its step; it is never killed at once."""
+        """Time for the engine to end its step; it is never killed at once."""
         return max(_LEAST_GRACE_S, min(GRACE_S, self._drain.left_s))
 
     async def _leave(self, held: list[HeldJob]) -> None:
-        """Gives back what could not be finished, also what a lost reply handed us. Where Redis is
-        away for longer than we have, the leases will lapse."""
+        """Releases unfinished jobs, including those of a lost claim reply. If Redis stays
+        unreachable, the leases expire."""
         while True:
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 unknown = await self._lane.mine([job.job.id for job in held])
@@ -308,7 +305,7 @@ class Supervisor:
 
 
 async def _within(budget_s: float, work: Coroutine[None, None, None]) -> None:
-    """Runs work to its end, or until the time is up."""
+    """Runs `work` until it ends or the time is up."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({task}, timeout=budget_s)

@@ -1,7 +1,7 @@
-"""Turns one choice's token ids into text, a piece at a time, and finds its stop strings.
+"""Decodes one choice's token ids incrementally and finds stop strings.
 
-What has been released after k tokens depends on those k tokens alone, never on how they were
-cut into steps: so a resumed job rebuilds the same state by replaying its logged tokens.
+The text released after k tokens depends only on those tokens, not on step boundaries, so a resumed
+job rebuilds the same state by replaying its log.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# A first token such as "▁world" only keeps its space where something stands before it.
+# A token such as "▁world" keeps its leading space only after other tokens.
 _NUM_CONTEXT_IDS = 6
 
 
 class ChoiceText:
-    """The text of one choice. Held back: incomplete characters, and what may become a stop."""
+    """The text of one choice. Holds back incomplete characters and possible starts of stop
+    strings.
+    """
 
     def __init__(
         self,
@@ -27,15 +29,15 @@ class ChoiceText:
         self._stream = DecodeStream(
             ids=list(prompt_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=True
         )
-        self._undecoded: list[int] = []  # ids that have not yet made a whole character
+        self._undecoded: list[int] = []  # ids that do not form a whole character yet
         self._stop = stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._held = ""  # decoded, but perhaps the start of a stop string
+        self._held = ""  # decoded, but possibly the start of a stop string
         self.is_stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that this token releases; sets `is_stopped` where a stop string is complete."""
+        """Returns the text this token releases; sets `is_stopped` if a stop string is complete."""
         assert not self.is_stopped
         self._num_tokens += 1
         self._undecoded.append(token_id)

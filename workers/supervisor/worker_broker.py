@@ -1,4 +1,4 @@
-"""The worker's only door to Redis: claims, appends, beats, gives back, listens."""
+"""Everything a worker says to Redis: claims, appends, heartbeats, releases, subscriptions."""
 
 import asyncio
 import contextlib
@@ -40,12 +40,12 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _READ_EVENTS = 500
-_ORPHANED_JOBS = 20  # in one go
-_RENEWED_SHARE = 0.05  # of a lease: before so much of it has passed, an append renews none
+_ORPHANED_JOBS = 20  # per call
+_RENEWED_SHARE = 0.05  # of a lease: an append this soon after the last renewal does not renew
 
 
 class WorkerBroker:
-    """All that one incarnation of a worker says to Redis. Raises BrokerUnavailable throughout."""
+    """The Redis calls of one worker incarnation. Each raises BrokerUnavailable."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class WorkerBroker:
         self._functions = Functions(self._client, self._keys)
         self._roster = Roster(self._client, self._keys)
         self.last_contact_s = clock()  # when the last answered renewal was sent
-        self._appends_renewed_s = -math.inf  # when an append last did
+        self._appends_renewed_s = -math.inf  # when an append last renewed
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -71,7 +71,7 @@ class WorkerBroker:
         await ensure_library(self._client)
 
     async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
-        """Tells gateways all they need to take jobs for this model."""
+        """Publishes what gateways need to accept jobs for this model."""
         await Catalogue(self._client, self._keys).publish(card, tokenizer)
 
     async def claim(
@@ -82,7 +82,7 @@ class WorkerBroker:
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
-        """From these lanes, with the minimum share of each, as far as there is room for it."""
+        """Claims from these lanes (name to minimum share) as far as there is room."""
         return await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,
@@ -97,13 +97,13 @@ class WorkerBroker:
         )
 
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
-        """Jobs that a claim handed to us without our hearing of it."""
+        """Jobs of a claim whose reply was lost."""
         return await self._functions.mine(
             self.incarnation, known_ids, lease_s=self._settings.lease_s
         )
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
-        """A job's whole log; empty where the job is gone."""
+        """A job's whole log; empty if the job is gone."""
         entries: list[LogEntry] = []
         while True:
             after = entries[-1].number if entries else 0
@@ -115,7 +115,7 @@ class WorkerBroker:
                 return entries
 
     async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
-        """Renews the leases of its jobs too where that was not done just before."""
+        """Also renews the jobs' leases, unless that was done recently."""
         sent_s, lease_s = self._clock(), self._settings.lease_s
         renews = sent_s - self._appends_renewed_s >= _RENEWED_SHARE * lease_s
         verdicts = await self._functions.append(
@@ -149,7 +149,7 @@ class WorkerBroker:
         return lost
 
     async def say_goodbye(self, counted: Mapping[str, int]) -> None:
-        """Takes this worker off the list of live ones, with the last that it has counted."""
+        """Deregisters this worker and reports its final counts."""
         await self._functions.heartbeat(
             self.incarnation,
             self._settings.served_model_name,
@@ -161,7 +161,7 @@ class WorkerBroker:
         )
 
     async def is_to_drain(self) -> bool:
-        """Whether this worker was told to go."""
+        """Whether this worker was ordered to drain."""
         return await self._roster.is_to_drain(self.incarnation)
 
     async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
@@ -190,8 +190,8 @@ class WorkerBroker:
             )
 
     async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        """Follows the hints for ever: sets `wake` when a job waits, queues what is said to this
-        worker. Hints may be lost; whoever acts on them also polls."""
+        """Subscribes for ever: sets `wake` when a job waits, queues control messages. Messages may
+        be lost, so callers also poll."""
         channels = [
             self._keys.wake_channel(self._settings.served_model_name),
             self._keys.control_channel(self.incarnation),
@@ -218,7 +218,7 @@ class WorkerBroker:
             else:
                 control.put_nowait(data.decode(errors="replace"))
 
-        # When a subscription begins, jobs may have come since the last.
+        # Jobs may have come while there was no subscription.
         subscription = Subscription(new_connection(client), hear, lambda _: wake.set())
         with broker_errors(client, "SUBSCRIBE"):
             async with subscription:
@@ -227,7 +227,7 @@ class WorkerBroker:
 
 
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
-    """What gateways must know of the model that an engine has loaded."""
+    """The model card that gateways need."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     return ModelCard(
         name=name,

@@ -1,1 +1,1 @@
-"""Programs that a peer's own Python runs: a workload in, the fields of `bench engine` out."""
+"""Programs for the other engines' Python: read a workload, write the fields of `bench engine`."""

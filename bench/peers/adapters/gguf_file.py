@@ -1,7 +1,5 @@
-"""A checkpoint of Llama's architecture as the file that llama.cpp reads: FOLDER DTYPE FILE.
-
-Tokens go in and come out as ids, so the vocabulary it holds is a filling without meaning.
-"""
+"""Converts a checkpoint of Llama's architecture for llama.cpp: FOLDER DTYPE FILE. Tokens are ids,
+so the vocabulary's names are arbitrary."""
 
 import json
 import sys
@@ -35,7 +33,7 @@ Array = npt.NDArray[Any]
 
 
 def main() -> None:
-    """Writes the file whole or not at all."""
+    """Writes the file atomically."""
     folder, dtype, target = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     config = json.loads((folder / "config.json").read_text())
     partial = target.with_suffix(".partial")
@@ -67,9 +65,8 @@ def _add_shape(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
-    """Names of their own. None is a byte by its kind: the server would keep tokens back until they
-    are valid UTF-8.
-    """
+    """Unique names. None is of type byte: the server would hold tokens back until they are valid
+    UTF-8."""
     num_special = len(_SPECIAL)
     tokens = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
@@ -85,7 +82,7 @@ def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
 
 
 def _add_weights(writer: GGUFWriter, weights: Path, config: dict[str, Any], dtype: str) -> None:
-    """Matrices in `dtype`, norms in float32, as llama.cpp's own conversion has them."""
+    """Matrices in `dtype`, norms in float32, as in llama.cpp's own conversion."""
     names = dict(_WHOLE)
     for i in range(config["num_hidden_layers"]):
         names |= {f"model.layers.{i}.{a}": f"blk.{i}.{b}" for a, b in _OF_LAYER.items()}
@@ -105,7 +102,7 @@ def _add_weights(writer: GGUFWriter, weights: Path, config: dict[str, Any], dtyp
 
 
 def _halves_to_pairs(weight: Array, num_heads: int) -> Array:
-    """weight (num_heads * dim, in): llama.cpp turns neighbours where transformers turns halves."""
+    """weight (num_heads * dim, in): llama.cpp rotates neighbours, transformers rotates halves."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

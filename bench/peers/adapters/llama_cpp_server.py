@@ -1,6 +1,6 @@
-"""llama.cpp's server, `llama-server` beside this Python, one slot for each running sequence.
+"""llama.cpp's server, `llama-server` beside this Python, with one slot per running sequence.
 
-The model is converted once, beside its checkpoint; keys and values have the type of the weights.
+The model is converted once, beside its checkpoint; KV has the type of the weights.
 """
 
 import http.client
@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def converted(model: str, dtype: str) -> str:
-    """The file of the converted model."""
     folder = Path(model).resolve()
     target = folder.with_name(f"{folder.name}-{dtype}.gguf")
     if not target.exists():
@@ -53,7 +52,7 @@ def converted(model: str, dtype: str) -> str:
 
 @contextmanager
 def _server(command: list[str], path: str) -> Iterator[str]:
-    """The socket of a server that answers, until the end."""
+    """The socket of a running server; stops it at the end."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([*command, "--host", path], stdout=quiet, stderr=quiet)  # noqa: S603
     try:
@@ -92,7 +91,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def run(path: str, requests: list[Request]) -> Record:
-    """Each request over a connection of its own."""
+    """Sends each request over its own connection."""
     record = Record(len(requests))
     callers = [Thread(target=_call, args=(path, record, *each)) for each in enumerate(requests)]
     for caller in callers:

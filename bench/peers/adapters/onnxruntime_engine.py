@@ -1,8 +1,7 @@
 """onnxruntime-genai's engine. The model is converted once, beside its checkpoint.
 
-On a CPU that engine batches statically, four requests at a time whatever number it is given
-(`static_batch_size` in its scheduler): the next four come when all of these have ended. Its
-continuous batching needs paged attention, which its builder makes for GPUs alone.
+On a CPU it batches statically, four requests at a time (`static_batch_size` in its scheduler). Its
+continuous batching needs paged attention, which its builder supports only on GPUs.
 """
 
 import json
@@ -17,11 +16,11 @@ import onnxruntime_genai as og
 from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
-_NUM_EVENTS = 256  # that one call may tell
+_NUM_EVENTS = 256  # per call
 
 
 def converted(model: str, dtype: str) -> str:
-    """The folder of the converted model. Raises CalledProcessError where there is no such type."""
+    """The converted model's folder. Raises CalledProcessError for an unsupported type."""
     folder = Path(model).resolve()
     precision = _PRECISIONS[dtype]
     target = folder.with_name(f"{folder.name}-onnx-{precision}")

@@ -11,12 +11,12 @@ import openvino_genai
 from bench.peers.adapters.record import Record, Request, arguments, read_requests
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
-# Of 256, 512 and 2,048 the best on the workloads that this was written for.
+# The fastest of 256, 512 and 2,048 on our workloads.
 _MAX_BATCHED_TOKENS = 256
 
 
 def converted(model: str) -> str:
-    """The folder of the converted model, whose weights stay float32."""
+    """The converted model's folder; weights stay float32."""
     folder = Path(model).resolve()
     target = folder.with_name(folder.name + "-openvino")
     if not (target / "openvino_model.xml").exists():

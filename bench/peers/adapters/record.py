@@ -1,4 +1,6 @@
-"""What every adapter takes and writes; plain Python, for it runs beside the peer's packages."""
+"""Input and output of every adapter, in plain Python: it runs beside the other engine's
+packages.
+"""
 
 import argparse
 import json
@@ -12,7 +14,6 @@ from infra.bench.spread import spread
 
 
 def arguments() -> argparse.Namespace:
-    """The options of an adapter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--workload", type=Path, required=True)
@@ -26,14 +27,14 @@ Request = dict[str, Any]  # prompt_token_ids, max_tokens
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Requests that all come at once, as infra.bench.workloads describes them."""
+    """Requests of a workload file (infra.bench.workloads), all at once."""
     requests: list[Request] = json.loads(path.read_text())["requests"]
     assert not any(request.get("arrival_s") for request in requests), "arrivals are not for peers"
     return requests
 
 
 class Record:
-    """Which tokens each request has been given, and when."""
+    """The tokens of each request, with their times."""
 
     def __init__(self, num_requests: int) -> None:
         self._outputs: list[list[int]] = [[] for _ in range(num_requests)]
@@ -42,7 +43,7 @@ class Record:
         self._end_s = self._start_s
 
     def note(self, number: int, token_ids: list[int]) -> None:
-        """The next tokens of a request, just now."""
+        """Records new tokens of a request."""
         self._end_s = time.monotonic()
         self._outputs[number] += token_ids
         self._times_s[number] += [self._end_s - self._start_s] * len(token_ids)

@@ -2,21 +2,17 @@
 
 import json
 import random
-import signal
-import subprocess
-import sys
 
 import httpx
 import pytest
 
 from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
-from tests.endurance.command_line import EXIT_INTERRUPTED
 from tests.gateway.mutations.campaign import run_mutations
 from tests.gateway.mutations.drawing import Request, draw, request_of
 from tests.gateway.mutations.judge import Announced, judge
 from tests.gateway.mutations.seeds import CHANGE, COMPLETIONS, SEEDS
-from tests.infra.processes import any_alive, descendants, wait_until
+from tests.infra.processes import check_ctrl_c
 
 ANNOUNCED = Announced({("POST", COMPLETIONS): {200, 400, 500}}, {"invalid_value", "engine_error"})
 REQUEST = Request("", "POST", COMPLETIONS, "", (), b'{"model": "m", "stop": {"a.b": 1}}')
@@ -37,25 +33,8 @@ async def test_mutated_bodies_are_served_or_refused_well() -> None:
 @pytest.mark.campaign
 @pytest.mark.e2e
 def test_ctrl_c_ends_a_run() -> None:
-    """In the middle: exit status 130, and no process is left."""
-    run = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.mutations", "--bodies=1000000"],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert run.stderr is not None
-    with run.stderr as errors:
-        lines = iter(errors.readline, "")
-        assert any("of 1000000 bodies" in line for line in lines)
-        children = descendants(run.pid)
-        assert len(children) >= 5, "Redis and its reaper, a gateway, a worker and its engine"
-
-        run.send_signal(signal.SIGINT)
-
-        assert "interrupted" in "".join(lines)
-    assert run.wait(timeout=60) == EXIT_INTERRUPTED
-    wait_until(lambda: not any_alive(children))
+    """Redis and its reaper, a gateway, a worker and its engine end with it."""
+    check_ctrl_c("tests.gateway.mutations", "--bodies=1000000", "of 1000000 bodies", 5)
 
 
 def test_requests_are_drawn_from_the_seed_alone() -> None:

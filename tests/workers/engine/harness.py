@@ -16,13 +16,24 @@ from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.request import Request
+from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies, Strategy
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 MAX_MODEL_LEN = 40
 EOS_RATE = 1 / 8
 Choice = tuple[str, int]  # job id and index
 Prompts = tuple[tuple[int, ...], ...]
+
+
+class CallersCap:
+    """Predicts that every output is as long as its caller allows."""
+
+    def predict(self, sequence: Sequence) -> int:
+        return sequence.max_output
+
+    def observe(self, sequence: Sequence) -> None:
+        pass
 
 
 @dataclass(frozen=True)

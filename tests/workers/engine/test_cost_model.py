@@ -13,7 +13,7 @@ from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Padding, Sample
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 TRUE = (2e-3, 3e-5, 4e-8, 5e-9)
 

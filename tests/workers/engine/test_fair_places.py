@@ -1,5 +1,8 @@
 """A tenant with fewer places than another of its lane takes one from it; equals take nothing."""
 
+import dataclasses
+from collections import Counter
+
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.request import Request
@@ -12,9 +15,20 @@ def harness_of(num_blocks: int = 400) -> Harness:
     return Harness(Sizes(num_blocks=num_blocks, max_num_seqs=_NUM_PLACES), policy=policy)
 
 
-def flood(harness: Harness, tenant: str, num_jobs: int, max_tokens: int = 40) -> list[Request]:
+def flood(
+    harness: Harness, tenant: str, num_jobs: int, max_tokens: int = 40, weight: float = 1.0
+) -> list[Request]:
     requests = [
-        job(f"{tenant}-{i}", range(i, i + 8), tenant=tenant, max_tokens=max_tokens, ignore_eos=True)
+        dataclasses.replace(
+            job(
+                f"{tenant}-{i}",
+                range(i, i + 8),
+                tenant=tenant,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+            ),
+            weight=weight,
+        )
         for i in range(num_jobs)
     ]
     for request in requests:
@@ -66,6 +80,37 @@ def test_places_are_shared_alike_and_then_nobody_is_displaced() -> None:
 
     harness.run()
     assert_undisturbed(harness, requests)
+
+
+def test_places_are_shared_by_weight_and_then_nobody_is_displaced() -> None:
+    """Six places for weights 1, 2 and 3, the lightest of which came first."""
+    harness = harness_of()
+    requests = flood(harness, "a", 12)
+    harness.step()
+    requests += [*flood(harness, "b", 12, weight=2.0), *flood(harness, "c", 12, weight=3.0)]
+    for _ in range(3):
+        harness.step()
+    assert (places(harness), harness.num_preemptions) == ({"a": 1, "b": 2, "c": 3}, 5)
+    for _ in range(20):
+        harness.step()
+        assert places(harness) == {"a": 1, "b": 2, "c": 3}
+    assert harness.num_preemptions == 5
+
+    harness.run()
+    assert_undisturbed(harness, requests)
+
+
+def test_tokens_are_shared_by_weight() -> None:
+    """Of two tenants with long queues, one of which has three times the weight of the other, on one
+    place, which comes free with each job."""
+    policy = Composed(VirtualTokenCounters(), FirstComeFirstServed())
+    harness = Harness(Sizes(max_num_seqs=1), policy=policy)
+    flood(harness, "a", 40, max_tokens=4)
+    flood(harness, "b", 40, max_tokens=4, weight=3.0)
+    num_tokens: Counter[str] = Counter()
+    while num_tokens.total() < 160:
+        num_tokens.update(output.sequence.tenant for output in harness.step().outputs)
+    assert abs(num_tokens["b"] - 3 * num_tokens["a"]) <= 12
 
 
 def test_blocks_are_shared_where_they_are_short() -> None:

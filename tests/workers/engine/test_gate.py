@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.jobs import SamplingParams
+from tests.workers.engine.harness import CallersCap
 from workers.engine.admission_check import AdmissionCheck, Verdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
 from workers.engine.lanes import DEFAULT_LANES, Lanes
-from workers.engine.lengths import CallersCap
 from workers.engine.limits import EngineLimits
 from workers.engine.running import Running
 from workers.engine.sequence import Sequence

@@ -5,7 +5,7 @@ import sys
 
 MODULES = (
     "workers.engine.engine",
-    "workers.strategies.continuous",
+    "workers.strategies",
     "workers.ipc.messages",
     "workers.engine_process.engine_loop",
     "tests.fakes",

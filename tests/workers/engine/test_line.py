@@ -6,14 +6,11 @@ import pytest
 
 from contract.jobs import SamplingParams
 from workers.engine.lanes import DEFAULT_LANES, Lanes
-from workers.engine.lengths import CallersCap
 from workers.engine.model import Chunk
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
-    LeastLaxity,
     Policy,
-    ShortestPredictedFirst,
     VirtualTokenCounters,
 )
 from workers.engine.sequence import Sequence
@@ -22,8 +19,6 @@ from workers.engine.waiting_queue import WaitingQueue
 POLICIES = {
     "first come": FirstComeFirstServed,
     "fair": lambda: Composed(VirtualTokenCounters(), FirstComeFirstServed()),
-    "shortest": lambda: Composed(ShortestPredictedFirst(CallersCap()), FirstComeFirstServed()),
-    "laxity, fair": lambda: Composed(LeastLaxity(CallersCap(), 0.1), VirtualTokenCounters()),
 }
 
 

@@ -3,13 +3,12 @@
 import dataclasses
 import random
 
-from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job, oracle
+from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.lengths import CallersCap, KnownOnly, LengthPredictor, RecentLengths
+from workers.engine.lengths import KnownOnly, LengthPredictor, RecentLengths
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
-    ShortestPredictedFirst,
     VirtualTokenCounters,
 )
 from workers.engine.report import StepReport
@@ -152,21 +151,6 @@ def test_past_future_preempts_less_than_naive_and_fills_more_than_the_cap() -> N
     assert predicted <= naive / 2
     assert predicted_use >= 0.85 * naive_use
     assert predicted_use >= 2 * capped_use
-
-
-def test_short_jobs_pass_long_ones_by_what_their_tenants_had_before() -> None:
-    """A tenant of short answers goes first; the long one that came first waits."""
-    lengths = RecentLengths(num_needed=2)
-    policy = Composed(ShortestPredictedFirst(lengths), FirstComeFirstServed())
-    harness = Harness(Sizes(max_num_seqs=1), policy=policy, lengths=lengths)
-    for i in range(2):
-        harness.add(job(f"s{i}", [i], tenant="short", max_tokens=1))
-        harness.add(job(f"l{i}", [i], tenant="long", max_tokens=20, ignore_eos=True))
-    harness.run()
-    harness.add(job("long", [7], tenant="long", max_tokens=30, ignore_eos=True))
-    harness.add(job("short", [8], tenant="short", max_tokens=30, ignore_eos=True))
-
-    assert names(harness.step()) == {"short"}
 
 
 def test_a_sequence_is_preempted_a_bounded_number_of_times_for_other_lanes() -> None:

@@ -32,25 +32,19 @@ from tests.workers.engine.test_engine_properties import cut, is_possible, reques
 from tests.workers.engine.witness import Witness
 from tests.workers.strategies.test_strategies import all_strategies
 from workers.engine.lanes import Lane
-from workers.engine.lengths import RecentLengths
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
-    LeastLaxity,
     Policy,
-    ShortestPredictedFirst,
     VirtualTokenCounters,
 )
 from workers.engine.request import Request, RequestRefused
 from workers.engine.strategy import Strategies, Strategy
 
 LANES = ("interactive", "standard", "batch")
-LENGTHS = RecentLengths(num_needed=2)
 POLICIES: dict[str, Callable[[], Policy]] = {
     "vtc": VirtualTokenCounters,
     "fcfs": FirstComeFirstServed,
-    "shortest": lambda: ShortestPredictedFirst(LENGTHS),
-    "laxity": lambda: LeastLaxity(LENGTHS, token_s=0.01),
 }
 KEEP_ORDER = {"vtc", "fcfs"}  # of arrival, within a tenant
 

@@ -22,7 +22,7 @@ from workers.model.gpu.decode import PrepareRows
 from workers.model.gpu.graphs import Compute, Record, check_steps, padded_size, sizes_up_to
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 MAX_SEQS = 6
 Outputs = dict[tuple[str, int], list[tuple[Any, ...]]]

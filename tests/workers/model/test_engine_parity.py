@@ -17,7 +17,7 @@ from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Model
 from workers.engine.request import Request
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
 # Numbers of the prompts of `expected_of`; tokens that each yields.

@@ -16,7 +16,7 @@ from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Model, RowFailed, Sample
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence
-from workers.strategies.continuous import ContinuousBatching
+from workers.strategies import ContinuousBatching
 
 # The paged way, and each way that a state goes on.
 FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]

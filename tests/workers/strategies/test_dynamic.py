@@ -2,7 +2,7 @@
 
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.report import StepReport
-from workers.strategies.dynamic import DynamicBatching
+from workers.strategies import DynamicBatching
 
 
 def jobs_of(report: StepReport) -> set[str]:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tests.workers.engine.harness import Harness, Sizes, all_sizes, job
 from tests.workers.engine.test_engine_properties import Workload, add_all, assert_oracle, workloads
 from workers.engine.strategy import Strategies, Strategy
-from workers.strategies.continuous import ContinuousBatching
-from workers.strategies.dynamic import DynamicBatching
-from workers.strategies.static import StaticBatching
+from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 CONTINUOUS = Strategies(ContinuousBatching())
 

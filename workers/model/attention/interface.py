@@ -1,7 +1,7 @@
-"""Where transformers' attention modules meet ours: the registered function and its two sides.
+"""Connects transformers' attention modules to our attention.
 
-Every module calls `paged_attention_forward`; the step that the runner passed along with the
-forward (never a global) says what happens: a probe looks, a paged step writes KV and attends.
+Every module calls `paged_attention_forward`. The AttentionStep that the runner passes through the
+forward decides what happens: a probe records shapes, a paged step writes KV and attends.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,27 +17,27 @@ from transformers import AttentionInterface
 
 from workers.engine.model import ModelRefused
 
-# Not `paged|…`, which transformers rewrites. No mask is registered under it, so none is built.
+# Not `paged|…`, which transformers rewrites. Without a registered mask, none is built.
 ATTENTION_NAME = "batchway"
-# The keyword argument of the model's forward that carries the AttentionStep to every layer.
+# Keyword argument of the model's forward that carries the AttentionStep.
 STEP_KEYWORD = "batchway_step"
 
 
 class CannotShareBatch(ModelRefused):
-    """A decoder whose sequences cannot share a batch; it may still be run one by one."""
+    """Sequences of this decoder cannot share a batch; it may still run them one by one."""
 
 
 class StepNotHandedDown(CannotShareBatch):
-    """A layer calls its attention without the keyword arguments of the model's forward."""
+    """A layer does not pass the forward's keyword arguments to its attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFlags:
-    """What varies from layer to layer besides the tensors.
+    """Per-layer attention options.
 
-    `window`: a token sees itself and the `window - 1` before it. `softcap`: scores become
-    `softcap * tanh(scores / softcap)`. `sinks` (num_heads,): one more logit per head in the
-    softmax's denominator.
+    `window`: a token sees itself and the `window - 1` before it. `softcap`: scores become `softcap
+    * tanh(scores / softcap)`. `sinks` (num_heads,): an extra logit per head in the softmax's
+    denominator.
     """
 
     scale: float
@@ -48,9 +48,8 @@ class AttentionFlags:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's call. query (T, num_heads, k_dim), key (T, kv_heads, k_dim),
-    value (T, kv_heads, v_dim): T is the flat number of tokens of the step.
-    """
+    """One layer's attention call over the step's T tokens: query (T, num_heads, k_dim), key (T,
+    kv_heads, k_dim), value (T, kv_heads, v_dim)."""
 
     module: nn.Module
     query: Tensor
@@ -58,7 +57,7 @@ class AttentionCall:
     value: Tensor
     flags: AttentionFlags
     has_mask: bool
-    extra: dict[str, Any]  # keyword arguments that we have no meaning for
+    extra: dict[str, Any]  # unsupported keyword arguments
 
 
 class AttentionStep(Protocol):
@@ -69,12 +68,12 @@ class AttentionStep(Protocol):
         ...
 
 
-# Made for each chunk of a step: a frozen dataclass takes seven times as long to make.
+# Created for each chunk; creating a frozen dataclass takes seven times as long.
 class Span(Struct, frozen=True):
-    """The rows of one chunk in the flat batch, and where its sequence's KV lies.
+    """The rows of one chunk in the flat batch, and the cache slots of its sequence.
 
-    Rows `first .. first + num_tokens - 1` hold positions `start ..`; `slots[p]` is the cache slot
-    of position p, for all `start + num_tokens` positions that the chunk sees.
+    Rows `first .. first + num_tokens - 1` hold positions `start ..`; `slots[p]` is the slot of
+    position p, for the `start + num_tokens` positions that the chunk sees.
     """
 
     first: int
@@ -84,7 +83,7 @@ class Span(Struct, frozen=True):
 
 
 class PreparedAttention(Protocol):
-    """A back end's plan for one step, used by all layers of that step."""
+    """A back end's plan for one step, shared by all layers."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
         """query (T, num_heads, k_dim), keys (num_slots, kv_heads, k_dim),
@@ -94,7 +93,7 @@ class PreparedAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to attend through the block tables."""
+    """Attends through block tables."""
 
     def prepare(self, spans: Seq[Span], device: torch.device) -> PreparedAttention: ...
 

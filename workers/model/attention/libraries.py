@@ -1,8 +1,8 @@
-"""Paged attention by kernels of other libraries: FlashAttention-3 by way of torch, FlashInfer.
+"""Paged attention by other libraries: FlashAttention-3 through torch, and FlashInfer.
 
-Off by default and unmeasured. Both take causal attention with windows over keys and values of one
-size; FlashInfer softcaps too. Layers that ask for more are left to packed attention. What is
-imported and how it is called is here; tests stand in for the kernels with the documented call.
+Off by default and not measured. Both support causal attention with windows and equal key and value
+sizes; FlashInfer also softcaps. Other layers use packed attention. Tests replace the kernels by
+stand-ins with the documented interface.
 """
 
 import inspect
@@ -24,14 +24,13 @@ from workers.model.attention.interface import (
 )
 from workers.model.attention.packed import PackedAttention
 
-_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
+_WORKSPACE_BYTES = 128 * 2**20  # recommended by FlashInfer's documentation
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """One step's spans as these libraries want them, int32: first rows of the n queries and their
-    end (n + 1,), context lengths (n,), block tables (n, blocks), padded with 0.
-    """
+    """One step's spans as int32 tensors: first rows of the n queries and their end (n + 1,),
+    context lengths (n,), block tables (n, blocks) padded with 0."""
 
     query_firsts: Tensor
     lengths: Tensor
@@ -60,7 +59,7 @@ def lay_out_spans(spans: Seq[Span], block_size: int, device: torch.device) -> Pa
 
 
 class LibraryAttention:
-    """AttentionBackend that hands a step to a library where it takes the layer."""
+    """AttentionBackend that uses a library for the layers it supports."""
 
     def __init__(self, block_size: int, library: "Library") -> None:
         self._block_size = block_size
@@ -83,7 +82,6 @@ class _PreparedLibrary:
         self._plans: dict[Any, Any] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         if not self._library.takes(query, values, flags):
             if self._fallback is None:
                 self._fallback = self._packed.prepare(self._spans, self._device)
@@ -95,7 +93,7 @@ class _PreparedLibrary:
 
 
 class FlashAttention:
-    """torch.nn.attention.varlen with block tables; its kernel is what was activated."""
+    """torch.nn.attention.varlen with block tables; runs the activated kernel."""
 
     def __init__(self, varlen_attention: Callable[..., Any]) -> None:
         self._varlen_attention = varlen_attention
@@ -127,13 +125,13 @@ class FlashAttention:
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=layout.lengths,
             block_table=layout.tables,
-            num_splits=1,  # a row's numbers must not depend on its neighbours
+            num_splits=1,  # other values make a row depend on its neighbours
         )
         return found
 
 
 class FlashInfer:
-    """FlashInfer's wrapper for paged prefill, planned on the host for each kind of layer."""
+    """FlashInfer's paged prefill wrapper, planned on the host for each kind of layer."""
 
     def __init__(self, make_wrapper: Callable[[], Any]) -> None:
         self._make_wrapper = make_wrapper
@@ -152,7 +150,7 @@ class FlashInfer:
         flags: AttentionFlags,
         plans: dict[Any, Any],
     ) -> Tensor:
-        """See FlashAttention.attend. A plan serves all layers of a step that ask for the same."""
+        """See FlashAttention.attend. Layers with the same options share a plan."""
         num_heads, dim = query.shape[1:]
         key = (flags.window, flags.softcap, flags.scale, num_heads, keys.shape[2], dim)
         if key not in plans:
@@ -203,7 +201,7 @@ def load_flash_attention(block_size: int) -> AttentionBackend:
         raise ModelRefused("attention fa3 needs a torch with paged varlen attention")
     try:
         activate_flash_attention_impl("FA3")
-    except Exception as exc:  # whatever its import raises
+    except Exception as exc:  # its import may raise anything
         raise ModelRefused("attention fa3 is asked for, but FlashAttention-3 is missing") from exc
     return LibraryAttention(block_size, FlashAttention(varlen_attn))
 

@@ -1,6 +1,6 @@
-"""Attention on a CPU by a kernel that reads the cache where it lies: no gather, no mask.
+"""CPU attention by our kernel, which reads the cache in place, without gather or mask.
 
-Leaves layers that the kernel does not take (odd head sizes) to packed attention.
+Layers the kernel does not support (odd head sizes) use packed attention.
 """
 
 from collections.abc import Sequence as Seq
@@ -31,13 +31,13 @@ class NativeAttention:
 
 
 class PreparedNative:
-    """A step's work in tiles, each of some queries of one sequence, as the kernel takes them."""
+    """A step's work as tiles for the kernel; a tile is some queries of one sequence."""
 
     def __init__(self, kernels: Kernels, spans: Seq[Span]) -> None:
         self._kernels = kernels
         self._spans = spans
         self.slots = torch.from_numpy(np.concatenate([span.slots for span in spans]))
-        # (4, num_spans): first row, number of rows, position of the first, begin in the slots.
+        # (4, num_spans): first row, number of rows, first position, start in the slots.
         lengths = [len(span.slots) for span in spans]
         begins = accumulate(lengths[:-1], initial=0)
         parts = [(span.first, span.num_tokens, span.start) for span in spans]
@@ -48,7 +48,6 @@ class PreparedNative:
         self._packed: PreparedAttention | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         num_heads, k_dim = query.shape[1:]
         kv_heads, v_dim = values.shape[1:]
         if not can_attend(num_heads, kv_heads, k_dim, v_dim):
@@ -61,9 +60,8 @@ class PreparedNative:
         return self._kernels.attend(tiles, self.slots, query, keys, values, flags)
 
     def tiles(self, group: int) -> Tensor:
-        """int64 (num_tiles, 4), see Kernels.attend: of all rows, where so many query heads share a
-        KV head; the longest work first, so that no thread is left with it at the end.
-        """
+        """Tiles of all rows, int64 (num_tiles, 4), for `group` query heads per KV head; see
+        Kernels.attend. The longest come first, so that no thread starts one last."""
         num_queries = max(1, _ROWS // group)
         if num_queries not in self._tiles:
             counts = -(-self._parts[1] // num_queries)  # of tiles in each span
@@ -75,9 +73,8 @@ class PreparedNative:
         return self._tiles[num_queries]
 
     def tiles_of_rows(self, wanted: Tensor, group: int) -> Tensor:
-        """The same of rows `wanted` int64 (num_wanted,) alone, and of others where those are more
-        than the spans.
-        """
+        """Tiles of rows `wanted` int64 (num_wanted,); includes other rows if there are more wanted
+        rows than spans."""
         if len(wanted) > self._parts.shape[1]:
             return self.tiles(group)
         first, _, start, begin = self._parts

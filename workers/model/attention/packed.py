@@ -1,7 +1,7 @@
 """Attention in torch with few calls: decoding rows together, prompts one by one through SDPA.
 
-The default wherever no kernel of our own runs. A row reads slots of its own sequence only, also
-as padding: what another sequence left in the cache, NaN included, cannot reach it.
+The default without a kernel of our own. A row, even as padding, reads only slots of its own
+sequence, so other sequences' data (NaN included) cannot reach it.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,14 +15,14 @@ from torch import Tensor
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import attend_dense, causal_mask
 
-# Decoding rows share a padded gather with rows of the same power of two of context, from this
-# length on: at most half of a gather is padding above it, and few calls are made below it.
+# Decoding rows are grouped by the power of two of their context, from this length on. Above it at
+# most half of a gather is padding; below it one group saves calls.
 _SHORTEST_GROUP_TOKENS = 128
-# On a CPU a gather larger than this leaves the caches and is given fresh pages by the allocator:
-# 64 rows of 512 tokens, 4 KV heads of 64, took 21 ms in slices of this size and 74 ms at once.
+# A larger gather does not fit the CPU's caches and gets new pages from the allocator: 64 rows of
+# 512 tokens with 4 KV heads of 64 took 74 ms at once and 21 ms in slices of this size.
 _CPU_GATHER_BYTES = 4 * 2**20
-# Scores (or mask entries, where no score is ever stored) of a chunk that exist at once: a chunk
-# of 2048 tokens takes one slice up to 4096 tokens of context. 32 MiB of float32.
+# Scores (or mask entries) of a chunk computed at once: 32 MiB of float32, enough for a chunk of
+# 2048 tokens with 4096 tokens of context.
 _SLICE_SCORES = 2**23
 
 
@@ -46,7 +46,6 @@ class _PreparedPacked:
         self._parts: list[_Group | _Prompt] = [*groups, *prompts]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         if len(self._parts) == 1:
             return self._parts[0].attend(query, keys, values, flags)
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
@@ -56,7 +55,7 @@ class _PreparedPacked:
 
 
 class _Group:
-    """Rows of one token each, their keys gathered into one padded tensor."""
+    """Rows of one token each; their keys are gathered into one padded tensor."""
 
     def __init__(self, spans: Seq[Span], device: torch.device) -> None:
         self._spans = spans
@@ -82,7 +81,7 @@ class _Group:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _view(self, window: int | None) -> tuple[Tensor, Tensor | None]:
-        """slots (n, L) of each row's visible keys, and which of them are no padding (n, L)."""
+        """Slots (n, L) of each row's visible keys, and a mask (n, L) that excludes padding."""
         rows = [span.slots if window is None else span.slots[-window:] for span in self._spans]
         lengths = np.array([len(slots) for slots in rows])
         longest = int(lengths.max())
@@ -97,11 +96,10 @@ class _Group:
 
 
 class _Prompt:
-    """A chunk of several tokens of one sequence, worked through in slices of its queries.
+    """A chunk of several tokens of one sequence, computed in slices of its queries.
 
-    A slice sees the keys up to its own last position, so that no score beyond the diagonal is
-    computed for another slice, and what exists at once is bounded: with 32k tokens of context no
-    more than with 2k.
+    A slice sees keys up to its last position, so nothing beyond the diagonal is computed, and
+    memory is bounded whatever the context.
     """
 
     def __init__(self, span: Span, device: torch.device) -> None:
@@ -136,9 +134,8 @@ class _Prompt:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mask(self, first: int, last: int, lowest: int, window: int | None) -> Tensor:
-        """See causal_mask: of queries `first .. last - 1`, over keys from position `lowest`. Kept
-        for the step's other layers where it is the only slice.
-        """
+        """causal_mask of queries `first .. last - 1` over keys from position `lowest`. Cached for
+        the step's other layers if it is the only slice."""
         start = self._span.start + first
         num_queries, num_keys = last - first, self._span.start + last - lowest
         if num_queries < self._span.num_tokens:
@@ -192,7 +189,7 @@ def _attend_tokens(
     if flags.softcap is not None or flags.sinks is not None:
         mask = None if seen is None else seen.unsqueeze(1)
         return attend_dense(query.unsqueeze(2), key, value, mask, flags).squeeze(2)
-    # The heads that share a KV head become its queries, so that no key is repeated.
+    # Treat the heads that share a KV head as its queries, so that keys are not repeated.
     grouped = query.view(num_rows, key.shape[1], -1, k_dim)
     out = F.scaled_dot_product_attention(grouped, key, value, seen, scale=flags.scale)
     return out.reshape(num_rows, num_heads, -1)
@@ -201,7 +198,7 @@ def _attend_tokens(
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     """cache (num_slots, kv_heads, dim), slots (n, L) -> (n, kv_heads, L, dim).
 
-    By `embedding`: ten times as fast as index_select on a CPU for rows this short.
+    Uses `embedding`, ten times as fast as index_select on a CPU for such short rows.
     """
     flat = F.embedding(slots, cache.view(cache.shape[0], -1))
     return flat.view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Attention as the formula says it: one sequence after another, in float32.
+"""Reference attention by the formula, one sequence at a time, in float32.
 
-Correct for every flag, fast for none: every other back end is held against it.
+Supports every flag; the other back ends are tested against it.
 """
 
 from collections.abc import Sequence as Seq
@@ -23,7 +23,6 @@ class _PreparedReference:
         self._spans = spans
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         for span in self._spans:
             rows = slice(span.first, span.first + span.num_tokens)
@@ -46,10 +45,8 @@ def causal_mask(
     window: int | None,
     device: torch.device,
 ) -> Tensor:
-    """Which keys (positions from `first_key`) which queries (from `start`) see.
-
-    Returns bool (num_queries, num_keys), True where seen.
-    """
+    """Which keys (positions from `first_key`) the queries (from `start`) see: bool (num_queries,
+    num_keys)."""
     query_positions = torch.arange(start, start + num_queries, device=device)[:, None]
     key_positions = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
     seen = key_positions <= query_positions

@@ -1,7 +1,7 @@
-"""Attention of single tokens whose block tables lie on the device, in torch.
+"""Attention of single tokens whose block tables are on the device, in torch.
 
-For steps that the host does not spell out: who decodes, where, and through which blocks are
-tensors. Slower than a kernel and right for every flag. Only the tables' own slots are read.
+For steps whose rows, positions and blocks are tensors unknown to the host. Slower than a kernel;
+supports every flag. Reads only the tables' own slots.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,8 @@ from workers.model.attention.reference import attend_dense
 
 @dataclass(frozen=True, slots=True)
 class RowsStep:
-    """One token for each row. rows int64 (n,): of the tables; positions int64 (n,); tables
-    int64 (num_tables, num_blocks), any stride: block ids. longest: no context of the step is
-    longer.
-    """
+    """One token per row. rows int64 (n,): row of the tables; positions int64 (n,); tables int64
+    (num_tables, num_blocks): block ids, any stride; longest: an upper bound of the contexts."""
 
     rows: Tensor
     positions: Tensor
@@ -37,12 +35,11 @@ class PreparedRows:
         slots = (blocks[:, :, None] * step.block_size + offsets).flatten(1)
         self._positions = step.positions[:, None]
         self._keys = torch.arange(slots.shape[1], device=blocks.device)[None]
-        # What lies behind a row's own position may be another's by now: its first slot stands in.
+        # Slots behind a row's position may belong to another sequence; use its first slot.
         is_own = self._keys <= self._positions
         self._slots = torch.where(is_own, slots, slots[:, :1])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         seen = self._keys <= self._positions
         if flags.window is not None:
             seen = seen & (self._keys > self._positions - flags.window)

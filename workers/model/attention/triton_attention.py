@@ -1,8 +1,7 @@
-"""Paged attention by Triton: what its kernels are called with, from spans or from tensors.
+"""Paged attention by Triton: prepares the kernels' arguments from spans or tensors.
 
-Off by default: these kernels have been compiled for GPUs and have run in Triton's interpreter, but
-on no GPU yet. Leaves the arithmetic to `triton_kernels`, and heads of sizes that they do not take
-to packed attention.
+Off by default: the kernels were compiled for GPUs and run in Triton's interpreter, but not yet on a
+GPU. Unsupported head sizes use packed attention.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,18 +18,17 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.attention.triton_kernels import LOG2_E, attend_tiles, join_splits
 
-# Context that one program reads for a single token. Fixed, so that how a row's sums are cut
-# depends on its own length alone and never on its neighbours.
+# Context that one program reads for a single token. It is fixed, so that a row's partial sums
+# depend only on its own length.
 SPLIT_TOKENS = 512
-_LEAST_ROWS = 16  # of a matrix product on tensor cores
+_LEAST_ROWS = 16  # minimum for a product on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
     """One step for the kernels. tiles int32 (n, 3): first row, number of queries, row of `tables`;
-    positions int64 (T,); tables (rows, blocks), any integers, last stride 1. With
-    `num_splits` each tile is one query.
-    """
+    positions int64 (T,); tables (rows, blocks), integers with last stride 1. With `num_splits` each
+    tile has one query."""
 
     tiles: Tensor
     positions: Tensor
@@ -49,7 +47,7 @@ class TritonAttention:
         return PreparedTriton(self._block_size, spans=spans, device=device)
 
     def prepare_rows(self, step: RowsStep) -> PreparedAttention:
-        """For single tokens whose tables lie on the device: nothing is asked of it."""
+        """Plans single tokens whose tables are on the device, without reading them."""
         ones = torch.ones_like(step.rows)
         firsts = torch.arange(len(ones), device=ones.device)
         tiles = torch.stack([firsts, ones, step.rows], dim=1).to(torch.int32)
@@ -79,7 +77,6 @@ class PreparedTriton:
         self._is_single = plan is not None or all(span.num_tokens == 1 for span in spans)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        """See PreparedAttention.attend."""
         num_tokens, num_heads, k_dim = query.shape
         kv_heads, v_dim = values.shape[1:]
         if not can_attend(num_heads, kv_heads, k_dim, v_dim):
@@ -129,7 +126,7 @@ class PreparedTriton:
             HAS_SINKS=sinks is not None,
             SPLIT_TOKENS=SPLIT_TOKENS if has_parts else 0,
             FACTOR_TYPE=_factor_type(query.dtype),
-            # TF32 would keep 10 bits of what is kept with 23.
+            # TF32 would keep 10 of 23 bits.
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=4 if num_rows < 128 else 8,
             num_stages=2,
@@ -161,7 +158,7 @@ class PreparedTriton:
         return self._packed
 
     def _plan(self, tile_queries: int) -> TilePlan:
-        """Kept for the step's other layers."""
+        """Cached for the step's other layers."""
         if tile_queries not in self._plans:
             assert self._device is not None
             self._plans[tile_queries] = plan_spans(
@@ -173,9 +170,8 @@ class PreparedTriton:
 def plan_spans(
     spans: Seq[Span], tile_queries: int, block_size: int, device: torch.device
 ) -> TilePlan:
-    """Tiles of at most so many queries, the longest work first, so that no program is left with
-    it at the end; contexts are split where all are single tokens.
-    """
+    """Tiles of at most this many queries, longest first, so that no program starts one last.
+    Contexts are split if all tiles are single tokens."""
     parts = []
     tables = np.zeros((len(spans), max(-(-len(s.slots) // block_size) for s in spans)), np.int32)
     positions = np.empty(sum(span.num_tokens for span in spans), dtype=np.int64)
@@ -189,7 +185,7 @@ def plan_spans(
         tiles[:, 0] = span.first + firsts
         tiles[:, 1] = np.minimum(tile_queries, span.num_tokens - firsts)
         tiles[:, 2] = row
-        tiles[:, 3] = span.start + firsts + tiles[:, 1]  # keys that it reads
+        tiles[:, 3] = span.start + firsts + tiles[:, 1]  # number of keys it reads
         parts.append(tiles)
     both = np.concatenate(parts)
     ordered = np.ascontiguousarray(both[np.argsort(-both[:, 3], kind="stable"), :3])
@@ -204,12 +200,11 @@ def plan_spans(
 
 
 def num_splits_of(num_tokens: int) -> int:
-    """Splits that hold the longest context of a step."""
+    """Splits needed for the longest context of a step."""
     return -(-num_tokens // SPLIT_TOKENS)
 
 
 def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
-    """Whether the kernel takes heads of these sizes."""
     return (
         num_heads % kv_heads == 0
         and num_heads // kv_heads <= 64
@@ -221,7 +216,7 @@ def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
 def _parts(
     num_tiles: int, splits: int, num_heads: int, v_dim: int, out: Tensor, has_parts: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See attend_tiles; the output itself, unused, where nothing is split."""
+    """See attend_tiles; without splits the output itself, unused."""
     if not has_parts:
         return out, out, out
     shape = (num_tiles, splits, num_heads)
@@ -233,7 +228,7 @@ def _parts(
 
 
 def _factor_type(dtype: torch.dtype) -> tl.dtype:
-    """The tensors' own type; the interpreter multiplies bfloat16 as if it were integers."""
+    """The tensors' type; float32 in the interpreter, which multiplies bfloat16 as integers."""
     if triton.knobs.runtime.interpret or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16

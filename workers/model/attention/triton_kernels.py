@@ -1,8 +1,7 @@
-"""The Triton kernels of paged attention: one source, tiled for single tokens and for chunks.
+"""The Triton kernels of paged attention, for single tokens and for chunks.
 
-Knows pointers and strides. `triton_attention` lays out what they are called with. A program works
-on one tile: some queries of one sequence with all heads that share one KV head. It reads the
-sequence's own slots only, so that nothing of another sequence can reach it.
+A program computes one tile: some queries of one sequence, with all heads that share one KV head. It
+reads only slots of its own sequence.
 """
 
 import triton
@@ -45,9 +44,8 @@ def attend_tiles(
     FACTOR_TYPE: tl.constexpr,  # of the factors of matrix products
     PRECISION: tl.constexpr,
 ):
-    """Grid (num_tiles, kv_heads, num_splits). With splits it leaves parts for `join_splits`, of
-    tiles of one query each.
-    """
+    """Grid (num_tiles, kv_heads, num_splits). With splits, tiles have one query each and the
+    partial results are combined by `join_splits`."""
     GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_queries = tl.load(tiles + tile * 3 + 1)
@@ -82,7 +80,7 @@ def attend_tiles(
 
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS and SPLIT_TOKENS == 0:  # join_splits adds it otherwise
+    if HAS_SINKS and SPLIT_TOKENS == 0:  # otherwise join_splits adds it
         largest = tl.load(sinks + row_head, mask=row_seen, other=0.0) * 1.4426950408889634
         total += 1.0
     mixed = tl.zeros([TILE_ROWS, V_PAD], tl.float32)
@@ -107,7 +105,7 @@ def attend_tiles(
             seen = seen & (key_position[None, :] > row_position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet stays at zero, not at -inf - -inf.
+        # Avoid -inf - -inf for a row that has seen nothing yet.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -151,7 +149,7 @@ def join_splits(
     HAS_SINKS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
 ):
-    """Grid (num_tiles, num_heads): the splits of one query's head become its output."""
+    """Grid (num_tiles, num_heads): combines the splits of one query's head."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if tl.load(tiles + tile * 3 + 1) == 0:
         return

@@ -1,1 +1,1 @@
-"""What a GPU computes beside attention and matrix products, and in what order it is told to."""
+"""GPU code beside attention and matrix products, and the order of its steps."""

@@ -1,13 +1,12 @@
-"""Runs steps one ahead of the engine: while the host books one step, the device computes the next.
+"""Runs steps one ahead: while the host finishes one step, the device computes the next.
 
-Implements the engine's Model around a ModelRunner and gives the same tokens. After each step it
-starts, for all rows that will go on, the next one, which takes its tokens on the device. When the
-engine asks for what was started, it is there; what the engine did not ask for after all (a sequence
-that ended, was stopped or preempted) is dropped, and what was not started is computed as ever.
+Implements the engine's Model around a ModelRunner, with the same tokens. After each step it starts
+the next one for all rows that will continue; their tokens come from device memory. The engine then
+finds the rows it asks for already computed. Rows it no longer wants (ended, stopped or preempted)
+are dropped; rows not started are computed as usual.
 
-Why that is safe: a row writes KV of the position behind its sequence's known tokens alone, in a
-block that is the sequence's own; all work is in one order on the device, so whoever gets the block
-next writes and reads later.
+This is safe because a row writes KV only behind its sequence's known tokens, in a block of its own,
+and all device work is in one order: whoever gets the block next writes and reads later.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,16 +21,15 @@ from workers.engine.sequence import Sequence
 from workers.model.gpu.decode import PrepareRows, RowsDecoder
 from workers.model.gpu.drawing import OPEN, can_draw, draw, wishes_of
 from workers.model.gpu.graphs import Record, padded_size
-from workers.model.gpu.request_state import RequestState
-from workers.model.gpu.staging import HostCopy, to_device
+from workers.model.gpu.request_state import HostCopy, RequestState, to_device
 from workers.model.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """One row of a step that the device computes: the last token that its sequence has by then."""
+    """One row of the step in flight: the last token that its sequence will have by then."""
 
-    block_id: int  # where its KV goes
+    block_id: int  # receives its KV
     index: int  # in the step's ids
 
 
@@ -84,7 +82,6 @@ class AheadRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
-        """See Model.run."""
         flight, flight_ids = self._flight, self._flight_ids
         self._flight, self._flight_ids = {}, None
         used = {c.sequence: flight[c.sequence] for c in chunks if self._was_started(c, flight)}
@@ -107,7 +104,7 @@ class AheadRunner:
         return self._settle(chunks, answers)
 
     def _was_started(self, chunk: Chunk, flight: dict[Sequence, _Started]) -> bool:
-        """Whether this very row is in flight: the engine has resumed it nowhere else."""
+        """Whether exactly this row is in flight."""
         started = flight.get(chunk.sequence)
         return (
             started is not None
@@ -118,7 +115,7 @@ class AheadRunner:
         )
 
     def _admit(self, chunks: Seq[Chunk]) -> bool:
-        """Gives each sequence that samples a row; False where some cannot be drawn there."""
+        """Assigns each sampling sequence a row; False if some cannot be sampled on the device."""
         busy = {chunk.sequence for chunk in chunks}
         return all(
             can_draw(chunk.sequence) and self.state.admit(chunk.sequence, busy) is not None
@@ -130,7 +127,7 @@ class AheadRunner:
         return {chunk.sequence: row for chunk, row in zip(chunks, rows, strict=True)}
 
     def _start_rest(self, chunks: Seq[Chunk]) -> HostCopy | None:
-        """Starts what was not started before. The ids of those that sample, in order."""
+        """Starts rows not in flight. Returns the sampled ids, in order."""
         if not chunks:
             return None
         logits = self._runner.logits(chunks)
@@ -148,7 +145,7 @@ class AheadRunner:
         return self._choose(logits, order, sequences)
 
     def _start_next(self, chunks: Seq[Chunk]) -> None:
-        """Starts one more step of all that will go on, from tokens that only the device knows."""
+        """Starts one more step of all continuing rows, from tokens known only to the device."""
         on = [chunk for chunk in chunks if self._goes_on(chunk)]
         if not on:
             return
@@ -168,14 +165,14 @@ class AheadRunner:
             self.decoder.graphs.record_next()
 
     def _choose(self, logits: Tensor, rows: Tensor, sequences: Seq[Sequence]) -> HostCopy:
-        """Draws the rows' next tokens and moves the rows on. logits (n, vocab), rows (n,)."""
+        """Samples the rows' next tokens and advances the rows. logits (n, vocab), rows (n,)."""
         token_ids = draw(logits, self.state, rows, wishes_of(sequences))
         self.state.advance(rows, token_ids.clamp(min=0))
         self.state.note_advance(sequences)
         return HostCopy(token_ids)
 
     def _goes_on(self, chunk: Chunk) -> bool:
-        """Whether the sequence will want one more token after this chunk's, and has a place."""
+        """Whether the sequence needs another token after this chunk's, and has a slot for it."""
         sequence, position = chunk.sequence, chunk.start + chunk.num_tokens
         return (
             sequence.num_output + 1 < sequence.max_output
@@ -184,12 +181,12 @@ class AheadRunner:
         )
 
     def _settle(self, chunks: Seq[Chunk], answers: dict[Sequence, Row]) -> list[Row]:
-        """One row for each chunk. What the device left open is computed again, and decided here."""
+        """One row per chunk. Rows the device could not decide are recomputed and sampled here."""
         is_open = [c for c in chunks if c.samples and _is_open(answers[c.sequence])]
         if is_open:
             answers |= self._run_now(is_open, ())
             for chunk in is_open:
-                self._flight.pop(chunk.sequence, None)  # it was fed something else
+                self._flight.pop(chunk.sequence, None)  # it was given another token
         return [answers.get(chunk.sequence) for chunk in chunks]
 
 

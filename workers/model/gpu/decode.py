@@ -1,7 +1,7 @@
-"""One token for each of some rows: a forward that the host need not spell out.
+"""Computes one token for each of some rows, from state on the device (`RequestState`).
 
-Who decodes, what and where lies on the device (`RequestState`), so that a step can follow another
-without waiting for its tokens, and be recorded. Leaves the choice of tokens to `drawing`.
+A step can follow another without waiting for its tokens, and can be recorded. Sampling is in
+`drawing`.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from workers.model.gpu.request_state import POSITION, TOKEN, RequestState
 from workers.model.kv_cache import PagedStep
 from workers.model.runner import ModelRunner
 
-# Contexts are bounded by multiples of this; Triton's kernel splits them into such parts.
+# Contexts are bounded by multiples of this, the size of the splits of Triton's kernel.
 BOUND_TOKENS = 512
 
 PrepareRows = Callable[[RowsStep], PreparedAttention]
 
 
 class RowsDecoder:
-    """Computes the logits of the rows that the state's order names."""
+    """Computes the logits of the rows in the state's order."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class RowsDecoder:
         prepare_rows: PrepareRows,
         record: Record | None,
     ) -> None:
-        """`record`: makes graphs of steps; None where each is computed as it comes."""
+        """`record` makes graphs of steps; None computes each step directly."""
         self._runner = runner
         self._state = state
         self._prepare_rows = prepare_rows
-        self._logits: Tensor | None = None  # (padded rows, vocab_size), where steps are recorded
+        self._logits: Tensor | None = None  # (padded rows, vocab_size), if steps are recorded
         self.graphs: StepGraphs | None = None
         if record is not None:
             self.graphs = StepGraphs(
@@ -44,10 +44,8 @@ class RowsDecoder:
             )
 
     def logits(self, num_rows: int, longest: int) -> Tensor:
-        """Of the first `num_rows` rows in order, none with a context over `longest`; (n, vocab).
-
-        Valid until the next step is computed.
-        """
+        """Logits (n, vocab) of the first `num_rows` rows, whose contexts are at most `longest`.
+        Valid until the next step."""
         num_units = -(-longest // BOUND_TOKENS)
         if self.graphs is None:
             order = self._state.order[: padded_size(num_rows)]
@@ -63,7 +61,7 @@ class RowsDecoder:
         self._logits[:size] = found
 
     def _warm_up(self, size: int, num_units: int) -> None:
-        """The same on padding alone: kernels are compiled, and nothing is written that is read."""
+        """Runs on padding only, to compile kernels; changes nothing that is read."""
         self._compute(self._state.padding_order[:size], num_units)
 
     def _compute(self, rows: Tensor, num_units: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Chooses next tokens on the device, from parameters that lie there, without asking it anything.
+"""Samples next tokens on the device, from parameters stored there, without waiting for it.
 
-The same tokens as `sampler` gives, for rows that ask for nothing but temperature, top-k, top-p and
-min-p. What it cannot decide it leaves open, and the host lets `sampler` decide.
+Gives the same tokens as `sampler`, for rows with only temperature, top-k, top-p and min-p.
+Undecided rows are left to the host's `sampler`.
 """
 
 from collections.abc import Iterable
@@ -26,19 +26,19 @@ from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE
 from workers.model.thresholds import find_likeliest
 
-OPEN = -1  # in a token id's place: not decided here, or not a number
+OPEN = -1  # instead of a token id: not decided here, or not a number
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What any row of a step asks for; the host knows it, so that nothing is computed in vain."""
+    """The sampling options used by any row of a step, known to the host, to skip the others."""
 
-    draws_limited: bool = False  # by top-k, top-p or min-p
+    draws_limited: bool = False  # with top-k, top-p or min-p
     draws_widely: bool = False
 
 
 def can_draw(sequence: Sequence) -> bool:
-    """Whether this sequence's next token can be chosen here."""
+    """Whether this sequence can be sampled on the device."""
     return sequence.params.logprobs is None and not asks_for_change(sequence)
 
 

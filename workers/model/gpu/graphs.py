@@ -1,8 +1,7 @@
-"""Recorded steps: one graph for each padded number of rows and bound of contexts.
+"""Recorded steps: one graph per padded number of rows and bound of contexts.
 
-Recorded one at a time between steps, the largest first, so that a cold worker serves before all
-are there and the smaller ones find room in the largest one's memory. Knows sizes; leaves the
-computation to whoever records it.
+Graphs are recorded one at a time between steps, so that a cold worker serves at once; the largest
+first, so that smaller ones reuse its memory.
 """
 
 import logging
@@ -28,13 +27,13 @@ def padded_size(num_rows: int) -> int:
 
 
 def sizes_up_to(num_rows: int) -> list[int]:
-    """All padded sizes that so many rows may need, ascending."""
+    """All padded sizes up to the one for `num_rows`, ascending."""
     largest = padded_size(num_rows)
     return [s for s in _SIZES if s <= largest] + list(range(_SIZES[-1] + _BEYOND, largest + 1, 32))
 
 
 class Graph(Protocol):
-    """A recorded computation on tensors that stay where they are."""
+    """A recorded computation on tensors at fixed addresses."""
 
     def replay(self) -> None: ...
 
@@ -44,7 +43,7 @@ Record = Callable[[Compute], Graph]
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -57,7 +56,7 @@ class CudaRecorder:
 
 
 def check_steps(steps: str, device: torch.device) -> None:
-    """Raises ModelRefused for a way to run steps that there is not, or not here."""
+    """Raises ModelRefused if this way to run steps is unknown or unavailable."""
     if steps not in STEPS:
         raise ModelRefused(f"steps {steps} is not one of {', '.join(STEPS)}")
     if steps == "graphs" and device.type != "cuda":
@@ -65,15 +64,15 @@ def check_steps(steps: str, device: torch.device) -> None:
 
 
 def recorder(steps: str) -> Record | None:
-    """Who records steps; None where each is computed as it comes."""
+    """The recorder for `steps`; None if steps are not recorded."""
     return CudaRecorder() if steps == "graphs" else None
 
 
 class StepGraphs:
-    """Finds the graph for a step, and records those that are missing.
+    """Finds the graph for a step, and records missing ones.
 
-    `compute(size, bound)` computes `size` rows with contexts of up to `bound` units, from tensors
-    and into tensors that stay; `warm_up` does the same where it changes nothing.
+    `compute(size, bound)` computes `size` rows with contexts of up to `bound` units, on fixed
+    tensors; `warm_up` does the same without side effects.
     """
 
     def __init__(
@@ -93,16 +92,16 @@ class StepGraphs:
 
     @property
     def num_sizes(self) -> int:
-        """Graphs of one bound, when all are recorded."""
+        """Number of graphs per bound when all are recorded."""
         return len(self._sizes)
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
-        """(size, bound) of each graph, in the order in which they were recorded."""
+        """(size, bound) of each graph, in recording order."""
         return list(self._graphs)
 
     def run(self, num_rows: int, num_units: int) -> int:
-        """Computes a step, by a graph where there is one; returns its padded number of rows."""
+        """Computes a step, by a graph if there is one; returns its padded number of rows."""
         size, bound = padded_size(num_rows), _power_of_two(num_units)
         self._bounds.add(bound)
         key = self._find(size, bound)
@@ -113,7 +112,7 @@ class StepGraphs:
         return key[0]
 
     def record_next(self) -> None:
-        """Records the largest size that is missing, for the bounds that were asked for."""
+        """Records the largest missing size, for the bounds used so far."""
         if self._is_off:
             return
         missing = [
@@ -129,12 +128,12 @@ class StepGraphs:
             self._warm_up(size, bound)
             self._graphs[size, bound] = self._record(lambda: self._compute(size, bound))
         except RuntimeError as exc:
-            # Most likely something in the model that waits for the device.
+            # Most likely the model waits for the device somewhere.
             self._is_off = True
             log.warning("steps are not recorded: %s", type(exc).__name__)
 
     def _find(self, size: int, bound: int) -> tuple[int, int] | None:
-        """The smallest graph that holds the step and computes at most twice its rows."""
+        """The smallest graph that holds the step without computing more than twice its rows."""
         fitting = [key for key in self._graphs if size <= key[0] <= 2 * size and bound <= key[1]]
         return min(fitting, default=None)
 

@@ -1,6 +1,6 @@
-"""The Triton kernels on tensors: shapes and types are checked here, once, and nowhere below.
+"""Calls the Triton kernels on tensors; shapes and types are checked only here.
 
-The same calls as the CPU's `Kernels`, so that what is merged for one is merged for the other.
+The same interface as the CPU's `Kernels`.
 """
 
 import torch
@@ -23,7 +23,6 @@ class TritonKernels:
         self.dtype = dtype
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
-        """See DecoderKernels.can_turn."""
         return dim % 2 == 0 and can_attend(num_heads, kv_heads, dim, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,7 +49,6 @@ class TritonKernels:
         return out
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """See DecoderKernels.likeliest."""
         return likeliest(logits)
 
     def rotate_and_keep(
@@ -64,12 +62,6 @@ class TritonKernels:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """Turns queries in place; writes turned keys, and values, to the cache.
-
-        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
-        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
-        key head, and eps.
-        """
         num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
         rotary = cos.shape[-1]
         self._check(qkv, cos, sin, keys, values)

@@ -1,8 +1,7 @@
-"""What a step must know of its sequences, kept on the device: last tokens, positions, block tables,
-sampling parameters. The host ships only what has changed.
+"""Per-sequence state on the device: last tokens, positions, block tables, sampling parameters.
 
-The device moves tokens and positions on by itself; a mirror on the host says what else lies there.
-Knows nothing of models. One more row than sequences, the last, belongs to padding.
+The device advances tokens and positions itself; the host mirrors the rest and copies only changes.
+One extra row, the last, belongs to padding.
 """
 
 from collections.abc import Collection
@@ -11,26 +10,58 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from workers.engine.sequence import Sequence
-from workers.model.gpu.staging import to_device
 from workers.model.noise import row_base
 
+
+def to_device(numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """Copies to the device. On CUDA through pinned memory, which torch keeps until the copy is
+    done, so that the host does not wait."""
+    if device.type != "cuda":
+        return torch.from_numpy(numbers.copy()).to(device)
+    pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+    pinned.numpy()[...] = numbers
+    return pinned.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor being copied to the host; `read` waits for this copy only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._host = tensor.clone()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def read(self) -> list[int]:
+        """The numbers of a 1-D integer tensor."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._host.tolist()
+        return numbers
+
+
 TOKEN, POSITION, OUTPUT_SHIFT, NOISE, TOP_K, TEMPERATURE, TOP_P, MIN_P, NUM_FIELDS = range(9)
-_UNKNOWN = -1  # only the device knows: no token id and no position
+_UNKNOWN = -1  # known only to the device: not a valid token id or position
 
 
 @dataclass(slots=True)
 class _Row:
     number: int
-    num_preemptions: int  # of its sequence, when its table was begun
-    num_covered: int = 0  # blocks of the sequence that the table has
+    num_preemptions: int  # of its sequence when the table was started
+    num_covered: int = 0  # blocks already in the table
 
 
 class RequestState:
-    """One row of int64 cells for each sequence, and the order of the rows in the next step."""
+    """One row of int64 cells per sequence, and the order of rows in the next step."""
 
     def __init__(
         self,
@@ -40,7 +71,7 @@ class RequestState:
         scratch_block_id: int,
         device: torch.device,
     ) -> None:
-        """`num_places`: rows of the largest step, padding included."""
+        """`num_places`: rows of the largest step, including padding."""
         self._num_rows, self._width = num_rows, NUM_FIELDS + max_blocks
         self._device = device
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
@@ -54,7 +85,7 @@ class RequestState:
         cells = flat[:num_cells].view(num_rows + 1, self._width)
         self._flat = flat
         self._ints, self._floats = cells, cells.view(torch.float64)
-        self.order = flat[num_cells:]  # int64 (num_places,): padding behind the rows of the step
+        self.order = flat[num_cells:]  # int64 (num_places,): the step's rows, then padding
         self.tables = cells[:, NUM_FIELDS:]  # int64 (num_rows + 1, max_blocks)
         self.padding_order = torch.full_like(self.order, self.padding_row)
 
@@ -63,12 +94,12 @@ class RequestState:
         return self._num_rows
 
     def field(self, name: int, rows: Tensor) -> Tensor:
-        """One number of each row, int64 or float64. rows int64 (n,) -> (n,)."""
+        """One field of each row, int64 or float64. rows int64 (n,) -> (n,)."""
         cells = self._floats if name >= TEMPERATURE else self._ints
         return cells[rows, name]
 
     def advance(self, rows: Tensor, token_ids: Tensor) -> None:
-        """The rows' sampled tokens become their last ones. Padding stays where it is."""
+        """Makes the sampled tokens the rows' last ones. Padding does not advance."""
         is_real = rows != self.padding_row
         self._ints[rows, TOKEN] = torch.where(is_real, token_ids, 0)
         self._ints[rows, POSITION] = torch.where(is_real, self._ints[rows, POSITION] + 1, 0)
@@ -76,9 +107,8 @@ class RequestState:
     # --- the host's side ----------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, busy: Collection[Sequence]) -> int | None:
-        """The sequence's row, which may have been one of a sequence that is not `busy`; None
-        where all are.
-        """
+        """The sequence's row, possibly taken from a sequence that is not `busy`; None if all are
+        busy."""
         row = self._rows.get(sequence)
         if row is None:
             number = self._free_row(busy)
@@ -92,17 +122,17 @@ class RequestState:
         return row.number
 
     def row_of(self, sequence: Sequence) -> int:
-        """The row of a sequence that was admitted."""
+        """The row of an admitted sequence."""
         return self._rows[sequence].number
 
     def place(self, sequence: Sequence, token_id: int, position: int) -> None:
-        """Where the row goes on, unless the device knows it already."""
+        """Sets the row's token and position, unless the device has them already."""
         first = self._rows[sequence].number * self._width
         self._write(first + TOKEN, token_id)
         self._write(first + POSITION, position)
 
     def cover(self, sequence: Sequence) -> None:
-        """Brings blocks that the sequence has gained into its table."""
+        """Adds the sequence's new blocks to its table."""
         row = self._rows[sequence]
         first = row.number * self._width + NUM_FIELDS
         for index in range(row.num_covered, len(sequence.block_ids)):
@@ -110,7 +140,7 @@ class RequestState:
         row.num_covered = len(sequence.block_ids)
 
     def line_up(self, rows: Seq[int]) -> None:
-        """The order of the next step; all behind it is padding."""
+        """Sets the order of the next step; the rest is padding."""
         wanted = np.full(len(self.order), self.padding_row, dtype=np.int64)
         wanted[: len(rows)] = rows
         first = (self._num_rows + 1) * self._width
@@ -118,7 +148,7 @@ class RequestState:
             self._write(first + index, int(wanted[index]))
 
     def flush(self) -> None:
-        """Ships what has changed, in one copy."""
+        """Copies all changes to the device at once."""
         if not self._changed:
             return
         pairs = np.array([list(self._changed), list(self._changed.values())], dtype=np.int64)
@@ -127,16 +157,15 @@ class RequestState:
         self._flat[shipped[0]] = shipped[1]
 
     def note_advance(self, sequences: Seq[Sequence]) -> None:
-        """The device has moved these on by one token, which the host does not know yet."""
+        """The device has advanced these by one token that the host does not know yet."""
         for sequence in sequences:
             cells = self._cells[self._rows[sequence].number]
             cells[TOKEN] = _UNKNOWN
             cells[POSITION] += 1
 
     def _begin(self, row: _Row, sequence: Sequence) -> None:
-        """Writes the parameters. Blocks of the row's last sequence may stay behind those that
-        `cover` brings: nothing reads beyond a row's position.
-        """
+        """Writes the parameters. Old blocks may remain behind those that `cover` writes; nothing
+        reads beyond a row's position."""
         first, params = row.number * self._width, sequence.params
         self._write(first + OUTPUT_SHIFT, 1 - sequence.num_prompt)
         self._write(first + NOISE, row_base(params.seed, sequence.choice_of_prompt))

@@ -1,7 +1,6 @@
-"""The Triton kernels beside attention: norms, gates, and turning with the write to the cache.
+"""The Triton kernels for norms, gates and rotary embedding with the cache write.
 
-Knows pointers and strides; `kernels` lays out what they are called with. All compute in float32
-and round once.
+All compute in float32 and round once.
 """
 
 import triton
@@ -26,7 +25,7 @@ def gate_silu(gate_up, out, DIM: tl.constexpr, TILE: tl.constexpr):
     dims = tile * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * DIM + DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    # 1 / (1 + e^-x), without an overflow at either end.
+    # 1 / (1 + e^-x) without overflow at either end.
     faded = tl.exp(-tl.abs(gate))
     share = tl.where(gate >= 0, 1.0, faded) / (1.0 + faded)
     tl.store(out + row * DIM + dims, (gate * share * up).to(out.dtype.element_ty), mask=dims < DIM)
@@ -47,8 +46,8 @@ def turn_and_keep(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
-    HALF_PAD: tl.constexpr,  # the next power of two of half of ROTARY
-    REST_PAD: tl.constexpr,  # likewise of DIM - ROTARY; 0 where they are equal
+    HALF_PAD: tl.constexpr,  # next power of two of half of ROTARY
+    REST_PAD: tl.constexpr,  # likewise of DIM - ROTARY; 0 if they are equal
     HAS_NORMS: tl.constexpr,
 ):
     """Grid (T, NUM_HEADS + 2 * KV_HEADS): one head of one token."""
@@ -89,7 +88,7 @@ def turn_and_keep(
         turned_low = low * cos_low - high * sin_low
         high = high * cos_high + low * sin_high
         low = turned_low
-    # A query is written where another thread may still be reading it.
+    # Another thread may still read the query that is overwritten next.
     tl.debug_barrier()
     kind = qkv.dtype.element_ty
     tl.store(target + halves, low.to(kind), mask=is_half)

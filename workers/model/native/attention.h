@@ -1,4 +1,4 @@
-// Attention through block tables: softmax over the keys of each sequence, where they lie.
+// Attention through block tables: reads each sequence's keys in place.
 #pragma once
 
 #include <algorithm>
@@ -38,14 +38,14 @@ struct Tile {
   int num_queries, group, kv_heads, k_dim, v_dim, first_head;
 };
 
-// Asks for a vector of the cache, so that it is near when its turn comes: one head's keys of one
-// token are too short a piece for the processor to foresee the next.
+// Prefetches a vector of the cache: one head's keys of one token are too short for the hardware
+// prefetcher.
 template <class T>
 inline void fetch(const T* x, int dim) {
   for (int d = 0; d < dim; d += LINE / sizeof(T)) __builtin_prefetch(x + d, 0, 2);
 }
 
-// Scores of R rows against up to KEYS keys laid out by dimension: scores (R, KEYS).
+// Scores of R rows against up to KEYS keys transposed by dimension: scores (R, KEYS).
 template <int R>
 void scores_by_dim(const float* query, const float* keys, int k_dim, float* scores) {
   for (int first = 0; first < KEYS; first += COLUMNS * W) {
@@ -61,8 +61,8 @@ void scores_by_dim(const float* query, const float* keys, int k_dim, float* scor
   }
 }
 
-// The same for R rows (few) and W keys as they lie in the cache: the products of each key, then one
-// tree that adds up all W at once. `coming`: the keys of the next call.
+// The same for few rows R and W keys in the cache's layout: the products of each key, then one tree
+// that sums all W at once. `coming`: the next call's keys, to prefetch.
 template <class T, int R>
 void scores_by_key(const float* query, const T* const* keys, const T* const* coming, int k_dim,
                    float* scores) {
@@ -111,7 +111,7 @@ void scores_by_key(const float* query, int rows, const T* const* keys, const T* 
 }
 
 // out (R, N * 16 of v_dim) += weights (R, KEYS) times the values of num_keys keys. `coming`: values
-// of which a later call will be, or null.
+// of a later call to prefetch, or null.
 template <class T, int R, int N>
 void add_values(const float* weights, const T* const* values, const T* const* coming, int num_keys,
                 int v_dim, float* out, int first) {
@@ -121,7 +121,7 @@ void add_values(const float* weights, const T* const* values, const T* const* co
   int key = 0;
 #ifdef HAS_PAIRS
   if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {
-    alignas(64) uint32_t two[R][KEYS / 2];  // weights of neighbours; beyond the last key 0
+    alignas(64) uint32_t two[R][KEYS / 2];  // weights of neighbours; 0 beyond the last key
     for (int i = 0; i < R; i++)
       for (int k = 0; k < KEYS; k += 2 * W) {
         const pairs rounded = round_pairs(weights + i * KEYS + k);
@@ -172,14 +172,14 @@ void add_values(int rows, const float* weights, const T* const* values, const T*
   }
 }
 
-// What is known of one KV head's rows (queries times heads of the group, filled up to a multiple of
-// 4) over the keys seen so far: the online softmax of Milakov & Gimelshein 2018.
+// Online softmax (Milakov & Gimelshein 2018) of one KV head's rows (queries times heads of the
+// group, padded to a multiple of 4) over the keys seen so far.
 struct Rows {
   float *query, *out;       // (rows, k_dim); (rows, v_dim)
   float *highest, *total;   // (rows,): the highest score, the sum of e^(score - highest)
 };
 
-// Keys of one KV head and their values, at most KEYS; beyond the last it is there again.
+// At most KEYS keys and values of one KV head; the last one is repeated as padding.
 template <class T>
 struct Keys {
   const T *keys[KEYS], *values[KEYS];
@@ -215,7 +215,7 @@ void score(const Tile<T>& tile, const float* query, int rows, const T* const* ke
     scores_by_dim<4>(query + r * tile.k_dim, by_dim, tile.k_dim, scores + r * KEYS);
 }
 
-// Turns a row of scores at positions `begin ..` into weights, and shrinks what was summed before.
+// Converts a row of scores at positions `begin ..` to weights and rescales the earlier sums.
 template <class T>
 void weigh(const Tile<T>& tile, const Flags& flags, int r, int64_t begin, int num_keys, float* row,
            const Rows& rows) {
@@ -280,7 +280,7 @@ void end_rows(const Tile<T>& tile, int head, const Rows& rows) {
   }
 }
 
-// All keys that a tile sees, some at a time; of those all heads, which lie side by side.
+// Loops over all keys of a tile, some at a time, with all their heads, which are contiguous.
 template <class T>
 void attend_tile(const Tile<T>& tile, const Flags& flags) {
   alignas(64) float query[MAX_ROWS * MAX_DIM], out[MAX_ROWS * MAX_DIM], scores[MAX_ROWS * KEYS];
@@ -313,7 +313,7 @@ void attend_tile(const Tile<T>& tile, const Flags& flags) {
   for (int head = 0; head < tile.kv_heads; head++) end_rows(tile, head, rows_of(head));
 }
 
-// How many KV heads a tile takes: as many as fit, where there are tiles enough for all threads.
+// KV heads per tile: as many as fit while there are enough tiles for all threads.
 inline int64_t heads_at_once(const int64_t* tiles, int64_t num_tiles, int64_t kv_heads, int group,
                              int num_threads) {
   if (num_tiles < 4 * num_threads) return 1;

@@ -40,7 +40,7 @@ void silu_gate(const T* gate_up, T* out, int64_t rows, int64_t dim, int num_thre
   }
 }
 
-// The first of a row's highest scores; -1 where that is no finite number, or NaN is among them.
+// Index of a row's first highest score; -1 if that is not finite or the row has NaN.
 template <class T>
 int64_t likeliest_of_row(const T* row, int64_t dim) {
   constexpr float most = std::numeric_limits<float>::max();

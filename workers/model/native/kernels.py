@@ -1,4 +1,4 @@
-"""The CPU kernels on tensors: shapes and types are checked here, once, and nowhere below."""
+"""Calls the CPU kernels on tensors; shapes and types are checked only here."""
 
 import ctypes
 from typing import Any
@@ -10,11 +10,11 @@ from workers.model.attention.interface import AttentionFlags
 from workers.model.kernels import likeliest
 from workers.model.native.panels import Panels, Weight, lay_out, lay_out_gated
 
-VECTOR = 16  # floats: sizes must be multiples, whatever the processor's vectors hold
+VECTOR = 16  # floats; sizes must be multiples on every processor
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of one KV head
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Below this many elements a call is over sooner than a second thread has started.
+# Smaller calls finish before a second thread would start.
 _ELEMENTS_PER_THREAD = 8_192
 
 
@@ -45,9 +45,9 @@ class Kernels:
     ) -> Tensor:
         """Attention of tiles of queries through the cache -> (T, num_heads, v_dim).
 
-        tiles int64 (num_tiles, 4): first row of query, number of queries, position of the first,
-        and where in `slots` (int64) the slots of the sequence begin. query (T, num_heads, k_dim)
-        with heads side by side, keys (num_slots, kv_heads, k_dim), values (…, v_dim).
+        tiles int64 (num_tiles, 4): first query row, number of queries, position of the first, and
+        the start of the sequence in `slots` (int64). query (T, num_heads, k_dim) with contiguous
+        heads, keys (num_slots, kv_heads, k_dim), values (…, v_dim).
         """
         num_tokens, num_heads, k_dim = query.shape
         kv_heads, v_dim = values.shape[1:]
@@ -79,7 +79,6 @@ class Kernels:
         return out
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
-        """See DecoderKernels.can_turn."""
         return dim % (2 * VECTOR) == 0 and can_attend(num_heads, kv_heads, dim, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,12 +109,6 @@ class Kernels:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """Turns queries and keys in place; writes keys and values to the cache.
-
-        qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary), slots int64 (T,),
-        keys and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and
-        key head, and eps.
-        """
         num_tokens, kv_heads, dim = len(qkv), *keys.shape[1:]
         self._check(qkv, cos, sin, keys, values)
         assert qkv.is_contiguous()
@@ -165,11 +158,11 @@ class Kernels:
         return num_in % VECTOR == 0 and num_out % VECTOR == 0
 
     def lay_out(self, weight: Weight) -> Panels:
-        """weight (out, in) as `linear` reads it."""
+        """Converts weight (out, in) to the layout of `linear`."""
         return lay_out(weight, for_lookup=self._looks_up_bytes)
 
     def lay_out_gated(self, gate: Weight, up: Weight) -> Panels:
-        """gate and up (out, in) as `linear` reads them with is_gated."""
+        """Converts gate and up (out, in) to the layout of `linear` with is_gated."""
         return lay_out_gated(gate, up, for_lookup=self._looks_up_bytes)
 
     def linear(
@@ -182,9 +175,9 @@ class Kernels:
         norm: tuple[Tensor, float] | None = None,
         is_gated: bool = False,
     ) -> Tensor:
-        """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to` (T, out).
+        """x (T, in), panels of `lay_out`, to (T, out) -> x @ weight.T, added to `to`.
 
-        norm: weights (in,) and eps of an RMSNorm of x before. is_gated, with panels of
+        norm: weights (in,) and eps of an RMSNorm applied to x first. is_gated, with panels of
         `lay_out_gated`: silu(x @ gate.T) * (x @ up.T).
         """
         weight, eps = norm or (None, 0.0)
@@ -222,13 +215,12 @@ class Kernels:
         sizes: ctypes.Structure,
         step: ctypes.Structure,
     ) -> None:
-        """See NativeLayers, whose structs these are."""
+        """See NativeLayers, which defines the structs."""
         self._run_layers(
             layers, num_layers, ctypes.byref(sizes), ctypes.byref(step), self._num_threads
         )
 
     def likeliest(self, logits: Tensor) -> Tensor:
-        """See DecoderKernels.likeliest."""
         if logits.dtype != self.dtype or not logits.is_contiguous():
             return likeliest(logits)
         num_rows, vocab_size = logits.shape

@@ -1,6 +1,6 @@
 // All layers of a decoder of the common shape, one after the other: norm, queries with keys and
-// values, turn and keep, attention, output, norm, gates, output. In between nobody else's turn comes
-// and nothing is allocated. workers/model/native/layers.py has the same structs.
+// values, rotate and store, attention, output, norm, gates, output. Nothing else runs in between, and
+// nothing is allocated. workers/model/native/layers.py has the same structs.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 
 namespace {
 
-constexpr int64_t ELEMENTS_PER_THREAD = 8192;  // below, a second thread is not worth its start
+constexpr int64_t ELEMENTS_PER_THREAD = 8192;  // below, starting a second thread does not pay
 
-// What a layer has of its own: weights of norms, panels, its KV and the flags of its attention.
+// One layer: norm weights, panels, KV and attention flags.
 template <class T>
 struct Layer {
   const T *before_attention, *q_norm, *k_norm, *before_mlp;
@@ -27,12 +27,12 @@ struct Layer {
   float attention_eps, head_eps, mlp_eps, scale, softcap;
 };
 
-// What all layers share.
+// Shared by all layers.
 struct Sizes {
   int64_t hidden, num_heads, kv_heads, dim, inner, rotary;
 };
 
-// One step. Tiles as in attend; those of the last layer are only of rows that somebody wants.
+// One step. Tiles as in attend; the last layer's tiles cover only the wanted rows.
 template <class T>
 struct Step {
   int64_t rows, num_wanted, num_tiles, num_last_tiles;
@@ -63,7 +63,7 @@ void attend_layer(const Layer<T>& layer, const Sizes& s, const Step<T>& step, co
             int(std::min<int64_t>(num_threads, num_tiles * s.kv_heads)));
 }
 
-// From the heads' outputs on; x (rows, hidden) is read and added to.
+// The part after attention; reads x (rows, hidden) and adds to it.
 template <class T>
 void end_layer(const Layer<T>& layer, const Sizes& s, const Step<T>& step, const T* attended, T* x,
                int64_t rows, int num_threads) {

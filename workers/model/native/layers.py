@@ -1,7 +1,7 @@
-"""All layers of a decoder in one call of the kernels: what they need of a step, and what they keep.
+"""Runs all layers of a decoder in one call of the kernels.
 
-Between two kernels of a layer Python would have to be fetched anew from a memory that the weights
-have just passed through. The structs are those of layers.h, field by field.
+Otherwise Python's own code and data, displaced by the weights, would be fetched again between
+kernels. The structs match layers.h field by field.
 """
 
 import ctypes
@@ -32,9 +32,8 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: weights of its RMSNorms with their eps, panels of its products, and its KV
-    (num_slots, kv_heads, dim). `head_norms`: of each query and each key head.
-    """
+    """One layer: RMSNorm weights with eps, product panels, and KV (num_slots, kv_heads, dim).
+    `head_norms` are of each query and key head."""
 
     before_attention: tuple[Tensor, float]
     qkv: Panels
@@ -49,7 +48,7 @@ class LayerWeights:
 
 
 class NativeLayers:
-    """The layers, ready to be run."""
+    """The layers, prepared for the kernels."""
 
     def __init__(self, layers: Seq[LayerWeights], sizes: LayerSizes, kernels: Kernels) -> None:
         self._layers = tuple(layers)  # keeps alive what the structs point to
@@ -72,9 +71,8 @@ class NativeLayers:
         prepared: PreparedNative,
         wanted: Tensor,
     ) -> Tensor:
-        """x (T, hidden), overwritten; cos and sin (T, rotary); kept_at int64 (T,): the cache slot
-        of each row -> (num_wanted, hidden): the last layer's output of rows `wanted` int64.
-        """
+        """x (T, hidden), overwritten; cos and sin (T, rotary); kept_at int64 (T,): each row's cache
+        slot -> (num_wanted, hidden): the last layer's output of rows `wanted` int64."""
         s = self._sizes
         assert all(part.is_contiguous() for part in (x, cos, sin, kept_at, wanted))
         assert all(part.dtype == self._kernels.dtype for part in (x, cos, sin))
@@ -102,7 +100,7 @@ class NativeLayers:
         return found
 
     def _give_room(self, step: "_Step", num_rows: int) -> None:
-        """Points to memory that steps use one after the other."""
+        """Sets scratch memory that consecutive steps share."""
         s = self._sizes
         widths = {
             "normed": s.hidden,

@@ -1,7 +1,7 @@
-"""Builds the CPU kernels with the compiler at hand, once for each machine, and loads them.
+"""Builds the CPU kernels with the local compiler, once per machine, and loads them.
 
-Without a compiler the engine runs on torch alone: slower, with the same results. Nothing is
-downloaded. A library is kept under the hash of everything that it was built from.
+Without a compiler the engine uses torch alone: slower, with the same results. A library is stored
+under a hash of everything it was built from.
 """
 
 import ctypes
@@ -37,23 +37,23 @@ _ARGUMENTS = {
 
 
 class CannotBuild(Exception):
-    """There is no compiler, or it refused. The message is one sentence."""
+    """There is no compiler, or it failed. The message is one sentence."""
 
 
 class Isa(StrEnum):
-    """An instruction set that the kernels can be built for, narrowest first."""
+    """Instruction sets that the kernels can be built for, narrowest first."""
 
     AVX2 = "avx2"
     AVX512 = "avx512"  # without BF16 and VBMI
-    NATIVE = "native"  # all of the processor at hand
+    NATIVE = "native"  # everything the processor supports
 
 
-# For each: the compiler's name of it, and the macro that says whether the processor has it.
+# The compiler's name, and the macro that shows whether the processor has it.
 _NARROWER = {Isa.AVX2: ("x86-64-v3", "__AVX2__"), Isa.AVX512: ("x86-64-v4", "__AVX512VL__")}
 
 
 def supported_isas() -> tuple[Isa, ...]:
-    """Those that this processor has, narrowest first; NATIVE is the last. Raises CannotBuild."""
+    """Instruction sets of this processor, narrowest first, NATIVE last. Raises CannotBuild."""
     macros = _macros(_compiler(), _march(Isa.NATIVE))
     narrower = (isa for isa, (_, macro) in _NARROWER.items() if f"#define {macro} " in macros)
     return (*narrower, Isa.NATIVE)
@@ -61,7 +61,7 @@ def supported_isas() -> tuple[Isa, ...]:
 
 @cache
 def load_library(isa: Isa = Isa.NATIVE) -> ctypes.CDLL:
-    """The kernels, built now unless they were before. Raises CannotBuild."""
+    """The kernels, built if they are not there yet. Raises CannotBuild."""
     target = library_path(isa)
     if not target.exists():
         _build(_compiler(), (*_FLAGS, _march(isa)), target)
@@ -78,9 +78,8 @@ def load_library(isa: Isa = Isa.NATIVE) -> ctypes.CDLL:
 
 
 def library_path(isa: Isa) -> Path:
-    """Where the library is, or will be built; another path for every source, compiler, processor
-    and instruction set. Raises CannotBuild.
-    """
+    """Path of the library; it depends on source, compiler, processor and instruction set. Raises
+    CannotBuild."""
     if isa not in supported_isas():
         raise CannotBuild(f"this processor has no {isa}")
     compiler, flags = _compiler(), (*_FLAGS, _march(isa))
@@ -104,7 +103,7 @@ def _march(isa: Isa) -> str:
 
 
 def _openmp_flags() -> tuple[str, ...]:
-    """Links torch's own OpenMP: a second one would keep a second pool of threads beside it."""
+    """Links torch's own OpenMP; another one would add a second thread pool."""
     bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     bundled += sorted(Path(torch.__file__).parent.parent.glob("torch.libs/libgomp*.so*"))
     if not bundled:
@@ -114,7 +113,7 @@ def _openmp_flags() -> tuple[str, ...]:
 
 @cache
 def _macros(compiler: str, march: str) -> str:
-    """What the compiler defines for an instruction set: the set itself, and its own version."""
+    """The compiler's macros for an instruction set, including its version."""
     probe = [compiler, march, "-dM", "-E", "-x", "c++", "/dev/null"]
     try:
         said = subprocess.run(  # noqa: S603 - the operator's compiler
@@ -126,7 +125,7 @@ def _macros(compiler: str, march: str) -> str:
 
 
 def _cache_folder() -> Path:
-    """Ours alone: code is loaded from it."""
+    """A private folder: code is loaded from it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "batchway"
     try:
@@ -139,7 +138,7 @@ def _cache_folder() -> Path:
 
 
 def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Under a name of its own first: two workers may build at once."""
+    """Builds to a temporary name: two workers may build at once."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         command = [compiler, *flags, str(_SOURCE), *_openmp_flags(), "-o", str(built)]

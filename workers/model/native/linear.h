@@ -50,14 +50,14 @@ struct Product {
   int64_t width() const { return is_gated ? PANEL / 2 : PANEL; }  // outputs of a panel
 };
 
-// The rows as the product reads them.
+// The rows in the product's input format.
 template <class T>
 struct Input {
   const Factor<T>* x;
   int64_t stride;
 };
 
-// What is fetched meanwhile, in cache lines.
+// What to prefetch meanwhile, in cache lines.
 struct Coming {
   const char* lines;
   int64_t num_lines;

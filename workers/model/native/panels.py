@@ -1,7 +1,4 @@
-"""The layout of weights for our matrix product: panels of 64 outputs, of floats or of bytes.
-
-linear.h and widen.h read it.
-"""
+"""The weight layout of our matrix product: panels of 64 outputs. Read by linear.h and widen.h."""
 
 from dataclasses import dataclass
 
@@ -11,7 +8,7 @@ from torch import Tensor
 
 from workers.model.int8_weights import Int8Weight
 
-PANEL = 64  # outputs of a linear layer that are computed at once
+PANEL = 64  # outputs computed at once
 _HALF = PANEL // 2
 
 Weight = Tensor | Int8Weight  # (out, in)
@@ -19,19 +16,17 @@ Weight = Tensor | Int8Weight  # (out, in)
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """weights (num_panels, in, 64) of the product's type; or int8, with scales float32
-    (num_panels * 64,).
-    """
+    """weights (num_panels, in, 64) in the product's type, or int8 with scales float32 (num_panels *
+    64,)."""
 
     weights: Tensor
     scales: Tensor | None = None
 
 
 def lay_out(weight: Weight, *, for_lookup: bool) -> Panels:
-    """In a panel the weights of an input (in bfloat16: of a pair of inputs) are side by side; the
-    last panel is filled up with zeros. for_lookup: bytes that multiply bfloat16 numbers are ordered
-    for a library that `looks_up_bytes`.
-    """
+    """In a panel the weights of an input (in bfloat16: of a pair of inputs) are contiguous; the
+    last panel is padded with zeros. for_lookup: order int8 weights for a library that
+    `looks_up_bytes`."""
     num_inputs = 2 if weight.dtype == torch.bfloat16 else 1
     if not isinstance(weight, Int8Weight):
         return Panels(_panels(_filled(weight, PANEL), num_inputs))
@@ -41,7 +36,7 @@ def lay_out(weight: Weight, *, for_lookup: bool) -> Panels:
     if not for_lookup:
         return Panels(_panels(values, 2), scales)
     panels = _panels(_with_signs(values), 2)
-    # Of 32 weights in a row and the next 32, 8 of each in turn: what unpacklo and unpackhi take.
+    # Alternate 8 of one block of 32 with 8 of the next: the order of unpacklo and unpackhi.
     in_turns = panels.view(-1, 2, 4, 8).transpose(1, 2).contiguous()
     return Panels(in_turns.view(panels.shape), scales)
 
@@ -58,13 +53,13 @@ def lay_out_gated(gate: Weight, up: Weight, *, for_lookup: bool) -> Panels:
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:
-    """With zeros, to a multiple of outputs."""
+    """Pads the outputs with zeros to a multiple."""
     beside = (0, 0) * (weight.ndim - 1)
     return F.pad(weight, (*beside, 0, -len(weight) % multiple))
 
 
 def _in_halves(gate: Tensor, up: Tensor) -> Tensor:
-    """(out, …) each -> interleaved in blocks of 32 outputs."""
+    """Interleaves gate and up in blocks of 32 outputs."""
     halves = [_filled(part, _HALF).view(-1, _HALF, *part.shape[1:]) for part in (gate, up)]
     return torch.cat(halves, dim=1).flatten(0, 1)
 
@@ -77,6 +72,6 @@ def _panels(weight: Tensor, num_inputs: int) -> Tensor:
 
 
 def _with_signs(values: Tensor) -> Tensor:
-    """-127 … 127 -> the magnitude in seven bits, and the sign in the eighth."""
+    """-127 … 127 -> magnitude in seven bits, sign in the eighth."""
     magnitudes = values.abs().view(torch.uint8)
     return (magnitudes | (values < 0).to(torch.uint8) << 7).view(torch.int8)

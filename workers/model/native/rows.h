@@ -1,4 +1,4 @@
-// What is computed of one row, or of one vector, by several kernels.
+// Operations on one row or vector, shared by several kernels.
 #pragma once
 
 #include <cmath>

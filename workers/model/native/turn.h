@@ -1,4 +1,4 @@
-// Rotary embedding, and the way of keys and values into the cache.
+// Rotary embedding, and writing keys and values to the cache.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ void rotate_head(T* x, const T* cos, const T* sin, int64_t rotary) {
   }
 }
 
-// Rows of queries, keys and values side by side: queries and keys are normalised where weights are
-// given and turned in place, keys and values go to their slots of the cache.
+// Rows of concatenated queries, keys and values: normalises queries and keys if weights are given,
+// rotates them in place, and writes keys and values to their cache slots.
 template <class T>
 void rotate_and_keep(T* qkv, int64_t rows, int64_t num_heads, int64_t kv_heads, int64_t dim,
                      const T* cos, const T* sin, int64_t rotary, const T* q_norm, const T* k_norm,

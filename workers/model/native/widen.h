@@ -17,8 +17,7 @@ constexpr int PANEL = 64;  // outputs
 #define LOOKS_UP_BYTES
 #endif
 
-// What rows of x are made of while they are multiplied: bfloat16 numbers where the processor
-// multiplies those in pairs, floats elsewhere.
+// Element type of x in products: bfloat16 if the processor multiplies pairs of it, else float.
 #ifdef HAS_PAIRS
 template <class T>
 using Factor = T;
@@ -115,7 +114,7 @@ struct Line<bf16, N> {
 
 #else
 
-// Without products of pairs: the pairs are taken apart into floats while they are multiplied.
+// Without pair products: the pairs are split into floats during multiplication.
 template <int N>
 struct Line<bf16, N> {
   static constexpr int INPUTS = 2;

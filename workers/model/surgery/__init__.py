@@ -1,1 +1,1 @@
-"""Exchanges modules of a loaded decoder for faster ones of the same meaning."""
+"""Replaces modules of a loaded decoder by faster equivalents."""

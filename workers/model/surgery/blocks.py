@@ -1,9 +1,9 @@
 """Attention, gated MLP and RMSNorm with merged projections and few calls.
 
-Each is made from transformers' module and takes its place. `surgeon` compares the two.
+Each is built from a module of transformers and replaces it; `surgeon` compares the two.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,32 +13,11 @@ from workers.model.attention.interface import (
     STEP_KEYWORD,
     AttentionCall,
     AttentionFlags,
-    AttentionStep,
 )
 from workers.model.int8_weights import Norm
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import VECTOR
 from workers.model.surgery.linear import Layout, NativeGates, are_linear, weight_of
-
-
-class TurningStep(AttentionStep, Protocol):
-    """A step that turns queries and keys by their positions itself, on its way to the cache."""
-
-    def turn_and_attend(
-        self,
-        module: nn.Module,
-        qkv: Tensor,
-        num_heads: int,
-        cos: Tensor,
-        sin: Tensor,
-        norms: "HeadNorms | None",
-        flags: AttentionFlags,
-    ) -> Tensor:
-        """qkv (T, (num_heads + 2 * kv_heads) * dim), cos and sin (T, rotary)
-        -> (T, num_heads, dim).
-        """
-        ...
-
 
 HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key heads, and eps
 
@@ -70,9 +49,8 @@ class MergedAttention(nn.Module):
     def mix(
         self, x: Tensor, cos: Tensor, sin: Tensor, step: Any, before: Norm | None = None
     ) -> Tensor:
-        """x (T, hidden), normed by `before`, cos and sin (T, rotary) -> the heads' outputs
-        (T, num_heads * dim).
-        """
+        """x (T, hidden), normalised by `before`, cos and sin (T, rotary) -> the heads' outputs (T,
+        num_heads * dim)."""
         out = self._attend(step, self.qkv(x, before), cos, sin)
         return out.reshape(len(out), -1)
 
@@ -96,7 +74,7 @@ class MergedAttention(nn.Module):
 
 
 def head_norms(attention: Any) -> HeadNorms | None:
-    """The RMSNorm of each query and key head, where there is one. Raises AttributeError."""
+    """The RMSNorm of each query and key head, if there is one. Raises AttributeError."""
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     if q_norm is None and k_norm is None:
         return None
@@ -106,9 +84,8 @@ def head_norms(attention: Any) -> HeadNorms | None:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, dim), cos and sin (T, rotary): rotation of two halves; elements beyond `rotary`
-    stay as they are.
-    """
+    """Rotates the two halves of x (T, heads, dim) by cos and sin (T, rotary); elements beyond
+    `rotary` are unchanged."""
     rotary = cos.shape[-1]
     if rotary < x.shape[-1]:
         return torch.cat((_turn(x[..., :rotary], cos, sin), x[..., rotary:]), dim=-1)
@@ -133,12 +110,11 @@ class MergedMLP(nn.Module):
         self.down_proj = layout.linear(weight_of(old.down_proj), old.down_proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, hidden) -> the same shape."""
         out: Tensor = self.down_proj(self.gated(x.reshape(-1, x.shape[-1])))
         return out.view(*x.shape[:-1], -1)
 
     def gated(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """x (T, hidden), normed by `before` -> act(gate) * up (T, intermediate)."""
+        """x (T, hidden), normalised by `before` -> act(gate) * up (T, intermediate)."""
         gate_up: Tensor = self.gate_up(x, before)
         if isinstance(self.gate_up, NativeGates):
             return gate_up
@@ -150,33 +126,31 @@ class MergedMLP(nn.Module):
 
 
 class NativeRMSNorm(nn.Module):
-    """x / rms(x) * weight by the kernel."""
+    """x / rms(x) * weight, by our kernel."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: DecoderKernels) -> None:
         super().__init__()
         self.weight, self.eps, self._kernels = weight, eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (…, dim) -> the same shape."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
 
 def norm_eps(norm: Any) -> float:
-    """The term under the root. Raises AttributeError where it has another name."""
+    """The epsilon. Raises AttributeError if it has another name."""
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return float(eps)
 
 
 def possible_weights(norm: Any) -> tuple[Tensor, ...]:
-    """What an RMSNorm may multiply by: its weight, or 1 + its weight as Gemma has it."""
+    """Possible factors of an RMSNorm: its weight, or 1 + its weight as in Gemma."""
     weight = norm.weight.detach()
     return weight, (1.0 + weight.float()).to(weight.dtype)
 
 
 def is_attention(module: Any) -> bool:
-    """Whether it has the projections of rotary attention and nothing between them that we know
-    not of; what it does with them the comparison shows.
-    """
+    """Whether the module has the projections of rotary attention and only known modules between
+    them; the comparison checks how it uses them."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return (
         are_linear([getattr(module, name, None) for name in names])

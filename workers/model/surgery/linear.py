@@ -1,7 +1,7 @@
-"""Linear layers, several in one where they take the same input.
+"""Linear layers; several are merged if they have the same input.
 
-On a CPU the faster of our kernel and oneDNN's product multiplies. torch's default products are
-slower: that of float32 is not oneDNN's, and that of bfloat16 lays the weights out at each call.
+On a CPU the faster of our kernel and oneDNN's product is used. torch's defaults are slower: in
+float32 it does not use oneDNN, in bfloat16 it converts the weights at each call.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from workers.model.products import Products, Shape, multiply_packed, pack
 
 
 class PackedLinear(nn.Module):
-    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by oneDNN."""
+    """x (…, in), normalised by `before` -> x @ weight.T + bias (…, out), by oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -29,7 +29,6 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference alone: there is no gradient."""
         return multiply_packed(x if before is None else before(x), self._packed, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
@@ -41,7 +40,7 @@ class PackedLinear(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), as torch does it."""
+    """x (…, in), normalised by `before` -> x @ weight.T + bias (…, out), by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -50,7 +49,6 @@ class PlainLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference alone: there is no gradient."""
         return F.linear(x if before is None else before(x), self._weight, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ class PlainLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """x (…, in), normed by `before` -> x @ weight.T + bias (…, out), by the kernel."""
+    """x (…, in), normalised by `before` -> x @ weight.T + bias (…, out), by our kernel."""
 
     def __init__(self, weight: Weight, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
@@ -71,7 +69,6 @@ class NativeLinear(nn.Module):
         self._kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference alone: there is no gradient."""
         flat = x.reshape(-1, x.shape[-1])
         out = self._kernels.linear(flat, self.panels, self.num_out, norm=_parts(before))
         if self.bias is not None:
@@ -86,7 +83,9 @@ class NativeLinear(nn.Module):
 
 
 class NativeGates(nn.Module):
-    """x (T, in), normed by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by our kernel."""
+    """x (T, in), normalised by `before` -> silu(x @ gate.T) * (x @ up.T) (T, out), by our
+    kernel.
+    """
 
     def __init__(self, gate: Weight, up: Weight, kernels: Kernels) -> None:
         super().__init__()
@@ -95,7 +94,6 @@ class NativeGates(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
-        """Inference alone: there is no gradient."""
         return self.kernels.linear(x, self.panels, self.num_out, norm=_parts(before), is_gated=True)
 
 
@@ -107,7 +105,7 @@ Linear = NativeLinear | PackedLinear | PlainLinear | Int8Linear
 
 
 def are_linear(modules: Seq[object]) -> bool:
-    """Whether all are linear layers as loaded, or all are rounded, and nothing else."""
+    """Whether all are plain linear layers, or all are quantized ones."""
     kinds = {type(module) for module in modules}
     return kinds in ({nn.Linear}, {Int8Linear})
 
@@ -119,7 +117,7 @@ def weight_of(linear: nn.Linear | Int8Linear) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are laid out: on a CPU for the fastest of `products`, elsewhere as they are."""
+    """How weights are stored: on a CPU for the fastest of `products`, elsewhere unchanged."""
 
     products: Products | None = None
     kernels: Kernels | None = None
@@ -129,7 +127,6 @@ class Layout:
         return self.products is not None
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        """One layer."""
         if self.products is None:
             return _by_torch(weight, bias)
         shape = _shape(weight)
@@ -142,7 +139,7 @@ class Layout:
         return _by_torch(weight, bias)
 
     def merged(self, linears: Seq[nn.Linear | Int8Linear]) -> Linear:
-        """One layer whose output is theirs, side by side; all are rounded or none is."""
+        """One layer with the concatenated outputs; all are quantized or none is."""
         weight = _side_by_side([weight_of(linear) for linear in linears])
         if all(linear.bias is None for linear in linears):
             return self.linear(weight, None)
@@ -155,7 +152,7 @@ class Layout:
         return self.linear(weight, torch.cat(biases))
 
     def gates(self, gate: nn.Linear | Int8Linear, up: nn.Linear | Int8Linear) -> NativeGates | None:
-        """SiLU gates and what they gate as one product, where ours is the fastest."""
+        """SiLU gates and values as one product, if ours is the fastest."""
         if self.kernels is None or gate.bias is not None or up.bias is not None:
             return None
         first, second = weight_of(gate), weight_of(up)

@@ -1,8 +1,7 @@
 """A decoder of the common shape as one loop over its layers.
 
-Spares the calls of the modules between ours, adds each layer's output to its input within the
-matrix product that yields it, and leaves rows whose logits nobody wants after the last layer has
-written their keys and values. Leaves to `streamline` whether the decoder is what it looks like.
+Saves module calls, adds residuals inside the matrix products, and drops rows without wanted logits
+after the last layer's KV is written.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNo
 from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, Int8Linear, nn.Linear)
-_MAX_TABLE_BYTES = 2**25  # for the turns of all positions; beyond, each step computes its own
+_MAX_TABLE_BYTES = 2**25  # for all rotary tables; if larger, computed per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class _Layer:
 
 
 class Stack:
-    """What a ForCausalLM's forward computes, on a flat batch."""
+    """Computes a ForCausalLM's forward on a flat batch."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Stack:
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor, step: Any
     ) -> Tensor:
-        """input_ids and position_ids (1, T); `step` a TurningStep -> logits (num_rows, vocab_size)
+        """input_ids and position_ids (1, T); `step` a PagedStep -> logits (num_rows, vocab_size)
         of the rows in logits_index (num_rows,).
         """
         x: Tensor = self._embedding(input_ids[0])
@@ -95,7 +94,6 @@ class _Turns:
             self._table = self._compute(torch.arange(num_positions, device=like.device)[None])
 
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids (1, T)."""
         if self._table is None:
             return self._compute(position_ids)
         cos, sin = self._table
@@ -107,9 +105,8 @@ class _Turns:
 
 
 def stack_of(decoder: Any, num_positions: int, cache: KVCache) -> Stack | None:
-    """A loop in place of the decoder's forward where all of its modules are ones that it knows;
-    None elsewhere. Whether the forward does more than these modules, a comparison must show.
-    """
+    """A loop that replaces the decoder's forward if all its modules are known types; else None. A
+    comparison must show that the forward does nothing else."""
     if not (
         _has_just(decoder, {"model": nn.Module, "lm_head": _LINEAR})
         and not decoder.lm_head._forward_hooks
@@ -137,7 +134,7 @@ def stack_of(decoder: Any, num_positions: int, cache: KVCache) -> Stack | None:
 
 
 def _native_layers(layers: tuple[_Layer, ...], cache: KVCache) -> NativeLayers | None:
-    """The layers for the kernels, where these compute all of every layer; all have one size."""
+    """The layers for the kernels, if these compute all of every layer; all have one size."""
     weights = [_weights(layer, cache) for layer in layers]
     found = [each for each in weights if each is not None]
     if len(found) < len(layers) or len({sizes for _, sizes, _ in found}) != 1:
@@ -147,7 +144,7 @@ def _native_layers(layers: tuple[_Layer, ...], cache: KVCache) -> NativeLayers |
 
 
 def _weights(layer: _Layer, cache: KVCache) -> tuple[LayerWeights, LayerSizes, Kernels] | None:
-    """None where something is not the kernels', or has a bias."""
+    """None if a part is not computed by the kernels, or has a bias."""
     attention, mlp, kept = layer.attention, layer.mlp, cache.layers[layer.attention]
     gates = mlp.gate_up
     qkv, out, down = map(_unbiased, (attention.qkv, attention.o_proj, mlp.down_proj))
@@ -173,7 +170,7 @@ def _weights(layer: _Layer, cache: KVCache) -> tuple[LayerWeights, LayerSizes, K
 
 
 def _unbiased(linear: nn.Module) -> NativeLinear | None:
-    """The layer, where it is the kernels' and has no bias."""
+    """The layer, if it is the kernels' and has no bias."""
     return linear if isinstance(linear, NativeLinear) and linear.bias is None else None
 
 
@@ -188,7 +185,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _has_just(module: nn.Module, kinds: dict[str, Any]) -> bool:
-    """These children and no others, no hooks, no parameters of its own."""
+    """Whether it has exactly these children, no hooks and no parameters of its own."""
     children = dict(module.named_children())
     return (
         children.keys() == kinds.keys()

@@ -1,9 +1,8 @@
-"""Decides which modules of a decoder are exchanged: those whose replacement gives the same.
+"""Decides which modules of a decoder are replaced: those whose replacement gives equal results.
 
-A new module is tried on the calls that its model made of the old one, all of them; where it
-answers one differently or raises, the old module stays. So a family that only looks like another
-costs speed, never answers. Leaves to `proof` which calls these are, and to look at the whole model
-once more.
+A new module is tried on all recorded calls of the old one. If a result differs or it raises, the
+old module stays, so an unfamiliar architecture costs speed, never correctness. `proof` then checks
+the whole model.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,21 +37,21 @@ ATTENTION, MLP, NORM, LINEAR = "attention layers", "gated MLPs", "norms", "other
 
 @dataclass(slots=True)
 class Operation:
-    """Names of the modules that were exchanged and of those that were tried in vain, by kind."""
+    """Names, by kind, of replaced modules and of those that failed the comparison."""
 
     exchanged: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
-        """Of all that was exchanged."""
+        """All replaced modules."""
         return {name for names in self.exchanged.values() for name in names}
 
 
 class Surgeon:
-    """Exchanges modules of one decoder for what a back end computes faster.
+    """Replaces modules of one decoder by faster ones of a back end.
 
-    Keeps names and no modules, so that an old module's weights are let go once it is exchanged.
+    Stores names, not modules, so that replaced weights are freed.
     """
 
     def __init__(
@@ -63,9 +62,8 @@ class Surgeon:
         backend: Backend,
         stays: Collection[str] = (),
     ) -> None:
-        """`shapes`: what each attention layer keeps, by name; `stays`: names of modules that are
-        not exchanged, though what is in them may be.
-        """
+        """`shapes`: each attention layer's KV shape, by name; `stays`: modules to keep, though
+        their children may be replaced."""
         self._decoder = decoder
         self._shapes = shapes
         self._cache = cache
@@ -75,15 +73,14 @@ class Surgeon:
         self._stays = stays
 
     def candidates(self) -> dict[str, str]:
-        """Name and kind of each module that may be exchanged, also within others that may be."""
+        """Name and kind of each replaceable module, including nested ones."""
         kinds = {name: self._kind(name, module) for name, module in self._decoder.named_modules()}
         return {name: kind for name, kind in kinds.items() if kind and name not in self._stays}
 
     @torch.inference_mode()
     def operate(self, candidates: Mapping[str, str], calls: Calls) -> Operation:
-        """Exchanges what agrees with its calls; what was not called stays as it is. In the order
-        of `candidates`, in which a module comes right before those within it.
-        """
+        """Replaces modules that agree with their calls; modules without calls stay. `candidates`
+        lists each module right before its children."""
         done = Operation()
         exchanged = ""
         for name, kind in candidates.items():
@@ -92,7 +89,7 @@ class Surgeon:
                 continue
             try:
                 new = self._replacement(name, kind, calls[name])
-            except Exception:  # it is not of the kind that it looks like
+            except Exception:  # it has an unexpected structure
                 new = None
             names = done.refused if new is None else done.exchanged
             names.setdefault(kind, []).append(name)
@@ -103,7 +100,7 @@ class Surgeon:
 
     def _kind(self, name: str, module: Any) -> str | None:
         if module._forward_pre_hooks or module._forward_hooks:
-            return None  # it does more than its forward says
+            return None  # hooks do more than its forward
         if not all(p.device == self._device for p in module.parameters()):
             return None
         if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
@@ -143,13 +140,13 @@ class Surgeon:
             old, flags, self._layout, turns_natively=self._can_turn(old, shape, calls[0])
         )
         layers = self._cache.layers
-        layers[new] = layers[old]  # the steps of the calls find it there
+        layers[new] = layers[old]  # the recorded steps look it up there
         is_right = agrees(new, calls)
         del layers[old if is_right else new]
         return new if is_right else None
 
     def _can_turn(self, old: Any, shape: LayerShape, call: Call) -> bool:
-        """Whether a kernel turns these heads, or as much of each as this family turns."""
+        """Whether a kernel supports these heads and this family's rotary size."""
         cos, _ = call.kwargs["position_embeddings"]
         num_heads = old.q_proj.out_features // old.head_dim
         return self._kernels is not None and all(
@@ -163,7 +160,7 @@ def _can_take(linear: nn.Linear | Int8Linear) -> bool:
 
 
 def _has_known_norms(attention: Any, dim: int) -> bool:
-    """No norms, or one weight of a head's size for queries and for keys."""
+    """No norms, or one weight per head dimension for queries and keys."""
     try:
         norms = head_norms(attention)
     except (AttributeError, AssertionError):
@@ -172,7 +169,7 @@ def _has_known_norms(attention: Any, dim: int) -> bool:
 
 
 class _NotingStep:
-    """Passes a call on and keeps its flags."""
+    """Passes a call on and records its flags."""
 
     def __init__(self, step: PagedStep) -> None:
         self._step = step
@@ -184,7 +181,7 @@ class _NotingStep:
 
 
 def _flags(old: nn.Module, call: Call) -> AttentionFlags:
-    """With which an attention layer attends."""
+    """The flags that an attention layer uses."""
     step = _NotingStep(call.kwargs[STEP_KEYWORD])
     Call(call.args, {**call.kwargs, STEP_KEYWORD: step}).repeat(old)
     assert step.flags is not None

@@ -1,7 +1,6 @@
-"""Notes what a module is called with and what it answers, and holds another module against that.
+"""Records the calls of modules and compares other modules against them.
 
-Calls are those of real forwards, so that a module is tried with the shapes and arguments that its
-model uses. Leaves to `proof` which forwards these are.
+The calls come from real forwards, with the shapes and arguments that the model uses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Largest difference of a row's element, as a share of the row's largest element.
+# Largest difference of an element as a share of its row's largest.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module. Its tensors are copies: a model may add to them in place."""
+    """One call of a module. Its tensors are copies: a model may modify them in place."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
 
     def repeat(self, module: nn.Module) -> Any:
-        """What another module answers to the same. Raises what it raises."""
+        """Calls another module with the same arguments. Raises what it raises."""
         return module(*_copied(self.args), **_copied(self.kwargs))
 
 
@@ -35,7 +34,7 @@ Calls = dict[str, list[Call]]  # by the module's name
 
 @contextmanager
 def noting_calls(decoder: nn.Module, names: Iterable[str]) -> Iterator[Calls]:
-    """Notes all calls of these modules within. A module that is not called has no entry."""
+    """Records all calls of these modules. A module without calls has no entry."""
     calls: Calls = {}
     with ExitStack() as stack:
         for name in names:
@@ -56,7 +55,7 @@ def _note_calls(module: nn.Module, name: str, calls: Calls) -> tuple[Any, Any]:
 
 
 def agrees(module: nn.Module, calls: Seq[Call]) -> bool:
-    """Whether a module answers each of these calls as the one that they were made to."""
+    """Whether a module gives the recorded results."""
     try:
         return all(is_close(call.repeat(module), call.output) for call in calls)
     except Exception:  # whatever it raises, it does not fit
@@ -65,13 +64,12 @@ def agrees(module: nn.Module, calls: Seq[Call]) -> bool:
 
 @contextmanager
 def finding_wrong(modules: Mapping[str, nn.Module], calls: Calls) -> Iterator[set[str]]:
-    """Within, modules compute as ever, but hand on the answers that were noted, in the same order
-    of calls: each is given what the untouched one was given, whatever others do wrong. Yields the
-    names of those whose own answers differ, that change what they are given, or that raise.
-    """
+    """Within this context, modules compute but return the recorded results, in the same order, so
+    that an error in one does not reach the others. Yields the names of modules that differ, modify
+    their input, or raise."""
     wrong: set[str] = set()
     for name, module in modules.items():
-        # On the instance, where it is found before the class's.
+        # An instance attribute, found before the class's method.
         module.__dict__["forward"] = _guarded(module.forward, name, calls[name], wrong)
     try:
         yield wrong
@@ -86,7 +84,7 @@ def _guarded(forward: Any, name: str, calls: Seq[Call], wrong: set[str]) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         call = next(remaining)
         given, noted = _tensors((args, kwargs)), _tensors((call.args, call.kwargs))
-        if is_close(given, noted):  # else another has changed it, and that one is wrong
+        if is_close(given, noted):  # otherwise another module changed it, and is reported
             try:
                 is_right = is_close(forward(*args, **kwargs), call.output)
             except Exception:
@@ -110,9 +108,8 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 def is_close(found: Any, expected: Any) -> bool:
-    """Tensors (…, dim) of the same shape and type whose rows differ by rounding alone; tuples of
-    such; else equal values.
-    """
+    """Whether tensors (…, dim), or tuples of them, agree in shape and type and differ only by
+    rounding; other values must be equal."""
     if isinstance(expected, tuple):
         return (
             isinstance(found, tuple)
@@ -133,7 +130,7 @@ def is_close(found: Any, expected: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Copies of all tensors in it; what else is in it stays the same object."""
+    """Copies all tensors in a value; other objects stay the same."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (list, tuple):

@@ -1,0 +1,72 @@
+"""What gateway/http/uvicorn_compat.py needs of uvicorn beyond its manual. If a test fails after an
+upgrade, adapt `Connection` or `StoppingServer`.
+"""
+
+import asyncio
+import inspect
+import socket
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.connections import Connection, ConnectionConfig
+from gateway.http.uvicorn_compat import HttpProtocol, StoppingServer
+from tests.gateway.bare_connection import echo
+
+pytestmark = pytest.mark.anyio
+
+
+def config() -> ConnectionConfig:
+    return ConnectionConfig(
+        echo, idle_s=1, head_s=1, body_s=1, max_per_address=0, lifespan="off", log_config=None
+    )
+
+
+def test_the_protocol_is_the_one_that_http_h11_selects() -> None:
+    """Otherwise requests are read by another parser than the one that was tested."""
+    selected = uvicorn.Config(echo, http="h11", log_config=None)
+    selected.load()
+    assert selected.http_protocol_class is HttpProtocol
+
+
+def test_the_protocol_is_made_with_these_arguments() -> None:
+    """Otherwise no connection can be accepted."""
+    assert list(inspect.signature(HttpProtocol).parameters) == [
+        *("config", "server_state", "app_state", "_loop")
+    ]
+
+
+async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> None:
+    """Otherwise one overwrites what the other keeps."""
+    state = uvicorn.Server(config()).server_state
+    theirs = vars(HttpProtocol(config=config(), server_state=state, app_state={}))
+    ours = set(vars(Connection(config(), {}, server_state=state))) - set(theirs)
+    overridden = {name for name in vars(Connection) if not name.startswith("__")} & set(
+        dir(HttpProtocol)
+    )
+    assert ours == {
+        *("_bounds", "_counted_as", "_is_refused", "_is_in_head", "_num_requests", "_deadline")
+    }
+    assert overridden <= set(dir(asyncio.Protocol))
+
+
+async def test_the_server_says_that_it_stops_before_it_waits_for_requests() -> None:
+    """Otherwise streams are cut off and send no last event."""
+    has_begun, is_told = asyncio.Event(), asyncio.Event()
+
+    async def until_told(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun.set()
+        await is_told.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = uvicorn.Config(until_told, lifespan="off", log_config=None)
+        server = StoppingServer(settings, is_told.set)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await has_begun.wait()
+        server.should_exit = True
+        assert (await reader.read()).startswith(b"HTTP/1.1 500 ")  # the app returned unanswered
+        writer.close()
+        await serving

@@ -1,0 +1,35 @@
+"""transformers still has what workers/model/transformers_compat.py uses."""
+
+from pathlib import Path
+
+from transformers import LlamaForCausalLM
+
+from tests.tiny_models import make_model
+from workers.model.transformers_compat import (
+    ROPE_INIT_FUNCTIONS,
+    forget_attention,
+    get_tokenizer_config,
+    set_own_attention,
+)
+
+
+def test_rotary_frequencies_can_be_computed_for_a_length() -> None:
+    """Else dynamic scaling and longrope follow the longest sequence of a batch."""
+    assert {"dynamic", "longrope"} <= set(ROPE_INIT_FUNCTIONS)
+
+
+def test_a_tokenizer_s_configuration_is_read_before_its_class_is_chosen(tmp_path: Path) -> None:
+    """Else a tokenizer that brings code is not refused by name."""
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}}')
+    assert get_tokenizer_config(str(tmp_path)) == {"auto_map": {}}
+
+
+def test_attention_can_be_forgotten_and_set_back() -> None:
+    """Else families with a table of their own cannot be served."""
+    decoder = make_model("llama")
+    assert isinstance(decoder, LlamaForCausalLM)
+    decoder.config._attn_implementation = "ours"
+    set_own_attention(decoder, "ours")
+    assert decoder.config._attn_implementation == "sdpa"
+    forget_attention(decoder.config)
+    assert decoder.config._attn_implementation is None

@@ -1,0 +1,36 @@
+"""What the worker uses of transformers beyond its documentation (transformers 5).
+
+- `get_tokenizer_config` reads tokenizer_config.json of a folder or of the hub. `AutoTokenizer`, the
+  documented way, has by then chosen a class already: a tokenizer with code of its own has to be
+  refused before.
+- `ROPE_INIT_FUNCTIONS` computes frequencies for a length; what is documented does so for the
+  longest position of a batch.
+- The attention of a model is documented as `set_attn_implementation`, which families that keep a
+  table of their own refuse.
+
+tests/workers/model/test_transformers_compat.py fails where a name is not there any more.
+"""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+__all__ = ["ROPE_INIT_FUNCTIONS", "forget_attention", "get_tokenizer_config", "set_own_attention"]
+
+
+def forget_attention(config: PretrainedConfig) -> None:
+    """The next model of this configuration chooses its attention itself."""
+    config._attn_implementation = None
+
+
+def set_own_attention(decoder: Any, ours: str) -> None:
+    """Takes our attention back out of a decoder, for transformers' own."""
+    if decoder.config._attn_implementation != ours:
+        return
+    name = "sdpa" if decoder._supports_sdpa else "eager"
+    if decoder._can_set_attn_implementation():
+        decoder.set_attn_implementation(name)
+    else:  # no attention of its looks there, but its masks may depend on it
+        decoder.config._attn_implementation = name
