@@ -16,7 +16,7 @@ from bench.models import make_model
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason, SamplingParams
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
-from tests.vllm_environment import ROOT, vllm_python
+from tests.vllm_environment import vllm_python
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -53,6 +53,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "choices": {"temperature": 1.0, "n": 3},
     "least length": {"temperature": 1.0, "min_tokens": 20, "ignore_eos": False},
 }
+
+# vLLM's own interface for Python, without batchway.
+ALONE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, given, found = sys.argv[1:]
+    llm = LLM(model=model, dtype="float32", max_model_len=2048, max_num_seqs=64,
+              enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in json.load(open(given))]
+    outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+    json.dump(outputs, open(found, "w"))
+"""
 
 
 class Engine:
@@ -103,7 +118,7 @@ class Engine:
         await self.until(lambda: choices <= ended())
         tokens: dict[tuple[str, int], list[int]] = {choice: [] for choice in choices}
         for message in self.said:
-            if isinstance(message, TokenOut):
+            if isinstance(message, TokenOut) and (message.job_id, message.choice) in tokens:
                 tokens[message.job_id, message.choice].append(message.token_id)
         return tokens
 
@@ -239,7 +254,10 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
         engine.client.send([StopJob(one.job_id, 1) for one in batch])
     await engine.run(job("canary", temperature=0.0))
     # What vLLM says of the steps that computed for the canary; the last has ended it.
-    first = next(i for i, m in enumerate(engine.said) if isinstance(m, TokenOut))
+    canary = (
+        i for i, m in enumerate(engine.said) if isinstance(m, TokenOut) and m.job_id == "canary"
+    )
+    first = next(canary)
     loads = [m for m in engine.said[first:] if isinstance(m, EngineLoad)]
     assert {load.num_running + load.num_waiting for load in loads[:-1]} == {1}
     assert {m.job_id for m in engine.said[first:] if isinstance(m, TokenOut)} == {"canary"}
@@ -247,26 +265,21 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
 
 async def test_tokens_are_those_of_vllm_alone(engine: Engine, model: Path, tmp_path: Path) -> None:
     """Greedy, 64 requests at once, beside vLLM in one process without batchway."""
-    requests: list[dict[str, Any]] = [
-        {"prompt_token_ids": list(range(10 + i, 40 + 3 * i)), "max_tokens": 32} for i in range(64)
-    ]
-    workload, found = tmp_path / "workload.json", tmp_path / "found.json"
-    workload.write_text(json.dumps({"requests": requests}))
-    program = ["-m", "bench.peers.adapters.vllm_engine", f"--model={model}"]
-    options = [f"--workload={workload}", "--dtype=float32", "--max-running=64", f"--json={found}"]
+    prompts = [tuple(range(10 + i, 40 + 3 * i)) for i in range(64)]
+    given, found = tmp_path / "prompts.json", tmp_path / "outputs.json"
+    given.write_text(json.dumps(prompts))
     alone = await asyncio.to_thread(
         subprocess.run,
-        [str(vllm_python()), *program, *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [str(vllm_python()), "-c", ALONE, str(model), str(given), str(found)],
         capture_output=True,
         text=True,
     )
     assert alone.returncode == 0, alone.stderr[-2000:]
-    expected = json.loads(found.read_text())["outputs"]
+    expected = json.loads(found.read_text())
 
     jobs = [
-        job(f"w-{i}", prompt=tuple(r["prompt_token_ids"]), max_tokens=32, temperature=0.0)
-        for i, r in enumerate(requests)
+        job(f"w-{i}", prompt=prompt, max_tokens=32, temperature=0.0)
+        for i, prompt in enumerate(prompts)
     ]
     tokens = await engine.run(*jobs)
     assert [tokens[f"w-{i}", 0] for i in range(64)] == expected
