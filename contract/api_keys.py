@@ -147,13 +147,13 @@ class ApiKeys:
 
     async def exist(self) -> bool:
         """Whether a key was ever made: also a revoked one keeps the door shut to strangers."""
-        with broker_errors():
+        with broker_errors(self._client, "EXISTS"):
             return await self._client.exists(self._keys.api_keys) == 1
 
     async def pepper(self) -> Pepper | None:
         """The pepper in force; None where no key was ever made."""
         if self._pepper is None:
-            with wire_errors("pepper"), broker_errors():
+            with wire_errors("pepper"), broker_errors(self._client, "GET"):
                 raw: Any = await self._client.get(self._keys.key_pepper)
             self._pepper = None if raw is None else Pepper(raw)
         return self._pepper
@@ -179,7 +179,7 @@ class ApiKeys:
 
     async def find(self, prefix: str) -> ApiKey | None:
         """Raises WireError."""
-        with wire_errors("API key record"), broker_errors():
+        with wire_errors("API key record"), broker_errors(self._client, "HMGET"):
             values: Any = await self._client.hmget(
                 self._keys.api_key(prefix), ["record", "expires", "revoked"]
             )
@@ -202,7 +202,7 @@ class ApiKeys:
 
     async def all(self) -> list[ApiKey]:
         """Every key ever made, oldest first. Raises WireError."""
-        with wire_errors("list of API keys"), broker_errors():
+        with wire_errors("list of API keys"), broker_errors(self._client, "SMEMBERS"):
             prefixes: Any = await self._client.smembers(self._keys.api_keys)
         found = [await self.find(prefix.decode(errors="replace")) for prefix in prefixes]
         return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)
@@ -211,7 +211,7 @@ class ApiKeys:
         """Ends a key for good; False where there is none."""
         if await self.find(prefix) is None:
             return False
-        with broker_errors():
+        with broker_errors(self._client, "HSETNX"):
             await self._client.hsetnx(
                 self._keys.api_key(prefix), "revoked", await now_ms(self._client, self._keys)
             )
@@ -229,14 +229,14 @@ class ApiKeys:
         made = await self.create(old.terms, lifetime_s=lifetime_s)
         if overlap_s < old.expires_in_s:
             ends_ms = old.now_ms + int(overlap_s * 1000)
-            with broker_errors():
+            with broker_errors(self._client, "HSET"):
                 await self._client.hset(self._keys.api_key(prefix), "expires", ends_ms)
         return made
 
     async def _some_pepper(self) -> Pepper:
         """The pepper in force, drawn now where there is none."""
         if (pepper := await self.pepper()) is None:
-            with broker_errors():
+            with broker_errors(self._client, "SET"):
                 await self._client.set(
                     self._keys.key_pepper, secrets.token_bytes(_SECRET_BYTES), nx=True
                 )

@@ -36,7 +36,7 @@ async def calibrations(
 
 async def _waits(client: redis.asyncio.Redis, key: str) -> list[tuple[int, int]]:
     """(predicted, actual) in ms, the latest first."""
-    with wire_errors("calibration"), broker_errors():
+    with wire_errors("calibration"), broker_errors(client, "LRANGE"):
         raw: Any = await client.lrange(key, 0, -1)
         pairs = [entry.split(b" ") for entry in raw]
         return [(int(predicted), int(actual)) for predicted, actual in pairs]

@@ -26,7 +26,7 @@ async def callback_state(
     client: redis.asyncio.Redis, keys: Keys, job_id: str, tenant: str
 ) -> CallbackState | None:
     """None where the tenant's job has no callback. Raises BrokerUnavailable, WireError."""
-    with wire_errors("record of the outbox"), broker_errors():
+    with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
         job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
         record: Any = await client.hmget(
             keys.outbox_record(job_id), ["tenant", "state", "attempt", "to"]

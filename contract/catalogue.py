@@ -34,7 +34,7 @@ class Catalogue:
         """Makes a model known, or replaces what was known of it."""
         sha256, packed = encode_tokenizer(files)
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
-        with broker_errors():
+        with broker_errors(self._client, "SET or SADD"):
             await self._client.set(self._keys.tokenizer(sha256), packed)
             await self._client.set(self._keys.model(card.name), encode_card(card))
             await self._client.sadd(self._keys.models, card.name)
@@ -60,7 +60,7 @@ class Catalogue:
     async def _names(self) -> set[bytes]:
         """Empty where the list has been overwritten by something else."""
         try:
-            with wire_errors("list of models"), broker_errors():
+            with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
                 names: Any = await self._client.smembers(self._keys.models)
         except WireError as exc:
             if self._has_list:
@@ -90,14 +90,14 @@ class Catalogue:
     async def num_live_workers(self, model: str) -> int:
         """Workers of a model that were heard of lately. Raises WireError."""
         since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
-        with wire_errors("list of workers"), broker_errors():
+        with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
             return await self._client.zcount(self._keys.workers(model), since_ms, "+inf")
 
     async def _read(self, key: str, max_bytes: int) -> bytes:
         """A string of Redis, empty where there is none: no more of it than is allowed comes over
         the wire. Raises WireError.
         """
-        with wire_errors("card or tokenizer"), broker_errors():
+        with wire_errors("card or tokenizer"), broker_errors(self._client, "GETRANGE"):
             raw: Any = await self._client.getrange(key, 0, max_bytes)
         if len(raw) > max_bytes:
             raise WireError(f"it is longer than {max_bytes} bytes")

@@ -1,20 +1,20 @@
 """Opens Redis clients the way docs/protocol.md asks for.
 
-Retries are few and explicit, because a blind repeat of a plain command would repeat its effect;
-the functions may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
+A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for the
+functions, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
-    BusyLoadingError,
     ConnectionError,
     NoPermissionError,
     OutOfMemoryError,
@@ -22,116 +22,77 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError,
 )
-from redis.typing import EncodableT
 
 from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode
-from contract.function_calls import FunctionCalls
-from contract.redis_link import packed
-from contract.tasks import end
 
 CONNECT_TIMEOUT_S = 0.25
 COMMAND_TIMEOUT_S = 1.0
-HEALTH_CHECK_S = 10
-MAX_CONNECTIONS = 512  # of a client; redis-py's 100 would refuse the 101st call at a time
+MAX_CONNECTIONS = 160  # of a client; a call waits for a free one as long as a command may take
+LOOK_S = 5.0  # of silence, after which a subscription asks whether Redis still answers
 
-_BACKOFF = ExponentialWithJitterBackoff(base=0.02, cap=0.2)  # seconds
-_FUNCTION_CALLS = ("FCALL", "FCALL_RO")
+_RETRY = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2)  # seconds
 
-
-class _Client(redis.asyncio.Redis):
-    """Calls functions over one connection, past redis-py's pool: what that does around each call,
-    locks, tasks, timeouts and telemetry, takes longer than the rest, and a first token waits for
-    three calls.
-    """
-
-    num_retries = 0  # of a function call
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._calls: FunctionCalls | None = None
-        self._opening: asyncio.Task[FunctionCalls] | None = None
-
-    async def execute_command(self, *args: EncodableT, **options: Any) -> Any:
-        """As redis-py's, retries and errors too; `num_retries` of a function call may be given.
-        Raises CommandDenied where redis-py raises NoPermissionError.
-        """
-        is_function = args[0] in _FUNCTION_CALLS
-        try:
-            if is_function:
-                return await self._call_function(*args, **options)
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        except ResponseError as exc:
-            if not is_denied(exc):
-                raise
-            name = " ".join(str(word) for word in args[: 2 if is_function else 1])
-            raise denied(self, name, exc) from exc
-
-    async def _call_function(self, *args: EncodableT, **options: Any) -> Any:
-        num_retries = options.get("num_retries", self.num_retries)
-        command, num_failures = packed(*args), 0
-        while True:
-            try:
-                calls = self._calls
-                if calls is None or not calls.is_open:
-                    calls = await self._opened()
-                return await calls.call(command)
-            except (ConnectionError, TimeoutError):
-                num_failures += 1
-                if num_failures > num_retries:
-                    raise
-            await asyncio.sleep(_BACKOFF.compute(num_failures))
-
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        if self._opening is not None:
-            await end(self._opening)
-        if self._calls is not None:
-            await self._calls.aclose()
-        await super().aclose(close_connection_pool)
-
-    async def _opened(self) -> FunctionCalls:
-        """A new connection, one for all who ask for one at the same time."""
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._open(), name="redis-open")
-        return await asyncio.shield(self._opening)
-
-    async def _open(self) -> FunctionCalls:
-        connection = new_connection(self)
-        calls = FunctionCalls(connection, connection.socket_timeout)
-        await calls.open()
-        self._calls = calls
-        return calls
-
-
-def new_connection(client: redis.asyncio.Redis) -> AbstractConnection:
-    """One that is not open yet, and that the client's pool knows nothing of."""
-    connection: AbstractConnection
-    connection = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    return connection
+T = TypeVar("T")
 
 
 def connect(
     redis_url: str,
     *,
-    retries: int = 2,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
     """A client; it opens no connection before its first command."""
-    client = _Client.from_url(
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
         redis_url,
         protocol=2,
         decode_responses=False,
         socket_connect_timeout=connect_timeout_s,
         socket_timeout=command_timeout_s,
-        health_check_interval=HEALTH_CHECK_S,
         max_connections=MAX_CONNECTIONS,
+        timeout=command_timeout_s,
         driver_info=None,  # CLIENT SETINFO is not in Redis 7.0: no user needs the right to it
-        retry=Retry(_BACKOFF, retries),
-        retry_on_error=[BusyLoadingError],
+        retry=Retry(NoBackoff(), 0),
     )
-    assert isinstance(client, _Client)
-    client.num_retries = retries
-    return client
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+async def repeated(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of a call that may be repeated: twice more where Redis gives no answer."""
+    return await _RETRY.call_with_retry(call, _ignore)
+
+
+async def _ignore(_: Exception) -> None:
+    """redis-py has closed the connection that failed."""
+
+
+class Listener:
+    """The messages of the channels of one PubSub, which only one task may use.
+
+    A network may drop a connection without a word, so after `look_s` of silence a PING is sent,
+    and after as much again the connection counts as lost.
+    """
+
+    def __init__(self, pubsub: PubSub, look_s: float = LOOK_S) -> None:
+        self._pubsub = pubsub
+        self._look_s = look_s
+        self._heard_s = asyncio.get_running_loop().time()
+        self._has_asked = False
+
+    async def next(self) -> dict[str, Any]:
+        """The next message, as redis-py gives it, also that of a subscription. May be cancelled
+        and called again. Raises what redis-py raises.
+        """
+        time_s = asyncio.get_running_loop().time
+        while True:
+            until_s = self._heard_s + self._look_s * (2 if self._has_asked else 1)
+            message = await self._pubsub.get_message(timeout=max(0.0, until_s - time_s()))
+            if message is not None:
+                self._heard_s, self._has_asked = time_s(), False
+                return dict(message)
+            if self._has_asked:
+                raise TimeoutError("Redis does not answer")
+            await self._pubsub.ping()
+            self._has_asked = True
 
 
 def is_denied(exc: BaseException) -> bool:
@@ -159,11 +120,11 @@ def denied(
 
 
 class broker_errors:
-    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable, or
-    BrokerFull. `client` and `command` are for commands that do not go by `execute_command`, which
-    has names for them: NoPermissionError becomes CommandDenied."""
+    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable or
+    BrokerFull, and what Redis says of a command that its user may not run into CommandDenied, which
+    names the user of `client` and `command`."""
 
-    def __init__(self, client: redis.asyncio.Redis | None = None, command: str = "") -> None:
+    def __init__(self, client: redis.asyncio.Redis, command: str) -> None:
         self._client = client
         self._command = command
 
@@ -178,7 +139,7 @@ class broker_errors:
     ) -> None:
         if exc is None:
             return
-        if isinstance(exc, NoPermissionError) and self._client is not None:
+        if isinstance(exc, ResponseError) and is_denied(exc):
             raise denied(self._client, self._command, exc) from exc
         if (error := _broker_error(exc)) is not None:
             raise error from exc

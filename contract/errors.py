@@ -98,12 +98,6 @@ class wire_errors:
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-def unreadable(function: str, exc: Exception) -> WireError:
-    """The error for a function that fails on what a key holds."""
-    kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
-    return WireError(f"function {function}: a key holds {kind} than the functions write")
-
-
 class RateLimit(msgspec.Struct, frozen=True):
     """A limit per minute: what is left of it, and when all of it will be there again."""
 

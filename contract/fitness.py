@@ -20,7 +20,7 @@ log = logging.getLogger("batchway.redis")
 
 async def check_fitness(client: redis.asyncio.Redis) -> None:
     """Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
-    with broker_errors():  # INFO, since managed services have no CONFIG
+    with broker_errors(client, "INFO"):  # INFO, since managed services have no CONFIG
         known = await client.info("memory", "persistence", "server")
     policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy != FIT_POLICY:
@@ -44,7 +44,7 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
     """Whether it starts with no file that ends in the middle of a write. False where it cannot be
     asked: users for one part each may not run CONFIG, and managed services have none."""
     try:
-        with broker_errors():
+        with broker_errors(client, "CONFIG GET"):
             said: Any = await client.config_get("aof-load-truncated")
     except (CommandDenied, ResponseError) as exc:
         log.info("aof-load-truncated is not known: CONFIG GET said %s", type(exc).__name__)
@@ -56,7 +56,7 @@ async def max_memory(client: redis.asyncio.Redis) -> tuple[int, bool]:
     """The bytes that Redis may use, and whether its `maxmemory` says so; else they are those of its
     machine. Raises BrokerUnavailable, CommandDenied.
     """
-    with broker_errors():
+    with broker_errors(client, "INFO"):
         memory = await client.info("memory")
     limit = int(memory.get("maxmemory", 0))
     return limit or int(memory.get("total_system_memory", 0)), limit > 0

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import redis.asyncio
-from redis.exceptions import ResponseError
 
 from contract import replies
 from contract.calls import (
@@ -31,13 +30,12 @@ from contract.calls import (
     WorkerState,
 )
 from contract.codec import decode_entry
-from contract.connection import broker_errors
-from contract.errors import BrokerFull, ErrorCode, unreadable, wire_errors
+from contract.errors import BrokerFull, ErrorCode, wire_errors
 from contract.events import LogEntry
 from contract.fleet_snapshot import FleetSnapshot
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.library import LIBRARY
+from contract.library import call_function
 from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
 from contract.steps import decode_verdicts, encode_items
 from contract.submit_arguments import asked
@@ -61,14 +59,8 @@ class Functions:
         self._client = client
         self._tag = keys.tag
 
-    async def _call(self, name: str, *args: _Word, reads: bool = False, **options: int) -> Any:
-        verb = "FCALL_RO" if reads else "FCALL"
-        words = (verb, f"{LIBRARY}_{name}", 1, self._tag, *args)
-        try:
-            with broker_errors():
-                return await self._client.execute_command(*words, **options)  # type: ignore[no-untyped-call]
-        except ResponseError as exc:
-            raise unreadable(name, exc) from exc
+    async def _call(self, name: str, *args: _Word, reads: bool = False) -> Any:
+        return await call_function(self._client, self._tag, name, *args, reads=reads)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
@@ -127,7 +119,8 @@ class Functions:
         says += [int(is_idle), config_version]
         for lane in lanes:
             says += [lane, _claim_terms(lane, min_shares or {}, rooms)]
-        return await self._readable(incarnation, await self._call("claim", *says, num_retries=0))
+        reply = await call_function(self._client, self._tag, "claim", *says, is_repeated=False)
+        return await self._readable(incarnation, reply)
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float

@@ -14,7 +14,7 @@ async def known_store(client: redis.asyncio.Redis, keys: Keys, own: str) -> str:
 
     Raises BrokerUnavailable, CommandDenied, WireError.
     """
-    with wire_errors("object store's name"), broker_errors():
+    with wire_errors("object store's name"), broker_errors(client, "HGET or HSETNX"):
         raw: Any = await client.hget(keys.object_store, "name")
         if raw is None and own:
             await client.hsetnx(keys.object_store, "name", own)

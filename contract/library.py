@@ -1,13 +1,14 @@
-"""The functions' library: its text, made of contract/lua/*.lua, and its loading."""
+"""The functions' library: its text, made of contract/lua/*.lua, its loading and its calls."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
+from redis.exceptions import ResponseError
 
-from contract.connection import broker_errors
-from contract.errors import CommandDenied
+from contract.connection import broker_errors, repeated
+from contract.errors import CommandDenied, WireError
 
 log = logging.getLogger("batchway.redis")
 
@@ -44,12 +45,38 @@ async def ensure_library(client: redis.asyncio.Redis) -> None:
     """
     source = library_source()
     try:
-        with broker_errors():
+        with broker_errors(client, "FUNCTION"):
             loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
             if source.encode() not in _flatten(loaded):
                 await client.function_load(source, replace=True)
     except CommandDenied:
         log.info("FUNCTION is not allowed here: the library is left to the deploy step")
+
+
+async def call_function(
+    client: redis.asyncio.Redis,
+    tag: str,
+    name: str,
+    *args: str | bytes | int | float,
+    reads: bool = False,
+    is_repeated: bool = True,
+) -> Any:
+    """A function's reply; `tag` is the partition's key. `is_repeated` says whether to call again
+    where Redis gives no answer.
+
+    Raises BrokerUnavailable, CommandDenied, and WireError where a key holds what no function wrote.
+    """
+    verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
+
+    async def call() -> Any:
+        return await client.execute_command(verb, function, 1, tag, *args)  # type: ignore[no-untyped-call]
+
+    try:
+        with broker_errors(client, f"{verb} {function}"):
+            return await (repeated(call) if is_repeated else call())
+    except ResponseError as exc:
+        kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
+        raise WireError(f"function {name}: a key holds {kind} than the functions write") from exc
 
 
 def _flatten(reply: Any) -> list[Any]:

@@ -23,12 +23,12 @@ class OrphanedObjects(msgspec.Struct, frozen=True):
 
     async def some(self, max_jobs: int) -> list[str]:
         """Ids of jobs, any so many."""
-        with wire_errors("list of orphaned objects"), broker_errors():
+        with wire_errors("list of orphaned objects"), broker_errors(self.client, "SRANDMEMBER"):
             found: Any = await self.client.srandmember(self.keys.orphaned, max_jobs)
         return [job_id.decode(errors="replace") for job_id in found or ()]
 
     async def cleared(self, job_ids: Sequence[str]) -> None:
         """These jobs have no objects any more."""
         if job_ids:
-            with broker_errors():
+            with broker_errors(self.client, "SREM"):
                 await self.client.srem(self.keys.orphaned, *job_ids)

@@ -10,13 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 import redis.asyncio
-from redis.exceptions import ResponseError
 
 from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
-from contract.connection import broker_errors
-from contract.errors import WireError, unreadable, wire_errors
+from contract.errors import WireError, wire_errors
 from contract.keys import Keys
-from contract.library import LIBRARY
+from contract.library import call_function
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -82,12 +80,8 @@ class Outbox:
         self._keys = keys
 
     async def _call(self, name: str, *args: str | int, reads: bool = False) -> Any:
-        call = self._client.fcall_ro if reads else self._client.fcall
-        try:
-            with broker_errors():
-                return await call(f"{LIBRARY}_outbox_{name}", 1, self._keys.tag, *args)
-        except ResponseError as exc:
-            raise unreadable(f"outbox_{name}", exc) from exc
+        tag = self._keys.tag
+        return await call_function(self._client, tag, f"outbox_{name}", *args, reads=reads)
 
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
         """Takes what is due, for as long as the lease."""

@@ -53,14 +53,14 @@ class Quarantine:
 
     async def list(self) -> list[PoisonRecord]:
         """All on record, the latest first."""
-        with wire_errors("quarantine"), broker_errors():
+        with wire_errors("quarantine"), broker_errors(self.client, "ZREVRANGE"):
             rows: Any = await self.client.zrevrange(self.keys.quarantine, 0, -1, withscores=True)
         found = [(raw_id.decode(errors="replace"), int(since_ms)) for raw_id, since_ms in rows]
         return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> PoisonRecord:
         """Raises NotInQuarantine."""
-        with broker_errors():
+        with broker_errors(self.client, "ZSCORE"):
             since_ms = await self.client.zscore(self.keys.quarantine, job_id)
         if since_ms is None:
             raise NotInQuarantine(f"there is no {job_id!r} in the quarantine")
@@ -73,7 +73,7 @@ class Quarantine:
         CannotRequeue, JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
-        with wire_errors("job record"), broker_errors():
+        with wire_errors("job record"), broker_errors(self.client, "HMGET"):
             values: Any = await self.client.hmget(self.keys.job(job_id), _FIELDS)
         raw = dict(zip(_FIELDS, values, strict=True))
         if raw["job"] is None:
@@ -99,7 +99,7 @@ class Quarantine:
 
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
-        with wire_errors("record of a poison job"), broker_errors():
+        with wire_errors("record of a poison job"), broker_errors(self.client, "HGET or EXISTS"):
             about: Any = await self.client.hget(self.keys.poison, job_id)
             is_readable = bool(await self.client.exists(self.keys.job(job_id)))
             was_requeued = bool(await self.client.exists(self.keys.job(again)))

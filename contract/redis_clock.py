@@ -10,7 +10,7 @@ from contract.keys import Keys
 
 async def now_ms(client: redis.asyncio.Redis, keys: Keys) -> int:
     """Unix milliseconds, moved or stopped as tests ask. Raises BrokerUnavailable."""
-    with broker_errors():
+    with broker_errors(client, "GET or TIME"):
         raw: Any = await client.get(keys.clock_offset)
         offset = (raw or b"0").decode()
         if offset.startswith("="):

@@ -39,7 +39,7 @@ class Roster:
         whose record cannot be read."""
         views = []
         for card in await Catalogue(self.client, self.keys).models():
-            with wire_errors("list of workers"), broker_errors():
+            with wire_errors("list of workers"), broker_errors(self.client, "ZRANGE"):
                 rows: Any = await self.client.zrange(self.keys.workers(card.name), 0, -1)
             for raw_name in rows:
                 name = raw_name.decode(errors="replace")
@@ -53,7 +53,7 @@ class Roster:
 
     async def worker(self, incarnation: str) -> WorkerView | None:
         """One worker, draining or not; None once it has left, or was unheard of for long."""
-        with wire_errors("record of a worker"), broker_errors():
+        with wire_errors("record of a worker"), broker_errors(self.client, "HGETALL"):
             raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
             if not raw:
                 return None
@@ -71,6 +71,6 @@ class Roster:
 
     async def is_to_drain(self, incarnation: str) -> bool:
         """Whether a worker was told to go, by a message that it may have missed."""
-        with wire_errors("record of a worker"), broker_errors():
+        with wire_errors("record of a worker"), broker_errors(self.client, "HGET"):
             order: Any = await self.client.hget(self.keys.worker(incarnation), "order")
         return bool(order == b"drain")

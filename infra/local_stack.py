@@ -242,7 +242,7 @@ async def _load_library(url: str) -> None:
     """Checks that Redis responds, and loads the Functions. Raises PartLost."""
     client = connect(url, command_timeout_s=5.0)
     try:
-        with broker_errors():
+        with broker_errors(client, "PING"):
             await client.ping()
         await check_fitness(client)
         await ensure_library(client)

@@ -44,7 +44,7 @@ class PoolWatch:
 
     async def look(self) -> PoolSight:
         since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
-        with broker_errors():
+        with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
             queued = {}
             for lane in self.lanes:
                 key = self.keys.counters(self.model, lane)

@@ -44,7 +44,7 @@ def check_redis(url: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        client = connect(url, retries=0)
+        client = connect(url)
         async with contextlib.aclosing(client):
             await check_fitness(client)
 
@@ -83,7 +83,7 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        client = connect(url, retries=0)
+        client = connect(url)
         async with contextlib.aclosing(client):
             return await known_store(client, Keys(namespace), own)
 

@@ -47,13 +47,6 @@ DOCUMENTED = {
 
 # To be removed with the code that they stand in.
 PENDING = {
-    ("contract/connection.py", "redis.asyncio.connection.AbstractConnection"),
-    ("contract/connection.py", "redis.typing.EncodableT"),
-    ("contract/function_calls.py", "redis.asyncio.connection.AbstractConnection"),
-    ("contract/redis_link.py", "redis.asyncio.connection.AbstractConnection"),
-    ("contract/redis_link.py", "redis.asyncio.connection.DefaultParser"),
-    ("contract/redis_link.py", "redis.typing.EncodableT"),
-    ("contract/subscription.py", "redis.asyncio.connection.AbstractConnection"),
     ("gateway/http/app.py", "fastapi.telemetry.TelemetryConfig"),
 }
 

@@ -66,10 +66,7 @@ class Broker:
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
         self._orphaned = OrphanedObjects(self._client, self.keys)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
-        self._hints = Hints(
-            connect(settings.redis_url, retries=0, command_timeout_s=None),
-            max_bytes=settings.max_buffer_bytes,
-        )
+        self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
         self._followed: Counter[str] = Counter()
 

@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import redis.asyncio
-from redis.exceptions import NoPermissionError, RedisError
+from redis.asyncio.client import PubSub
 
 from contract.codec import decode_hint
-from contract.connection import denied, new_connection
-from contract.errors import WireError
+from contract.connection import Listener, broker_errors
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import LogEntry
-from contract.subscription import Subscription
 from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
@@ -88,7 +87,8 @@ class Hints:
         self._max_bytes = max_bytes
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         self._confirmed: set[bytes] = set()
-        self._subscription: Subscription | None = None  # while there is one
+        self._is_changed = asyncio.Event()  # which channels have mailboxes
+        self._reading: asyncio.Timeout | None = None  # while the task waits for a message
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -117,8 +117,7 @@ class Hints:
             self._mailboxes[name].add(mailbox)
         else:
             self._mailboxes[name] = {mailbox}
-            if self._subscription is not None:
-                self._subscription.subscribe(name)
+            self._note_change()
         if name in self._confirmed:
             mailbox.is_subscribed.set()
 
@@ -127,27 +126,56 @@ class Hints:
         followers.discard(mailbox)
         if not followers:
             del self._mailboxes[name]
-            self._confirmed.discard(name)
-            if self._subscription is not None:
-                self._subscription.unsubscribe(name)
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Interrupts the reading: only the task that reads may use its connection."""
+        self._is_changed.set()
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(0.0)
 
     async def _run(self) -> None:
         while True:
-            subscription = Subscription(new_connection(self._client), self._deliver, self._confirm)
             try:
-                async with subscription:
-                    if self._mailboxes:
-                        subscription.subscribe(*self._mailboxes)
-                    self._subscription = subscription
-                    await subscription.end()
-            except NoPermissionError as exc:
-                log.error("no hints: %s", denied(self._client, "SUBSCRIBE", exc))
-            except (RedisError, OSError) as exc:
-                log.warning("the subscription broke (%s); polling", type(exc).__name__)
+                with broker_errors(self._client, "SUBSCRIBE"):
+                    async with self._client.pubsub() as pubsub:
+                        await self._follow(pubsub)
+            except CommandDenied as exc:
+                log.error("no hints: %s", exc)
+            except BrokerUnavailable as exc:
+                log.warning("the subscription broke (%s); polling", exc)
             finally:
-                self._subscription = None
                 self._forget_subscriptions()
             await asyncio.sleep(RECONNECT_S)
+
+    async def _follow(self, pubsub: PubSub) -> None:
+        """Subscribes to the channels that have mailboxes; hands out messages until one fails."""
+        await pubsub.connect()  # type: ignore[no-untyped-call]
+        listener = Listener(pubsub)
+        subscribed: set[bytes] = set()
+        self._is_changed.set()
+        while True:
+            if self._is_changed.is_set():
+                self._is_changed.clear()
+                wanted = set(self._mailboxes)
+                if left := subscribed - wanted:
+                    self._confirmed -= left
+                    await pubsub.unsubscribe(*left)
+                if new := wanted - subscribed:
+                    await pubsub.subscribe(*new)
+                subscribed = wanted
+                continue  # it may have changed meanwhile
+            try:
+                async with asyncio.timeout(None) as self._reading:
+                    message = await listener.next()
+            except TimeoutError:
+                continue
+            finally:
+                self._reading = None
+            if message["type"] == "message":
+                self._deliver(message["channel"], message["data"])
+            elif message["type"] == "subscribe":
+                self._confirm(message["channel"])
 
     def _forget_subscriptions(self) -> None:
         self._confirmed.clear()
@@ -157,10 +185,13 @@ class Hints:
                 mailbox.mark_gap()
 
     def _confirm(self, name: bytes) -> None:
-        if name in self._mailboxes:
-            self._confirmed.add(name)
-            for mailbox in self._mailboxes[name]:
-                mailbox.is_subscribed.set()
+        """A second time where redis-py has connected anew: messages may be lost."""
+        is_again = name in self._confirmed
+        self._confirmed.add(name)
+        for mailbox in self._mailboxes.get(name, ()):
+            mailbox.is_subscribed.set()
+            if is_again:
+                mailbox.mark_gap()
 
     def _deliver(self, name: bytes, raw: bytes) -> None:
         mailboxes = self._mailboxes.get(name)

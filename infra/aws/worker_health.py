@@ -24,7 +24,7 @@ async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
     the host name. Raises BrokerUnavailable, WireError."""
     prefix = f"{socket.gethostname().split('.')[0]}-".encode()
     since_ms = await now_ms(client, keys) - int(WORKER_TTL_S * 1000)
-    with wire_errors("list of workers"), broker_errors():
+    with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
         models: Any = await client.smembers(keys.models)
         for model in models:
             key = keys.workers(model.decode())

@@ -1,25 +1,182 @@
-"""What a client of ours writes to Redis is what redis-py would write."""
+"""Clients of ours: each call gets its own answer, whatever happens to the calls before it."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio
-from redis.asyncio.connection import Connection
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
-from contract.redis_link import packed
+from contract.connection import connect, repeated
+from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.test_tls import certificate
+from tests.contract.relay import Relay, with_tls
+from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
 
-COMMANDS = (
-    ("SET", "key", b"\x00\r\n\xff"),
-    ("SET", "größe", "naïve 文"),
-    ("ZADD", "set", -7, 1.5, ""),
-    ("FCALL", "f", 1, *range(2000)),
-)
+_LIBRARY = """#!lua name=echo
+redis.register_function('echo', function(_, args) return args[1] end)
+redis.register_function('fail', function(_, args) return redis.error_reply(args[1]) end)"""
 
 
-def test_commands_are_packed_as_redis_py_packs_them() -> None:
-    """Text, bytes and numbers."""
-    for command in COMMANDS:
-        assert packed(*command) == b"".join(Connection().pack_command(*command))
+@pytest.fixture
+async def echo(redis_client: redis.asyncio.Redis) -> AsyncIterator[redis.asyncio.Redis]:
+    """A client of a server with a function that gives back its argument, and one that fails."""
+    await redis_client.function_load(_LIBRARY, replace=True)
+    yield redis_client
+    await redis_client.function_delete("echo")
+
+
+async def num_connections(client: redis.asyncio.Redis) -> int:
+    return len(await client.client_list())
+
+
+async def test_calls_at_the_same_time_get_their_own_answers(echo: redis.asyncio.Redis) -> None:
+    """Those that go wrong too."""
+    for _ in range(3):
+        calls = [echo.fcall("fail" if i % 5 == 0 else "echo", 0, f"E {i}") for i in range(20)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for i, answer in enumerate(answers):
+            if i % 5 == 0:
+                assert isinstance(answer, ResponseError)
+                assert str(answer) == f"E {i}"
+            else:
+                assert answer == b"E %d" % i
+
+
+async def test_a_client_goes_on_after_a_call_that_it_gave_up(
+    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """On a connection of its own, where no old answer waits."""
+    impatient = connect(redis_server.url, command_timeout_s=0.1)
+    async with contextlib.aclosing(impatient):
+        assert await impatient.fcall("echo", 0, "warm") == b"warm"
+        await echo.client_pause(60_000, all=False)
+        with pytest.raises(TimeoutError):
+            await impatient.fcall("echo", 0, "old")
+        await echo.client_unpause()
+        assert await impatient.fcall("echo", 0, "new") == b"new"
+
+
+async def test_an_answer_that_nobody_waited_for_reaches_nobody(
+    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """A call is cancelled while the server holds its answer back: redis-py closes its connection,
+    and the next call has another."""
+    async with contextlib.aclosing(connect(redis_server.url)) as client:
+        assert await client.fcall("echo", 0, "warm") == b"warm"
+        num_before = await num_connections(echo)
+        await echo.client_pause(60_000, all=False)
+        call = asyncio.ensure_future(client.fcall("echo", 0, "old"))
+
+        async def is_held_back() -> bool:
+            return int((await echo.info("clients"))["blocked_clients"]) == 1
+
+        await until(is_held_back)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await echo.client_unpause()
+
+        async def is_closed() -> bool:
+            return await num_connections(echo) < num_before
+
+        await until(is_closed)
+        for text in ("new", "newer"):
+            assert await client.fcall("echo", 0, text) == text.encode()
+
+
+async def test_calls_that_are_cancelled_at_any_point_harm_no_other(
+    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """After any number of turns of the loop: as a connection opens, is written to, is read."""
+    for num_turns in range(40):
+        async with contextlib.aclosing(connect(redis_server.url)) as client:
+            call = asyncio.ensure_future(client.fcall("echo", 0, "old"))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            other = asyncio.ensure_future(client.fcall("echo", 0, "other"))
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            assert await other == b"other"
+            for i in range(3):
+                assert await client.fcall("echo", 0, str(i)) == str(i).encode()
+
+
+async def test_a_connection_that_the_server_closed_is_made_anew(
+    echo: redis.asyncio.Redis,
+) -> None:
+    assert await echo.fcall("echo", 0, "1") == b"1"
+    await echo.client_kill_filter(_type="normal", skipme=True)
+    assert await echo.fcall("echo", 0, "2") == b"2"
+
+
+async def test_only_what_may_be_repeated_is_repeated(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """An answer is lost once the server has done what it was asked."""
+    async with Relay(redis_server).running() as relay:
+        client = connect(f"redis://127.0.0.1:{relay.port}", connect_timeout_s=5.0)
+        async with contextlib.aclosing(client):
+            await client.ping()
+            relay.lose_next_answer()
+            with pytest.raises(ConnectionError):
+                await client.incr("number")
+            assert await redis_client.get("number") == b"1"
+            await client.ping()
+            relay.lose_next_answer()
+            assert await repeated(lambda: client.incr("number")) == 3
+
+
+async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
+    async with contextlib.aclosing(connect(f"unix://{tmp_path}/none")) as client:
+        calls = [client.fcall("echo", 0, "x") for _ in range(5)]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(answer, ConnectionError)
+
+
+async def test_a_server_that_closes_as_soon_as_it_has_greeted_fails_the_call(
+    tmp_path: Path,
+) -> None:
+    """Its end comes with its last word, before anybody listens for it."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = b""
+        while b"SELECT" not in said and (data := await reader.read(1000)):
+            said += data
+            if b"PING" in data:
+                writer.write(b"+PONG\r\n")
+        writer.write(b"+OK\r\n")
+        writer.close()
+
+    pem = certificate(tmp_path / "server.pem", "localhost")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pem)
+    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=tls)
+    url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}/1?ssl_ca_certs={pem}"
+    client = connect(url, connect_timeout_s=5.0, command_timeout_s=None)
+    async with server, contextlib.aclosing(client):
+        for _ in range(5):
+            async with asyncio.timeout(20):
+                with pytest.raises(ConnectionError):
+                    await client.fcall("echo", 0, "x")
+
+
+async def test_calls_go_through_tls(
+    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Answers that come in many records too."""
+    async with (
+        with_tls(redis_server, tmp_path) as (relay, url),
+        contextlib.aclosing(connect(url, connect_timeout_s=5.0)) as client,
+    ):
+        for text in ("short", "long" * 50_000):
+            assert await client.fcall("echo", 0, text) == text.encode()
+        assert relay.num_connections == 1
 
 
 async def test_values_come_back_as_they_were_written(redis_client: redis.asyncio.Redis) -> None:

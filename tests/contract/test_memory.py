@@ -1,5 +1,6 @@
 """A Redis whose memory or disk is full: no new jobs, and those that run end all the same."""
 
+import contextlib
 import resource
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import redis.asyncio
 
 from contract.calls import Append
 from contract.connection import connect
-from contract.errors import BrokerFull
+from contract.errors import BrokerFull, BrokerUnavailable
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
@@ -123,8 +124,15 @@ async def test_a_full_disk_refuses_jobs_and_can_be_read(
 ) -> None:
     """The append-only file cannot grow: submits say so, reads answer; with room all goes on."""
     url, pid = full_disk
-    client = connect(url, retries=20)
-    await ensure_library(client)
+    client = connect(url)
+
+    async def is_up() -> bool:
+        with contextlib.suppress(BrokerUnavailable):
+            await ensure_library(client)
+            return True
+        return False
+
+    await until(is_up)
     functions = Functions(client, keys)
     job = make_job()
     await functions.submit(job, make_submission())

@@ -113,7 +113,7 @@ async def test_a_broken_subscription_is_made_anew_once(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
 ) -> None:
     """Whoever begins to listen in the same moment makes no second connection beside it."""
-    client = connect(redis_server.url, retries=0, command_timeout_s=None)
+    client = connect(redis_server.url, command_timeout_s=None)
     hints = Hints(client, max_bytes=1000)
     async with hints.listen("first of one"):
         await redis_client.client_kill_filter(_type="pubsub")
@@ -128,7 +128,7 @@ async def test_a_full_mailbox_forgets_and_says_so(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
 ) -> None:
     """Its memory is bounded; the owner reads the log instead."""
-    client = connect(redis_server.url, retries=0, command_timeout_s=None)
+    client = connect(redis_server.url, command_timeout_s=None)
     hints = Hints(client, max_bytes=40)
     async with hints.listen("ch") as mailbox:
         assert await mailbox.take(0.001) is None

@@ -20,13 +20,12 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from contract.callbacks import Callback, CallbackKind
 from contract.calls import Submission
-from contract.connection import broker_errors, connect, new_connection
+from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
-from contract.subscription import Subscription
 from infra.embedded_redis import EmbeddedRedis
 from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
@@ -364,23 +363,22 @@ async def test_a_denied_command_is_named_with_its_user(server: EmbeddedRedis) ->
     )
     terms = Submission(max_output_tokens=4, deadline_s=60, retention_s=60)
     async with contextlib.aclosing(client):
-        with pytest.raises(CommandDenied, match="'poor' LPUSH"):
+        with pytest.raises(CommandDenied, match="'poor' LPUSH"), broker_errors(client, "LPUSH"):
             await client.lpush("x", "secret")
-        with pytest.raises(CommandDenied, match="a key of GET"):
+        with pytest.raises(CommandDenied, match="a key of GET"), broker_errors(client, "GET"):
             await client.get("elsewhere")
         with pytest.raises(CommandDenied, match=r"'poor' FCALL batchway_v1_submit \(a command in"):
             await Functions(client, Keys("test")).submit(job, terms)
         with pytest.raises(CommandDenied, match="'poor' a channel of SUBSCRIBE"):
-            await follow(client, b"elsewhere")
+            await follow(client, "elsewhere")
 
 
-async def follow(client: redis.asyncio.Redis, channel: bytes) -> None:
+async def follow(client: redis.asyncio.Redis, channel: str) -> None:
     """As a worker follows its channels."""
-    subscription = Subscription(new_connection(client), lambda *_: None, lambda _: None)
     with broker_errors(client, "SUBSCRIBE"):
-        async with subscription:
-            subscription.subscribe(channel)
-            await subscription.end()
+        async with client.pubsub() as pubsub:
+            await pubsub.subscribe(channel)
+            await Listener(pubsub).next()
 
 
 @pytest.mark.e2e

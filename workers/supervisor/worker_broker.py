@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import redis.asyncio
-
 from contract.calls import (
     Append,
     Blame,
@@ -21,7 +19,7 @@ from contract.calls import (
 )
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
-from contract.connection import broker_errors, connect, new_connection
+from contract.connection import Listener, broker_errors, connect
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.fitness import check_fitness
@@ -32,7 +30,6 @@ from contract.library import ensure_library
 from contract.orphaned_objects import OrphanedObjects
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
-from contract.subscription import Subscription
 from workers.ipc.messages import Ready
 from workers.settings import WorkerSettings
 
@@ -192,38 +189,26 @@ class WorkerBroker:
     async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
         """Subscribes for ever: sets `wake` when a job waits, queues control messages. Messages may
         be lost, so callers also poll."""
-        channels = [
-            self._keys.wake_channel(self._settings.served_model_name),
-            self._keys.control_channel(self.incarnation),
-        ]
-        client = connect(self._settings.redis_url, retries=0)
-        async with contextlib.aclosing(client):
-            while True:
-                with contextlib.suppress(BrokerUnavailable):
-                    await self._follow(client, channels, wake, control)
-                await asyncio.sleep(_POLL_S)
+        while True:
+            with contextlib.suppress(BrokerUnavailable):
+                await self._follow(wake, control)
+            await asyncio.sleep(_POLL_S)
 
-    async def _follow(
-        self,
-        client: redis.asyncio.Redis,
-        channels: list[str],
-        wake: asyncio.Event,
-        control: "asyncio.Queue[str]",
-    ) -> None:
-        wake_channel, control_channel = (channel.encode() for channel in channels)
-
-        def hear(channel: bytes, data: bytes) -> None:
-            if channel == wake_channel:
-                wake.set()
-            else:
-                control.put_nowait(data.decode(errors="replace"))
-
-        # Jobs may have come while there was no subscription.
-        subscription = Subscription(new_connection(client), hear, lambda _: wake.set())
-        with broker_errors(client, "SUBSCRIBE"):
-            async with subscription:
-                subscription.subscribe(wake_channel, control_channel)
-                await subscription.end()
+    async def _follow(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
+        control_channel = self._keys.control_channel(self.incarnation)
+        wake_channel = self._keys.wake_channel(self._settings.served_model_name)
+        with broker_errors(self._client, "SUBSCRIBE"):
+            async with self._client.pubsub() as pubsub:
+                await pubsub.subscribe(wake_channel, control_channel)
+                listener = Listener(pubsub)
+                while True:
+                    message = await listener.next()
+                    if message["type"] != "message":
+                        wake.set()  # jobs may have come while there was no subscription
+                    elif message["channel"] == control_channel.encode():
+                        control.put_nowait(message["data"].decode(errors="replace"))
+                    else:
+                        wake.set()
 
 
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
