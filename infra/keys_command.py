@@ -6,6 +6,7 @@ then is lost.
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -106,7 +107,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--lane-share",
-        type=_share,
+        type=_number(0, 1),
         default=0.0,
         metavar="SHARE",
         help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
@@ -114,7 +115,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weight",
-        type=_weight,
+        type=_number(MIN_WEIGHT, MAX_WEIGHT),
         default=1.0,
         metavar="NUMBER",
         help="what the tenant gets of a lane's tokens and places is to what others get as their "
@@ -122,7 +123,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retention-s",
-        type=_retention_s,
+        type=_number(MIN_RETENTION_S, math.inf),
         default=0.0,
         metavar="SECONDS",
         help="how long the tenant's jobs that ask for no time of their own are kept after their "
@@ -152,27 +153,17 @@ def _scopes(raw: str) -> tuple[Scope, ...]:
     return tuple(Scope(name) for name in names)
 
 
-def _share(raw: str) -> float:
-    value = option_values.number(may_be_zero=False)(raw)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be a number over 0 and up to 1, not {raw!r}")
-    return value
+def _number(least: float, most: float) -> Callable[[str], float]:
+    """Takes numbers over 0 within these bounds."""
 
+    def take(raw: str) -> float:
+        value = option_values.number(may_be_zero=False)(raw)
+        if not least <= value <= most:
+            bounds = f"from {least:g}" + ("" if most == math.inf else f" to {most:g}")
+            raise argparse.ArgumentTypeError(f"must be a number {bounds}, not {raw!r}")
+        return value
 
-def _weight(raw: str) -> float:
-    value = option_values.number(may_be_zero=False)(raw)
-    if not MIN_WEIGHT <= value <= MAX_WEIGHT:
-        raise argparse.ArgumentTypeError(
-            f"must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, not {raw!r}"
-        )
-    return value
-
-
-def _retention_s(raw: str) -> float:
-    value = option_values.number(may_be_zero=False)(raw)
-    if value < MIN_RETENTION_S:
-        raise argparse.ArgumentTypeError(f"must be at least {MIN_RETENTION_S:g}, not {raw!r}")
-    return value
+    return take
 
 
 # --- actions ----------------------------------------------------------------------------------

@@ -55,27 +55,6 @@ PENDING = {
     ("contract/redis_link.py", "redis.typing.EncodableT"),
     ("contract/subscription.py", "redis.asyncio.connection.AbstractConnection"),
     ("gateway/http/app.py", "fastapi.telemetry.TelemetryConfig"),
-    ("gateway/http/connections.py", "uvicorn.server.ServerState"),
-    ("gateway/http/exchanges.py", "uvicorn._types.ASGIReceiveEvent"),
-    ("gateway/http/exchanges.py", "uvicorn._types.ASGISendEvent"),
-    (
-        "gateway/http/exchanges.py",
-        "uvicorn.protocols.http.httptools_impl.RequestResponseCycle",
-    ),
-    ("gateway/http/exchanges.py", "uvicorn.protocols.http.httptools_impl.STATUS_LINE"),
-    ("gateway/http/routing.py", "fastapi.params.Depends"),
-    ("gateway/http/strict_http.py", "uvicorn.config.Config"),
-    ("gateway/http/strict_http.py", "uvicorn.protocols.http.flow_control.HIGH_WATER_LIMIT"),
-    ("gateway/http/strict_http.py", "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol"),
-    (
-        "gateway/http/strict_http.py",
-        "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol._start_asgi_task",
-    ),
-    (
-        "gateway/http/strict_http.py",
-        "uvicorn.protocols.http.httptools_impl.RequestResponseCycle",
-    ),
-    ("gateway/http/strict_http.py", "uvicorn.server.ServerState"),
 }
 
 # Attributes of what this test does not check: named tuples, argparse, os and torch.

@@ -6,9 +6,6 @@ import importlib
 import os
 from collections.abc import Mapping
 
-from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
-from gateway.settings import GatewaySettings
-
 _STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
 _BY_A_REQUEST = "on-demand"
 
@@ -19,5 +16,3 @@ def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
         return
     importlib.import_module("tokenizers.decoders")
     importlib.import_module("boto3")  # in Lambda's Python; it reads the secrets
-    for model in (ChatBody, CompletionBody, JobBody, JobChange, GatewaySettings):
-        model.model_rebuild()

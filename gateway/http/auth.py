@@ -1,10 +1,12 @@
 """Who calls: the key that was brought, and what it grants."""
 
 import hmac
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 import msgspec
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from contract.api_keys import KeyTerms, Scope, prefix_of
 from contract.calls import TenantLimits
@@ -68,14 +70,19 @@ class Caller(msgspec.Struct, frozen=True):
             raise ApiError(403, "lane_not_allowed", message, param="lane")
 
 
-async def identify(request: Request) -> Caller:
+Bearer = Annotated[
+    HTTPAuthorizationCredentials | None,
+    Depends(HTTPBearer(scheme_name="apiKey", auto_error=False)),
+]
+
+
+async def identify(request: Request, bearer: Bearer) -> Caller:
     """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
     where only Redis could tell.
     """
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else ""
+    given = bearer.credentials.strip() if bearer is not None else ""
     if settings.api_key is not None and hmac.compare_digest(
         given.encode(), settings.api_key.encode()
     ):
@@ -92,36 +99,32 @@ async def identify(request: Request) -> Caller:
     )
 
 
-class Admission:
-    """Whom a route lets in: every caller, or one whose key has a scope."""
-
-    def __init__(self, scope: Scope | None = None) -> None:
-        self._scope = scope
-
-    async def __call__(self, request: Request) -> Caller:
-        """The caller. Raises ApiError (403) where its key lacks the scope, and what `identify`
-        raises.
-        """
-        caller = await identify(request)
-        if self._scope is not None:
-            caller.check_scope(self._scope)
-        return caller
-
-
-def check_has_room(calls: ConcurrencyCap, caller: Caller) -> None:
-    """Raises ApiError (429) where the caller's key has as many calls under way as it may."""
+async def admit(
+    request: Request, scopes: SecurityScopes, caller: Annotated[Caller, Depends(identify)]
+) -> AsyncIterator[Caller]:
+    """The caller, counted until its answer is sent. Raises ApiError: 403 where its key lacks a
+    scope of the route, 429 where its key has as many calls under way as it may.
+    """
+    for scope in scopes.scopes:
+        caller.check_scope(Scope(scope))
+    calls: ConcurrencyCap = request.app.state.calls_of_keys
     if not calls.can_enter(caller.key_name):
         message = f"this key has {calls.cap} calls under way, and may have no more at a time"
         headers = {"x-dropped-reason": "tenant_quota"}
         raise ApiError(429, "too_many_calls", message, headers=headers)
+    calls.enter(caller.key_name)
+    try:
+        yield caller
+    finally:
+        calls.leave(caller.key_name)
 
 
-# What a route asks for, by the type of its argument.
-AnyCaller = Annotated[Caller, Depends(Admission())]
-Inference = Annotated[Caller, Depends(Admission(Scope.INFERENCE))]
-JobsReader = Annotated[Caller, Depends(Admission(Scope.JOBS_READ))]
-MetricsReader = Annotated[Caller, Depends(Admission(Scope.METRICS))]
-JobsWriter = Annotated[Caller, Depends(Admission(Scope.JOBS_WRITE))]
+# What an endpoint asks for, by the type of its argument.
+AnyCaller = Annotated[Caller, Security(admit)]
+Inference = Annotated[Caller, Security(admit, scopes=[Scope.INFERENCE])]
+JobsReader = Annotated[Caller, Security(admit, scopes=[Scope.JOBS_READ])]
+JobsWriter = Annotated[Caller, Security(admit, scopes=[Scope.JOBS_WRITE])]
+MetricsReader = Annotated[Caller, Security(admit, scopes=[Scope.METRICS])]
 
 
 def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:

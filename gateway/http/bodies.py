@@ -1,16 +1,18 @@
 """Bytes of a request to a JSON object, strictly: what parsers could read differently is refused.
 
-Knows nothing of what the fields mean.
+FastAPI reads every body through `StrictRequest`; models of pydantic check what it returns.
 """
 
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.responses import Response
 
 from gateway.http.errors import ApiError, bad_request
 
@@ -26,25 +28,57 @@ class _Refused(ValueError):
     """JSON that we do not take; the message is ours, without any of the body."""
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        # Also what keeps other sites' pages from posting here without a CORS preflight.
-        raise ApiError(415, "unsupported_media_type", "the content-type must be application/json")
-    return parse_object(await _whole_body(request.receive))
+class StrictRequest(Request):
+    """A request whose body must be one JSON object. FastAPI calls `body` and `json` for endpoints
+    with a body, before any dependency; `refuse_malformed` then raises what is wrong with it.
+    """
+
+    fields: dict[str, Any] | None = None  # the parsed body
+    refusal: ApiError | None = None
+
+    async def body(self) -> bytes:
+        """Raises ApiError where the caller leaves."""
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # Also keeps other sites' pages from posting here without a CORS preflight.
+            message = "the content-type must be application/json"
+            self.refusal = ApiError(415, "unsupported_media_type", message)
+            return b""
+        try:
+            return await super().body()
+        except ClientDisconnect:
+            raise ApiError(499, "client_closed_request", "the caller has left") from None
+
+    async def json(self) -> dict[str, Any]:
+        if self.fields is None:
+            raw = await self.body()
+            try:
+                self.fields = parse_object(raw)
+            except ApiError as error:
+                self.refusal, self.fields = error, {}
+        return self.fields
 
 
-async def _whole_body(receive: Receive) -> bytes:
-    """Raises ClientDisconnect."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+async def refuse_malformed(request: Request) -> None:
+    """Raises ApiError."""
+    if isinstance(request, StrictRequest) and request.refusal is not None:
+        raise request.refusal
+
+
+# An argument behind the caller's: who may not call is refused first.
+WellFormed = Annotated[None, Depends(refuse_malformed)]
+
+
+class StrictRoute(APIRoute):
+    """A route whose endpoint and dependencies get a StrictRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return strict
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The one place where errors become HTTP, in OpenAI's error shape. Never with a stack or an input.
+"""Errors as HTTP answers in OpenAI's error shape, never with a stack or an input.
 
-ApiError is what the gateway raises on purpose; `to_api_error` translates what `contract` raises.
+The gateway raises ApiError on purpose; `to_api_error` translates what `contract` raises.
 """
 
 import difflib
-import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 
@@ -26,7 +25,10 @@ from contract.jobs import JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.http.load_headers import rate_headers, retry_after
 
-log = logging.getLogger("batchway.gateway")
+# Codes of a refused parameter, beside invalid_value.
+MISSING = "missing_required_parameter"
+UNKNOWN = "unknown_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 # Every ErrorCode of the contract as an HTTP status; a meta-test keeps this complete.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {
@@ -52,14 +54,17 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _SOON_S = 1.0  # what failed a moment ago may be back
 _UNFIT_S = 30.0  # an operator must act
 _FULL_S = 5.0  # what runs must end first
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 _MAX_NAMES, _MAX_NAME = 10, 256  # of models in a message: how many, and characters of each
 # Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
 _NO_RETRY = {"x-should-retry": "false"}
 
 
-class ApiError(BatchwayError):
-    """A refusal with everything that its HTTP answer says."""
+class ApiError(BatchwayError, HTTPException):
+    """A refusal with everything that its HTTP answer says. FastAPI passes on an HTTPException that
+    is raised while it reads a body; others it replaces.
+    """
+
+    headers: dict[str, str]
 
     def __init__(
         self,
@@ -71,13 +76,13 @@ class ApiError(BatchwayError):
         headers: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(f"{status} {code}")  # not the message: it may quote the caller
+        # The detail is logged, the message is not: it may quote the caller.
+        HTTPException.__init__(self, status, code, dict(headers or {}))
         self.retry_after_s = retry_after_s
         self.status = status
         self.code = code
         self.message = message
         self.param = param
-        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
         """OpenAI's error object."""
@@ -259,21 +264,3 @@ def failure_of(end: End) -> ApiError | None:
     code = ErrorCode(end.code) if end.code in set(ErrorCode) else ErrorCode.ENGINE_ERROR
     status = STATUS_BY_CODE[code]
     return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
-
-
-def answer_of(exc: Exception, draw: Callable[[], float]) -> Response | None:
-    """How an error answers its request, the framework's own included, in the one shape; None for
-    what nobody has raised on purpose. `draw` is that of `ApiError.response`.
-    """
-    if isinstance(exc, BatchwayError):
-        error = to_api_error(exc)
-        if error.code == "internal_error":
-            log.error("unexpected %s", type(exc).__name__)
-        return error.response(draw)
-    if isinstance(exc, HTTPException):
-        code = _HTTP_CODES.get(exc.status_code, "bad_request")
-        message = exc.detail
-        if exc.status_code == 405 and exc.headers is not None:
-            message = f"this path takes {exc.headers['Allow']}"
-        return ApiError(exc.status_code, code, message, headers=exc.headers).response()
-    return None

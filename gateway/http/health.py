@@ -1,32 +1,58 @@
 """GET /livez, /readyz, /health: no key asked for, nothing told that is worth one."""
 
-from fastapi import APIRouter, Request
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
-from gateway.http.routing import Route
-from gateway.jobs.streams import Gateway
-from gateway.openai.sync_answers import gateway_of, json_response
+from gateway.http.sse import json_response
+from gateway.jobs.streams import Gateway, ThisGateway
 
-router = APIRouter(route_class=Route)
+router = APIRouter(tags=["health"])
+
+
+class Alive(BaseModel):
+    status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    workers: dict[str, int]
+
+
+class NotReady(BaseModel):
+    status: Literal["unavailable", "draining"]
+    missing: Literal["redis", "models", "workers", "draining"]
+    reason: str | None = None
+
+
+_NOT_READY = "No capacity now"
 
 
 @router.get("/livez")
-async def livez(_: Request) -> Response:
+async def livez() -> Alive:
     """200 while the process answers."""
-    return json_response({"status": "alive"})
+    return Alive()
 
 
-@router.get("/readyz")
-async def readyz(request: Request) -> Response:
+@router.get(
+    "/readyz",
+    response_model=Ready,
+    responses={503: {"model": NotReady, "description": _NOT_READY}},
+)
+async def readyz(gateway: ThisGateway) -> Response:
     """200 where at least one model has a live worker; else 503 with what is missing."""
-    return await _readiness(gateway_of(request))
+    return await _readiness(gateway)
 
 
-@router.get("/health")
-async def health(request: Request) -> Response:
+@router.get(
+    "/health", response_class=Response, responses={503: {"model": None, "description": _NOT_READY}}
+)
+async def health(gateway: ThisGateway) -> Response:
     """The status of /readyz without a body, as load generators for vLLM ask for it."""
-    return Response(status_code=(await _readiness(gateway_of(request))).status_code)
+    return Response(status_code=(await _readiness(gateway)).status_code)
 
 
 async def _readiness(gateway: Gateway) -> Response:

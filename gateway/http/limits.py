@@ -1,12 +1,12 @@
-"""What a request may ask of us before anybody reads it: the length of its head, the name it calls
-us by, the length of its body and the time that this takes. All raise ApiError.
+"""Limits of a request, before any route: the length of its head, its Host header, the length of
+its body and the time that the body takes.
 """
 
 import asyncio
 import re
 from contextlib import suppress
 
-from starlette.types import Message, Receive, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.auth import hosts_of
 from gateway.http.errors import ApiError, bad_request
@@ -19,17 +19,33 @@ _DISCARD_S = 1.0
 _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
 
 
-class Limits:
-    """Of one gateway, the same for every request."""
+class RequestLimits:
+    """Middleware that answers what is over a limit; while a body is read, its reader raises."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+        self._app = app
         self.max_body_bytes = settings.max_body_bytes
         self.body_timeout_s = settings.body_timeout_s
         # `*` allows every host.
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
-    def check_head(self, scope: Scope) -> None:
-        """Raises ApiError if the head is too long or its Host header is not allowed."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = Body(receive, self)
+        try:
+            self._check_head(scope)
+            await body.check_announced(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, body.receive, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        """Raises ApiError where the head is too long or the Host header is not allowed. The server
+        stops a head that is still coming at this length; one that came in one piece is longer here.
+        """
         if _num_head_bytes(scope) > MAX_HEADER_BYTES:
             message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
             raise ApiError(431, "headers_too_large", message, headers={"connection": "close"})
@@ -45,7 +61,7 @@ class Body:
     by what came of it, or too slow: the server's `receive` raises TimeoutError then.
     """
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
+    def __init__(self, receive: Receive, limits: RequestLimits) -> None:
         self._receive = receive
         self._limits = limits
         self._num_bytes = 0

@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
 
 from contract.errors import BrokerUnavailable
 from contract.fleet_snapshot import FleetSnapshot
 from gateway.http.auth import MetricsReader
-from gateway.http.routing import Route
-from gateway.openai.sync_answers import gateway_of
+from gateway.http.handlers import answers
+from gateway.jobs.streams import ThisGateway
 
-router = APIRouter(route_class=Route)
+router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics")
-async def metrics(request: Request, _caller: MetricsReader) -> Response:
+@router.get("/metrics", response_class=PlainTextResponse, responses=answers(401, 403, 429))
+async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
     """Counts of jobs are the same on every gateway: take their maximum, not their sum."""
-    gateway = gateway_of(request)
     known = gateway.broker.known
     snapshots: Mapping[str, FleetSnapshot] | None
     try:

@@ -10,7 +10,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import msgspec
-from starlette.responses import Response
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from contract.errors import BatchwayError
@@ -28,8 +30,6 @@ COMMENT = b": waiting\n"
 EMPTY_LINE = b"\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-
-_PART = {"type": "http.response.body", "body": b"", "more_body": True}
 
 T = TypeVar("T")
 
@@ -59,6 +59,13 @@ def encode_json(value: object) -> bytes:
     for found, escaped in _LINE_ENDS:
         raw = raw.replace(found, escaped)
     return raw
+
+
+def json_response(
+    content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer without pydantic's checks: large, or with headers of its own."""
+    return Response(encode_json(content), status, headers=headers, media_type="application/json")
 
 
 def message(data: object, *, event: str | None = None, id_: str | None = None) -> bytes:
@@ -108,73 +115,71 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await end(working, watching)
 
 
-class SseResponse(Response):
+async def sse_response(
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    *,
+    headers: Mapping[str, str],
+    on_gone: Callable[[], Awaitable[None]],
+) -> Response:
     """Streams a generator's events; `on_gone` runs where the reader leaves before the end.
 
-    The status line waits for the first bytes: an error before them becomes an ordinary answer.
+    Waits for the first bytes: an error before them is raised, for an ordinary answer.
+    """
+    try:
+        first = await unless_gone(request.receive, anext(events, b""))
+    except ClientGone:
+        await on_gone()
+        return Response(status_code=499)  # to nobody
+    except AnsweredOtherwise as exc:
+        return exc.response
+    return EventStream(first, events, headers=headers, on_gone=on_gone)
+
+
+class EventStream(StreamingResponse):
+    """Starlette's, which cancels the generator when the reader has gone; then `on_gone` runs.
+
     Only the transport buffers; it is cut where its reader takes nothing (connections.py).
     """
 
     def __init__(
         self,
+        first: bytes,
         events: AsyncGenerator[bytes, None],
         *,
         headers: Mapping[str, str],
         on_gone: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(headers={**HEADERS, **headers}, media_type=MEDIA_TYPE)
-        del self.headers["content-length"]
+        super().__init__(self._whole(first, events), 200, {**HEADERS, **headers}, MEDIA_TYPE)
         self._events = events
         self._on_gone = on_gone
+        self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                self._is_complete = True
+
         try:
-            await unless_gone(receive, self._pump(scope, receive, send))
-        except ClientGone:
-            await self._on_gone()
+            await super().__call__(scope, receive, sent)
+        except (OSError, ClientDisconnect):
+            pass  # nobody takes it
         finally:
             await self._events.aclose()
+            if not self._is_complete:
+                await self._on_gone()
 
-    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
+    async def _whole(
+        self, first: bytes, events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """All events; a failure is the last but one."""
+        yield first
         try:
-            async for part in self._events:
-                if not has_started:
-                    await self._say(send, self._start())
-                    has_started = True
-                await self._say(send, {**_PART, "body": part})
-        except ClientGone:
-            raise
-        except AnsweredOtherwise as exc:
-            assert not has_started
-            await exc.response(scope, receive, send)
-            return
+            async for part in events:
+                yield part
         except Exception as exc:
             error = to_api_error(exc) if isinstance(exc, BatchwayError) else internal_error()
             if error.code == "internal_error":
                 log.error("a stream failed: %s", type(exc).__name__)
-            if not has_started:
-                error.headers.update(self._own_headers())
-                await error.response()(scope, receive, send)
-                return
-            await self._say(send, {**_PART, "body": message(error.body()) + DONE})
-        if not has_started:
-            await self._say(send, self._start())
-        await self._say(send, {**_PART, "more_body": False})
-
-    async def _say(self, send: Send, said: Message) -> None:
-        """Raises ClientGone where nobody takes it."""
-        try:
-            await send(said)
-        except OSError as exc:
-            raise ClientGone from exc
-
-    def _start(self) -> Message:
-        return {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-
-    def _own_headers(self) -> dict[str, str]:
-        return {name: value for name, value in self.headers.items() if name == "x-job-id"}
+            yield message(error.body()) + DONE

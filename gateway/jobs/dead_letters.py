@@ -1,66 +1,78 @@
 """GET /v1/callbacks/dead; GET /v1/callbacks/dead/{id}; POST /v1/callbacks/dead/{id}/replay."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, ValidationError
-from starlette.responses import Response
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
 
 from contract.callbacks import OutboxState
 from contract.outbox import DeadLetter
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.errors import ApiError, invalid_value, not_found
-from gateway.http.routing import Route
-from gateway.jobs.job_objects import checked_id
-from gateway.openai.sync_answers import gateway_of, json_response
+from gateway.http.errors import ApiError, not_found
+from gateway.http.handlers import answers
+from gateway.jobs.job_objects import JobId, UnixSeconds
+from gateway.jobs.streams import ThisGateway
 
-router = APIRouter(route_class=Route)
+router = APIRouter(tags=["callbacks"], responses=answers(401, 403, 429))
 
 
-class _Asked(BaseModel):
-    """The query of a page."""
+class DeadCallback(BaseModel):
+    """A message that was given up. Never the callback itself: a URL may hold a secret."""
 
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
-    before: Annotated[float | None, Field(ge=0, lt=2**40)] = None
+    id: str  # the job's
+    object: Literal["callback"] = "callback"
+    state: str
+    message_id: str
+    type: str
+    attempts: int
+    last_error: str
+    happened_at: UnixSeconds
+    died_at: UnixSeconds
 
-    @classmethod
-    def by(cls, request: Request) -> Self:
-        """Raises ApiError."""
-        try:
-            return cls.model_validate(dict(request.query_params))
-        except ValidationError as exc:
-            first = exc.errors(include_input=False, include_url=False)[0]
-            raise invalid_value(str(first["loc"][-1]), first["msg"]) from None
+
+class DeadCallbacks(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[DeadCallback]
+
+
+class ReplayedCallback(BaseModel):
+    id: str
+    object: Literal["callback"] = "callback"
+    state: str
 
 
 @router.get("/v1/callbacks/dead")
-async def list_dead_letters(request: Request, caller: JobsReader) -> Response:
+async def list_dead_letters(
+    caller: JobsReader,
+    gateway: ThisGateway,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    before: Annotated[float | None, Query(ge=0, lt=2**40, description="Unix seconds")] = None,
+) -> DeadCallbacks:
     """The caller's messages that were given up, the youngest first."""
-    asked = _Asked.by(request)
-    before_ms = None if asked.before is None else round(asked.before * 1000)
-    broker = gateway_of(request).broker
-    letters = await broker.ask_outbox(
-        lambda outbox: outbox.dead(caller.tenant, limit=asked.limit, before_ms=before_ms)
+    before_ms = None if before is None else round(before * 1000)
+    letters = await gateway.broker.ask_outbox(
+        lambda outbox: outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
     )
-    return json_response({"object": "list", "data": [_shown(letter) for letter in letters]})
+    return DeadCallbacks(data=[_shown(letter) for letter in letters])
 
 
-@router.get("/v1/callbacks/dead/{job_id}")
-async def get_dead_letter(request: Request, caller: JobsReader, job_id: str) -> Response:
+@router.get("/v1/callbacks/dead/{job_id}", responses=answers(404))
+async def get_dead_letter(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> DeadCallback:
     """The message of one job that was given up."""
-    broker = gateway_of(request).broker
-    job_id = checked_id(job_id)
-    letters = await broker.ask_outbox(lambda outbox: outbox.dead(caller.tenant, job_id=job_id))
+    letters = await gateway.broker.ask_outbox(
+        lambda outbox: outbox.dead(caller.tenant, job_id=job_id)
+    )
     if not letters:
         raise _unknown()
-    return json_response(_shown(letters[0]))
+    return _shown(letters[0])
 
 
-@router.post("/v1/callbacks/dead/{job_id}/replay")
-async def replay_dead_letter(request: Request, caller: JobsWriter, job_id: str) -> Response:
+@router.post("/v1/callbacks/dead/{job_id}/replay", status_code=202, responses=answers(404, 409))
+async def replay_dead_letter(
+    caller: JobsWriter, gateway: ThisGateway, job_id: JobId
+) -> ReplayedCallback:
     """Delivers it again, from the first attempt on, with the same id; 202."""
-    broker = gateway_of(request).broker
-    job_id = checked_id(job_id)
+    broker = gateway.broker
     if caller.terms.lanes:
         letters = await broker.ask_outbox(lambda outbox: outbox.dead(caller.tenant, job_id=job_id))
         for letter in letters:  # one, or none: then there is nothing to replay
@@ -70,24 +82,22 @@ async def replay_dead_letter(request: Request, caller: JobsWriter, job_id: str) 
         raise _unknown()
     if state is OutboxState.DELIVERED:
         raise ApiError(409, "already_delivered", "the callback was delivered before")
-    return json_response({"id": job_id, "object": "callback", "state": state}, status=202)
+    return ReplayedCallback(id=job_id, state=state)
 
 
 def _unknown() -> ApiError:
     return not_found("this callback", "callback_not_found")
 
 
-def _shown(letter: DeadLetter) -> dict[str, Any]:
-    """Never the callback itself: a URL may hold a secret."""
+def _shown(letter: DeadLetter) -> DeadCallback:
     record = letter.record
-    return {
-        "id": record.job_id,
-        "object": "callback",
-        "state": record.state,
-        "message_id": record.message_id,
-        "type": record.kind.event_type,
-        "attempts": record.attempt,
-        "last_error": record.note,
-        "happened_at": record.at_ms / 1000,
-        "died_at": letter.died_ms / 1000,
-    }
+    return DeadCallback(
+        id=record.job_id,
+        state=record.state,
+        message_id=record.message_id,
+        type=record.kind.event_type,
+        attempts=record.attempt,
+        last_error=record.note,
+        happened_at=record.at_ms / 1000,
+        died_at=letter.died_ms / 1000,
+    )

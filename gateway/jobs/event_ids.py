@@ -1,13 +1,9 @@
 """Where a reader of a log stands, as callers say it: `Last-Event-ID`, or `?starting_after=`."""
 
-import re
+from typing import Annotated
 
 import msgspec
-from fastapi import Request
-
-from gateway.http.errors import invalid_value
-
-_EVENT_ID = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{8}))?")
+from fastapi import Depends, Header, Query
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -24,16 +20,23 @@ class Position(msgspec.Struct, frozen=True):
 START = Position()
 
 
-def asked_position(request: Request) -> tuple[str, Position]:
-    """The parameter that says it, and the position; the header wins. Raises ApiError."""
-    header = request.headers.get("last-event-id")
-    param = "starting_after" if header is None else "Last-Event-ID"
-    event_id = header
-    if header is None and request.scope["query_string"]:
-        event_id = request.query_params.get("starting_after")
-    if not event_id:
-        return param, START
-    match = _EVENT_ID.fullmatch(event_id.strip())
-    if match is None:
-        raise invalid_value(param, f"{param} must be an event's id: `12.89abcdef` or `12`")
-    return param, Position(int(match[1]), match[2])
+_PATTERN = r"^([0-9]{1,9}(\.[0-9a-f]{8})?)?$"
+
+
+async def asked_position(
+    last_event_id: Annotated[
+        str,
+        Header(
+            alias="Last-Event-ID", pattern=_PATTERN, description="go on with a stream after this"
+        ),
+    ] = "",
+    starting_after: Annotated[
+        str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
+    ] = "",
+) -> Position:
+    """Where a reader of a stream stands."""
+    number, _, hash_ = (last_event_id or starting_after).partition(".")
+    return Position(int(number), hash_ or None) if number else START
+
+
+AskedPosition = Annotated[Position, Depends(asked_position)]

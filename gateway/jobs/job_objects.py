@@ -1,15 +1,83 @@
 """A job as `/v1/jobs` shows it."""
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, Path
+from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from contract.callback_state import CallbackState
 from contract.calls import JobView, Position, Submitted
 from contract.jobs import Job, JobStatus, public_status
 from gateway.http.errors import UnknownJob
+from gateway.http.sse import json_response
+from gateway.openai.answer_models import (
+    ChatCompletion,
+    EndpointPath,
+    TextCompletion,
+    Usage,
+)
 from gateway.openai.answers import usage
 
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+UnixSeconds = Annotated[float, Field(description="Unix seconds")]
+
 _JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
+
+
+class AcceptedJob(BaseModel):
+    """A job that was queued, or that a call turned into."""
+
+    id: str
+    object: Literal["job"] = "job"
+    status: JobState
+    endpoint: EndpointPath
+    model: str
+    lane: str
+    position: int | None = Field(description="jobs ahead; null where it does not wait")
+    eta_s: float | None = Field(description="seconds until it starts; null where unknown")
+    events_url: str
+
+
+class Timings(BaseModel):
+    queued_at: UnixSeconds | None
+    started_at: UnixSeconds | None
+    first_token_at: UnixSeconds | None
+    finished_at: UnixSeconds | None
+    deadline_at: UnixSeconds | None
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+
+
+class JobObject(AcceptedJob):
+    """The job without its result, which `GET /v1/jobs/{id}` adds."""
+
+    attempt: int
+    metadata: dict[str, str]
+    usage: Usage
+    timings: Timings
+    predicted_wait_s: float | None
+    wait_s: float | None
+    error: JobError | None
+
+
+class CallbackObject(BaseModel):
+    """How far the job's callback is."""
+
+    state: str
+    attempts: int
+    next_attempt_at: UnixSeconds | None
+
+
+class JobWithResult(JobObject):
+    result: ChatCompletion | TextCompletion | None
+    result_url: str | None = Field(description="where a long result can be read without a key")
+    callback: CallbackObject | None
 
 
 def checked_id(job_id: str) -> str:
@@ -17,6 +85,16 @@ def checked_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
         raise UnknownJob(job_id[:64])
     return job_id
+
+
+JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": f"^{_JOB_ID.pattern}$"})]
+
+
+async def job_id_of(job_id: JobIdPath) -> str:
+    return checked_id(job_id)
+
+
+JobId = Annotated[str, Depends(job_id_of)]
 
 
 def events_url(job_id: str) -> str:
@@ -31,69 +109,64 @@ def place(position: Position | None) -> dict[str, Any]:
     return {"position": position.num_jobs_ahead, "eta_s": eta_s}
 
 
-def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> dict[str, Any]:
+def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> AcceptedJob:
     """What a submission answers; of a job that was accepted before, its place is not known."""
-    return {
-        "id": submitted.job_id,
-        "object": "job",
-        "status": public_status(status),
-        "endpoint": job.endpoint,
-        "model": job.model,
-        "lane": job.lane,
-        **place(submitted.position if submitted.is_new else None),
-        "events_url": events_url(submitted.job_id),
-    }
+    position = submitted.position if submitted.is_new else None
+    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position))
 
 
-def accepted_object(view: JobView) -> dict[str, Any]:
+def accepted_object(view: JobView) -> AcceptedJob:
     """A job that is handed over to its caller later than at submission."""
-    return {
-        "id": view.job.id,
-        "object": "job",
-        "status": public_status(view.status),
-        "endpoint": view.job.endpoint,
-        "model": view.job.model,
-        "lane": view.lane,
-        **place(view.position),
-        "events_url": events_url(view.job.id),
-    }
+    return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position))
 
 
-def job_object(view: JobView) -> dict[str, Any]:
-    """The job without its result, which `GET /v1/jobs/{id}` adds."""
-    return {
-        "id": view.job.id,
-        "object": "job",
-        "status": public_status(view.status),
-        "endpoint": view.job.endpoint,
-        "model": view.job.model,
-        "lane": view.lane,
-        **place(view.position),
-        "attempt": view.attempt,
-        "metadata": dict(view.metadata),
-        "usage": usage(view.job, view.num_prompt_tokens, view.num_output_tokens),
-        "timings": {
-            "queued_at": _seconds(view.created_ms),
-            "started_at": _seconds(view.claimed_ms),
-            "first_token_at": _seconds(view.first_token_ms),
-            "finished_at": _seconds(view.finished_ms),
-            "deadline_at": _seconds(view.deadline_ms),
-        },
-        "predicted_wait_s": _seconds(view.predicted_wait_ms),
-        "wait_s": None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
-        "error": {"code": view.code, "message": view.message} if view.code else None,
-        "events_url": events_url(view.job.id),
-    }
+def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Response:
+    """202: the job is to be looked for where `location` says."""
+    own = {"x-job-id": shown.id, "location": f"/v1/jobs/{shown.id}"}
+    return json_response(shown.model_dump(), status=202, headers={**headers, **own})
+
+
+def job_object(view: JobView) -> JobObject:
+    return JobObject(
+        **_shown(view.job.id, view.job, view.status, view.lane, view.position),
+        attempt=view.attempt,
+        metadata=dict(view.metadata),
+        usage=Usage(**usage(view.job, view.num_prompt_tokens, view.num_output_tokens)),
+        timings=Timings(
+            queued_at=_seconds(view.created_ms),
+            started_at=_seconds(view.claimed_ms),
+            first_token_at=_seconds(view.first_token_ms),
+            finished_at=_seconds(view.finished_ms),
+            deadline_at=_seconds(view.deadline_ms),
+        ),
+        predicted_wait_s=_seconds(view.predicted_wait_ms),
+        wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
+        error=JobError(code=view.code, message=view.message) if view.code else None,
+    )
 
 
 def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
-    """How far the job's callback is; null where it has none."""
+    """Null where the job has no callback."""
     if found is None:
         return None
     return {
         "state": found.state,
         "attempts": found.num_attempts,
         "next_attempt_at": _seconds(found.next_attempt_ms),
+    }
+
+
+def _shown(
+    job_id: str, job: Job, status: JobStatus, lane: str, position: Position | None
+) -> dict[str, Any]:
+    return {
+        "id": job_id,
+        "status": public_status(status),
+        "endpoint": job.endpoint,
+        "model": job.model,
+        "lane": lane,
+        **place(position),
+        "events_url": events_url(job_id),
     }
 
 

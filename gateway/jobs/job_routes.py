@@ -3,58 +3,67 @@
 import asyncio
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from contract.calls import JobView
 from contract.jobs import JobStatus
 from gateway.http import sse
 from gateway.http.auth import JobsReader, JobsWriter
-from gateway.http.bodies import read_object
-from gateway.http.errors import ApiError, draining
-from gateway.http.routing import Route
-from gateway.jobs.event_ids import asked_position
-from gateway.jobs.job_objects import callback_object, checked_id, job_object
-from gateway.jobs.job_terms import prepare_job
-from gateway.jobs.streams import Gateway, job_stream
+from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.errors import ApiError
+from gateway.http.handlers import answers
+from gateway.jobs.event_ids import AskedPosition
+from gateway.jobs.job_objects import (
+    AcceptedJob,
+    JobId,
+    JobObject,
+    JobWithResult,
+    callback_object,
+    job_object,
+)
+from gateway.jobs.job_terms import AskedJob, prepare_job
+from gateway.jobs.streams import AcceptingGateway, Gateway, ThisGateway, job_stream
 from gateway.openai.admission import check_lane
 from gateway.openai.answers import Answer
-from gateway.openai.schemas import parse_job, parse_job_change
+from gateway.openai.schemas import JobChange
 from gateway.openai.sync_answers import (
+    EVENTS,
+    IdempotencyKey,
     body_hash,
     check_may_change,
-    gateway_of,
-    idempotency_key,
-    json_response,
     submit_job,
 )
 from gateway.openai.unsupported import ignored_header
 
-router = APIRouter(route_class=Route)
+router = APIRouter(route_class=StrictRoute, tags=["jobs"], responses=answers(401, 403, 429))
 
 
-@router.post("/v1/jobs")
-async def create_job(request: Request, caller: JobsWriter) -> Response:
+@router.post(
+    "/v1/jobs", status_code=202, response_model=AcceptedJob, responses=answers(404, 409, 415)
+)
+async def create_job(
+    request: Request,
+    caller: JobsWriter,
+    _checked: WellFormed,
+    gateway: AcceptingGateway,
+    asked: AskedJob,
+    key: IdempotencyKey = "",
+) -> Response:
     """Queues a call to be run whenever there is room; 202."""
-    gateway = gateway_of(request)
-    if gateway.drain.has_begun:
-        raise draining()
-    raw = await read_object(request)
-    asked = parse_job(raw)
-    key = idempotency_key(request)
-    hashed = body_hash(key, "/v1/jobs", raw)
+    hashed = body_hash(key, "/v1/jobs", await request.json())
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
     return await submit_job(gateway, job, submission, ignored_header(asked.body))
 
 
-@router.get("/v1/jobs/{job_id}")
-async def get_job(request: Request, caller: JobsReader, job_id: str) -> Response:
+@router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
+async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Response:
     """A job's state, with its result once it has ended."""
-    gateway = gateway_of(request)
     await gateway.broker.sweep()
-    view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
-    shown = job_object(view) | {"result": None, "result_url": await _result_url(gateway, view)}
+    view, _ = await gateway.broker.read(job_id, caller.tenant)
+    shown = job_object(view).model_dump()
+    shown |= {"result": None, "result_url": await _result_url(gateway, view)}
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
     if view.is_terminal and view.num_output_tokens:
         job = await gateway.whole(view.job)
@@ -62,32 +71,37 @@ async def get_job(request: Request, caller: JobsReader, job_id: str) -> Response
         async for entry in gateway.broker.log(job_id, caller.tenant, up_to=view.next_number - 1):
             answer.add(entry)
         shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
-    return json_response(shown)
+    return sse.json_response(shown)
 
 
-@router.get("/v1/jobs/{job_id}/events")
-async def stream_job(request: Request, caller: JobsReader, job_id: str) -> Response:
+@router.get(
+    "/v1/jobs/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={200: EVENTS, **answers(404)},
+)
+async def stream_job(
+    request: Request,
+    caller: JobsReader,
+    gateway: ThisGateway,
+    job_id: JobId,
+    position: AskedPosition,
+) -> Response:
     """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
-    gateway = gateway_of(request)
-    _, position = asked_position(request)
-    view, _ = await gateway.broker.read(checked_id(job_id), caller.tenant)
-    return sse.SseResponse(
-        job_stream(gateway, view, position),
-        headers={"x-job-id": job_id},
-        on_gone=_nothing,
-    )
+    view, _ = await gateway.broker.read(job_id, caller.tenant)
+    events = job_stream(gateway, view, position)
+    return await sse.sse_response(request, events, headers={"x-job-id": job_id}, on_gone=_nothing)
 
 
-@router.post("/v1/jobs/{job_id}/cancel")
-async def cancel_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
+@router.post("/v1/jobs/{job_id}/cancel", responses=answers(404, 409))
+async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> JobObject:
     """Ends a job, waiting or running; 409 where it has ended otherwise."""
-    broker = gateway_of(request).broker
-    await check_may_change(broker, caller, checked_id(job_id))
+    broker = gateway.broker
+    await check_may_change(broker, caller, job_id)
     status = await broker.cancel(job_id, caller.tenant)
     if status is not JobStatus.CANCELLED:
         raise _already_terminal(status)
     view, _ = await broker.read(job_id, caller.tenant)
-    return json_response(job_object(view))
+    return job_object(view)
 
 
 async def _result_url(gateway: Gateway, view: JobView) -> str | None:
@@ -96,12 +110,13 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
     return await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
 
 
-@router.patch("/v1/jobs/{job_id}")
-async def change_job(request: Request, caller: JobsWriter, job_id: str) -> Response:
+@router.patch("/v1/jobs/{job_id}", responses=answers(404, 409, 415))
+async def change_job(
+    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, job_id: JobId, change: JobChange
+) -> JobObject:
     """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
-    broker = gateway_of(request).broker
-    change = parse_job_change(await read_object(request))
-    await check_may_change(broker, caller, checked_id(job_id))
+    broker = gateway.broker
+    await check_may_change(broker, caller, job_id)
     if change.lane is not None:
         view, _ = await broker.read(job_id, caller.tenant)
         caller.check_lane(change.lane)
@@ -113,7 +128,7 @@ async def change_job(request: Request, caller: JobsWriter, job_id: str) -> Respo
     if ended is not None:
         raise _already_terminal(ended)
     view, _ = await broker.read(job_id, caller.tenant)
-    return json_response(job_object(view))
+    return job_object(view)
 
 
 def _already_terminal(status: JobStatus) -> ApiError:

@@ -1,18 +1,24 @@
 """The body of `POST /v1/jobs` and `POST /v1/quote` to a job, and what to submit it with."""
 
+from typing import Annotated
+
+from fastapi import Body
+
 from contract.calls import Submission
 from contract.jobs import Endpoint, Job
 from gateway.http.auth import Caller
 from gateway.http.errors import ApiError, invalid_value
 from gateway.jobs.callbacks import to_callback
 from gateway.jobs.streams import Gateway
-from gateway.openai.admission import Terms, prepare
-from gateway.openai.schemas import JobBody, check_goes_on, parse_call
+from gateway.openai.admission import Terms, check_goes_on, prepare
+from gateway.openai.schemas import AnyJob
 from gateway.settings import GatewaySettings
+
+AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
 
 async def prepare_job(
-    gateway: Gateway, asked: JobBody, caller: Caller, *, idempotency_key: str, body_hash: str
+    gateway: Gateway, asked: AnyJob, caller: Caller, *, idempotency_key: str, body_hash: str
 ) -> tuple[Job, Submission]:
     """Raises ApiError; parameters of the inner body are named below `body`."""
     settings = gateway.settings
@@ -28,16 +34,15 @@ async def prepare_job(
         body_hash=body_hash,
     )
     try:
-        body = parse_call(endpoint, asked.body)
-        check_goes_on(body)
-        return await prepare(gateway.broker, settings, endpoint, body, terms)
+        check_goes_on(asked.body)
+        return await prepare(gateway.broker, settings, endpoint, asked.body, terms)
     except ApiError as exc:
         if exc.param not in (None, "lane"):
             exc.param = f"body.{exc.param}"
         raise
 
 
-def _retention_s(settings: GatewaySettings, asked: JobBody, caller: Caller) -> float:
+def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> float:
     """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
     if asked.retention_s is None:
         return caller.job_retention_s(settings)

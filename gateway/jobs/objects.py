@@ -3,23 +3,45 @@ object store is a directory; S3 signs URLs of its own.
 """
 
 import asyncio
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from contract.payloads.directory import DirectoryStore
 from gateway.http.errors import not_found
-from gateway.http.routing import Route
-from gateway.openai.sync_answers import gateway_of
+from gateway.http.handlers import answers
+from gateway.jobs.job_objects import JobIdPath
+from gateway.jobs.streams import ThisGateway
+from gateway.openai.answer_models import EndpointPath, FinishReason
 
-router = APIRouter(route_class=Route)
+router = APIRouter(tags=["jobs"], responses=answers(404))
 
 
-@router.get("/v1/objects/{job_id}/{name}")
-async def get_object(request: Request, job_id: str, name: str) -> Response:
+class StoredChoice(BaseModel):
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+
+
+class StoredResult(BaseModel):
+    id: str
+    object: Literal["job.result"]
+    endpoint: EndpointPath
+    model: str
+    choices: list[StoredChoice]
+    log: Any
+
+
+@router.get("/v1/objects/{job_id}/{name}", response_model=StoredResult)
+async def get_object(
+    request: Request, gateway: ThisGateway, job_id: JobIdPath, name: str
+) -> Response:
     """The object as it was written; 404 for a URL that is not ours, that has expired, or whose
     object is gone."""
-    store = gateway_of(request).broker.payloads.store
+    store = gateway.broker.payloads.store
     if isinstance(store, DirectoryStore):
         query = dict(request.query_params)
         ref = await asyncio.to_thread(store.opened, f"{job_id}/{name}", query)

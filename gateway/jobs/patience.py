@@ -6,9 +6,11 @@ Knows the `Prefer` header (RFC 7240), and the time that the platform leaves a re
 import math
 import re
 import time
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import Depends, Header, Request
 
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 TIME_LEFT = "time_left_s"  # in a request's state: seconds until the platform ends it
@@ -21,8 +23,8 @@ class Preference(msgspec.Struct, frozen=True):
     wait_s: int | None = None
 
     @classmethod
-    def of(cls, request: Request) -> "Preference":
-        words = ",".join(request.headers.getlist("prefer")).lower().split(",")
+    def of(cls, headers: Sequence[str]) -> "Preference":
+        words = ",".join(headers).lower().split(",")
         parts = [word.partition(";")[0].strip() for word in words]
         waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
         return cls("respond-async" in parts, int(waits[0][1]) if waits else None)
@@ -41,6 +43,18 @@ class Preference(msgspec.Struct, frozen=True):
         parts = ["respond-async"] if self.is_async else []
         parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
         return {"preference-applied": ", ".join(parts)} if parts else {}
+
+
+async def preference_of(
+    prefer: Annotated[
+        list[str] | None,
+        Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
+    ] = None,
+) -> Preference:
+    return Preference.of(prefer or [])
+
+
+AskedPreference = Annotated[Preference, Depends(preference_of)]
 
 
 class Patience(msgspec.Struct, frozen=True):

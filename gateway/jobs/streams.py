@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import AsyncGenerator
+from typing import Annotated
 
 import msgspec
+from fastapi import Depends, Request
 from msgspec.structs import replace
 
 from contract.calls import JobView, Submission, Submitted
@@ -68,6 +70,24 @@ class Gateway(msgspec.Struct, frozen=True):
             return None
         card = (await self.broker.known.models()).get(job.model)
         return None if card is None else await self.broker.known.tokenizer(card)
+
+
+async def gateway_of(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def accepting_gateway_of(request: Request) -> Gateway:
+    """Raises ApiError while the gateway shuts down."""
+    gateway = await gateway_of(request)
+    if gateway.drain.has_begun:
+        raise draining()
+    return gateway
+
+
+# Arguments of endpoints.
+ThisGateway = Annotated[Gateway, Depends(gateway_of)]
+AcceptingGateway = Annotated[Gateway, Depends(accepting_gateway_of)]
 
 
 def _log_answered(job: Job, end: End) -> None:
@@ -215,7 +235,7 @@ async def job_stream(
         match item:
             case LogEntry(event=End() as end):
                 ended, _ = await gateway.broker.read(job.id, job.tenant)
-                yield sse.message(job_object(ended), event=end.status, id_=item.sse_id)
+                yield sse.message(job_object(ended).model_dump(), event=end.status, id_=item.sse_id)
                 break
             case LogEntry():
                 if messages := _chunk_messages(chunks, item, has_id=True):

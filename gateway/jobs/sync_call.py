@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from contract.errors import BatchwayError
 from contract.jobs import Job
 from gateway.http.load_headers import ServerTiming
-from gateway.http.responses import accepted_response
 from gateway.http.sse import AnsweredOtherwise
-from gateway.jobs.job_objects import accepted_object
+from gateway.jobs.job_objects import accepted_object, accepted_response
 from gateway.jobs.patience import Patience
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings

@@ -94,6 +94,13 @@ async def prepare(
     )
 
 
+def check_goes_on(body: CallBody) -> None:
+    """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
+    if body.on_disconnect == "cancel":
+        message = "on_disconnect: nobody waits for a job, so nobody's leaving can cancel it"
+        raise invalid_value("on_disconnect", message)
+
+
 def check_lane(card: ModelCard, lane: str) -> None:
     """Raises ApiError where the model's workers serve no such lane."""
     if lane not in card.lanes:

@@ -1,40 +1,51 @@
 """GET /v1/models, /v1/models/{id}."""
 
-from typing import Any
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter, Path
+from pydantic import BaseModel
 
 from contract.jobs import ModelCard
 from gateway.http.auth import AnyCaller
 from gateway.http.errors import no_such_model
-from gateway.http.routing import Route
-from gateway.openai.sync_answers import gateway_of, json_response
+from gateway.http.handlers import answers
+from gateway.jobs.streams import ThisGateway
 
-router = APIRouter(route_class=Route)
+router = APIRouter(tags=["models"], responses=answers(401, 403, 429))
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "batchway"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 @router.get("/v1/models")
-async def list_models(request: Request, _: AnyCaller) -> Response:
+async def list_models(_: AnyCaller, gateway: ThisGateway) -> ModelList:
     """Every model that a worker has published."""
-    cards = await gateway_of(request).broker.known.models()
-    return json_response({"object": "list", "data": [_shown(card) for card in cards.values()]})
+    cards = await gateway.broker.known.models()
+    return ModelList(data=[_shown(card) for card in cards.values()])
 
 
-@router.get("/v1/models/{model_id:path}")
-async def get_model(request: Request, _: AnyCaller, model_id: str) -> Response:
+@router.get("/v1/models/{model_id:path}", responses=answers(404))
+async def get_model(
+    _: AnyCaller,
+    gateway: ThisGateway,
+    model_id: Annotated[str, Path(json_schema_extra={"minLength": 1, "maxLength": 256})],
+) -> Model:
     """One model."""
-    cards = await gateway_of(request).broker.known.models()
+    cards = await gateway.broker.known.models()
     if model_id not in cards:
         raise no_such_model(model_id, cards)
-    return json_response(_shown(cards[model_id]))
+    return _shown(cards[model_id])
 
 
-def _shown(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created_s,
-        "owned_by": "batchway",
-        "max_model_len": card.context_length,
-    }
+def _shown(card: ModelCard) -> Model:
+    return Model(id=card.name, created=card.created_s, max_model_len=card.context_length)

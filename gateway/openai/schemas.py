@@ -5,8 +5,9 @@ Leaves to admission what needs the model: vocabulary, context length, defaults.
 Over 300 lines: it is one list of fields.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,24 +15,28 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
 
 from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
-from contract.jobs import Endpoint
-from gateway.http.errors import ApiError, bad_request, invalid_value
-from gateway.http.field_schemas import (
-    CONTENT_SCHEMA,
-    MAX_PROMPTS,
-    MAX_STOP_BYTES,
-    MAX_STOPS,
-    PROMPT_SCHEMA,
-    STOPS_SCHEMA,
+from gateway.http.errors import MISSING, UNKNOWN
+from gateway.openai.unsupported import (
+    OF_MESSAGES,
+    PARTS,
+    ROLES,
+    UNSUPPORTED,
+    refusal,
+    unsupported,
+    without,
 )
-from gateway.openai.unsupported import refuse_unsupported, unknown_parameter
 
+MAX_STOPS = 4
+MAX_STOP_BYTES = 64
+MAX_PROMPTS = 64
 MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
 MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
@@ -45,18 +50,61 @@ MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]  # OpenAI's lim
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-def _refusal(message: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", message)
+# What the OpenAPI document says of fields that are looked at by hand.
+_STOPS_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
+            {
+                "type": "array",
+                "maxItems": MAX_STOPS,
+                "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
+            },
+        ]
+    }
+)
+_CONTENT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    "required": ["type", "text"],
+                    "additionalProperties": False,
+                },
+            },
+        ]
+    }
+)
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            _TOKEN_IDS,
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+                "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]},
+            },
+        ]
+    }
+)
 
 
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _refusal("must be a string or a list of strings")
+        raise refusal("must be a string or a list of strings")
     if len(stops) > MAX_STOPS:
-        raise _refusal(f"at most {MAX_STOPS} stop strings")
+        raise refusal(f"at most {MAX_STOPS} stop strings")
     if not all(0 < len(stop.encode()) <= MAX_STOP_BYTES for stop in stops):
-        raise _refusal(f"each stop string has 1 to {MAX_STOP_BYTES} bytes")
+        raise refusal(f"each stop string has 1 to {MAX_STOP_BYTES} bytes")
     return tuple(stops)
 
 
@@ -65,13 +113,22 @@ def _content(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise _refusal("must be a string or a non-empty list of text parts")
-    for part in value:
+        raise refusal("must be a string or a non-empty list of text parts")
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in PARTS:
+            raise unsupported("only text parts are supported", f"{i}.type")
         if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise _refusal('each part must be {"type": "text", "text": …}')
+            raise refusal('each part must be {"type": "text", "text": …}')
         if not isinstance(part["text"], str):
-            raise _refusal("the text of a part must be a string")
+            raise refusal("the text of a part must be a string")
     return "\n".join(part["text"] for part in value)
+
+
+def _role(value: Any) -> Any:
+    if isinstance(value, str) and value in ROLES:
+        raise unsupported("tools are not supported yet")
+    return value
 
 
 def _prompts(value: Any) -> Any:
@@ -79,7 +136,7 @@ def _prompts(value: Any) -> Any:
     if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
         return (_prompt(value),)
     if len(value) > MAX_PROMPTS:
-        raise _refusal(f"at most {MAX_PROMPTS} prompts")
+        raise refusal(f"at most {MAX_PROMPTS} prompts")
     return tuple(value) if len(value) > 1 else (_prompt(value[0]),)
 
 
@@ -90,17 +147,41 @@ def _prompt(value: Any) -> Any:
     # A bool is an int to isinstance.
     if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         return tuple(value)
-    raise _refusal("must be a string or a non-empty list of token ids")
+    raise refusal("must be a string or a non-empty list of token ids")
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
+    unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter: values that ask for nothing
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_known_names(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = without(fields, cls.unasked)
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in kept:
+            if name not in known:
+                similar = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {similar[0]}?" if similar else ""
+                raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
+        return kept
+
 
 class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content), CONTENT_SCHEMA]
+    unasked = OF_MESSAGES
+
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA]
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _of_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        """Assistants that called tools have said nothing."""
+        return "" if value is None and info.data.get("role") == "assistant" else value
 
 
 class StreamOptions(_Strict):
@@ -111,6 +192,8 @@ class StreamOptions(_Strict):
 
 class _SamplingBody(_Strict):
     """What both endpoints take. None always means the default."""
+
+    unasked = UNSUPPORTED
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -131,7 +214,7 @@ class _SamplingBody(_Strict):
     ) = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), STOPS_SCHEMA] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), _STOPS_SCHEMA] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -146,6 +229,12 @@ class _SamplingBody(_Strict):
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_retention: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("is for calls with stream: true", "stream_options")
+        return self
 
     @property
     def includes_usage(self) -> bool:
@@ -166,6 +255,15 @@ class ChatBody(_SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("needs logprobs: true", "top_logprobs")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise refusal("differs from max_completion_tokens: give one", "max_tokens")
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -178,12 +276,27 @@ class CompletionBody(_SamplingBody):
         tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
         FailFast(),
         BeforeValidator(_prompts),
-        PROMPT_SCHEMA,
+        _PROMPT_SCHEMA,
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: with echo only, to score a prompt
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        num_prompts, n = len(self.prompt), self.n or 1
+        if num_prompts * n > MAX_CHOICES_IN_ALL:
+            message = (
+                f"n is {n} for each of {num_prompts} prompts: together {num_prompts * n} choices, "
+                f"over the most of one call, {MAX_CHOICES_IN_ALL}"
+            )
+            raise refusal(message, "n")
+        if self.best_of not in (None, n):
+            raise unsupported("best_of must equal n", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise refusal("may be 0 with echo: true only", "max_tokens")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
@@ -208,15 +321,23 @@ class CallbackBody(_Strict):
 
 
 class JobBody(_Strict):
-    """POST /v1/jobs; `body` is checked as the body of its endpoint."""
+    """What POST /v1/jobs and POST /v1/quote take beside the call itself."""
 
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
-    body: dict[str, Any]
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
     retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from its end on
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     callback: CallbackBody | None = None
+
+
+class ChatJob(JobBody):
+    endpoint: Literal["/v1/chat/completions"]
+    body: ChatBody
+
+
+class CompletionJob(JobBody):
+    endpoint: Literal["/v1/completions"]
+    body: CompletionBody
 
 
 class JobChange(_Strict):
@@ -225,98 +346,12 @@ class JobChange(_Strict):
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None  # from now
 
+    @model_validator(mode="after")
+    def _changes(self) -> Self:
+        if self.lane is None and self.deadline_s is None:
+            raise refusal("give a lane, a deadline_s or both", "lane", MISSING)
+        return self
+
 
 CallBody = ChatBody | CompletionBody
-_M = TypeVar("_M", bound=BaseModel)
-
-
-def parse_call(endpoint: Endpoint, raw: Mapping[str, Any]) -> CallBody:
-    """A synchronous call's body. Raises ApiError."""
-    fields = refuse_unsupported(raw)
-    if endpoint is Endpoint.CHAT:
-        chat = _validate(ChatBody, fields)
-        _check_chat(chat)
-        body: CallBody = chat
-    else:
-        completion = _validate(CompletionBody, fields)
-        _check_completion(completion)
-        body = completion
-    if body.stream_options is not None and not body.stream:
-        raise invalid_value("stream_options", "stream_options is for calls with stream: true")
-    return body
-
-
-def parse_job(raw: Mapping[str, Any]) -> JobBody:
-    """Raises ApiError."""
-    return _validate(JobBody, raw)
-
-
-def check_goes_on(body: CallBody) -> None:
-    """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
-    if body.on_disconnect == "cancel":
-        message = "on_disconnect: nobody waits for a job, so that nobody's leaving can cancel it"
-        raise invalid_value("on_disconnect", message)
-
-
-def parse_job_change(raw: Mapping[str, Any]) -> JobChange:
-    """Raises ApiError, also where nothing is to be changed."""
-    change = _validate(JobChange, raw)
-    if change.lane is None and change.deadline_s is None:
-        raise bad_request("missing_required_parameter", "give a lane, a deadline_s or both", "lane")
-    return change
-
-
-def _check_chat(body: ChatBody) -> None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
-    both = (body.max_tokens, body.max_completion_tokens)
-    if None not in both and both[0] != both[1]:
-        raise invalid_value("max_tokens", "max_tokens and max_completion_tokens differ: give one")
-
-
-def _check_completion(body: CompletionBody) -> None:
-    num_prompts, n = len(body.prompt), body.n or 1
-    if num_prompts * n > MAX_CHOICES_IN_ALL:
-        message = (
-            f"n is {n} for each of {num_prompts} prompts: together {num_prompts * n} choices, "
-            f"over the most of one call, {MAX_CHOICES_IN_ALL}"
-        )
-        raise invalid_value("n", message)
-    if body.best_of not in (None, body.n or 1):
-        raise bad_request("unsupported_parameter", "best_of must equal n", "best_of")
-    if body.max_tokens == 0 and not body.echo:
-        raise invalid_value("max_tokens", "max_tokens may be 0 with echo: true only")
-
-
-def _validate(model: type[_M], fields: Mapping[str, Any]) -> _M:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as exc:
-        error = exc.errors(include_input=False, include_url=False)[0]
-        if error["type"] == "extra_forbidden":
-            known = model.model_fields if len(error["loc"]) == 1 else ()
-            raise unknown_parameter(_path(error["loc"], fields), known) from None
-        raise _translated(error, fields) from None
-
-
-def _translated(error: ErrorDetails, fields: Mapping[str, Any]) -> ApiError:
-    param = _path(error["loc"], fields)
-    if error["type"] == "missing":
-        missing = f"{param}.{error['loc'][-1]}" if param else str(error["loc"][-1])
-        return bad_request("missing_required_parameter", f"missing parameter: {missing}", missing)
-    return invalid_value(param, f"{param}: {error['msg']}")
-
-
-def _path(loc: Sequence[int | str], fields: Mapping[str, Any]) -> str:
-    """The error's place as the caller wrote it: pydantic also names the types it tried."""
-    node: Any = fields
-    path: list[str] = []
-    for part in loc:
-        if isinstance(node, Mapping) and part in node:
-            node = node[str(part)]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        else:
-            continue
-        path.append(str(part)[:_MAX_NAME])
-    return ".".join(path)
+AnyJob = ChatJob | CompletionJob

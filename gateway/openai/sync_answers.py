@@ -1,13 +1,15 @@
-"""A synchronous call from its request to its response; one code path for both endpoints."""
+"""POST /v1/chat/completions, POST /v1/completions: a synchronous call from its request to its
+response; one code path for both.
+"""
 
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+import msgspec
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
@@ -15,60 +17,128 @@ from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
-from gateway.http.auth import Caller
-from gateway.http.bodies import read_object
-from gateway.http.errors import ApiError, UnknownJob, draining, invalid_value, to_call_error
+from gateway.http.auth import Caller, Inference
+from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.errors import ApiError, UnknownJob, invalid_value, to_call_error
+from gateway.http.handlers import answers
 from gateway.http.load_headers import ServerTiming, rate_headers
-from gateway.http.responses import accepted_response
-from gateway.http.responses import json_response as json_response
-from gateway.jobs.event_ids import START, Position, asked_position
-from gateway.jobs.job_objects import submitted_object
-from gateway.jobs.patience import Patience, Preference
-from gateway.jobs.streams import Gateway, call_stream, whole_answer
+from gateway.jobs.event_ids import START, AskedPosition, Position
+from gateway.jobs.job_objects import AcceptedJob, accepted_response, submitted_object
+from gateway.jobs.patience import AskedPreference, Patience, Preference
+from gateway.jobs.streams import AcceptingGateway, Gateway, call_stream, whole_answer
 from gateway.jobs.sync_call import SyncCall
-from gateway.openai.admission import Terms, prepare
-from gateway.openai.schemas import CallBody, check_goes_on, parse_call
+from gateway.openai.admission import Terms, check_goes_on, prepare
+from gateway.openai.answer_models import ChatCompletion, TextCompletion
+from gateway.openai.schemas import CallBody, ChatBody, CompletionBody
 from gateway.openai.unsupported import ignored_header
 from gateway.redis.broker import Broker
 
 log = logging.getLogger("batchway.gateway")
 
-_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+EVENTS: dict[str, Any] = {
+    "description": "As asked",
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "required": ["data"],
+                "properties": {name: {"type": "string"} for name in ("data", "event", "id")},
+                "description": "server-sent events: JSON in `data`, the last one is `[DONE]`",
+            }
+        }
+    },
+}
+IdempotencyKey = Annotated[
+    str,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[!-~]{0,255}$",
+        description="the same key and body: the job of the first call answers",
+    ),
+]
+router = APIRouter(
+    route_class=StrictRoute,
+    tags=["calls"],
+    responses={
+        200: EVENTS,
+        202: {"model": AcceptedJob, "description": "Accepted as a job"},
+        **answers(401, 403, 404, 409, 415, 429, 504),
+    },
+)
 
 
-def gateway_of(request: Request) -> Gateway:
-    gateway: Gateway = request.app.state.gateway
-    return gateway
+class CallOptions(msgspec.Struct, frozen=True):
+    """What the request of a call says beside its body."""
+
+    request: Request
+    caller: Caller
+    gateway: Gateway
+    preference: Preference
+    position: Position
+    key: str
+    timing: ServerTiming
+
+    @property
+    def patience(self) -> Patience:
+        settings = self.gateway.settings
+        return Patience.of(
+            self.request,
+            self.preference,
+            sync_limit_s=settings.sync_limit_s,
+            longest_s=settings.sync_deadline_s,
+        )
 
 
-async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> Response:
+async def call_options(
+    request: Request,
+    caller: Inference,
+    _checked: WellFormed,
+    gateway: AcceptingGateway,
+    preference: AskedPreference,
+    position: AskedPosition,
+    key: IdempotencyKey = "",
+) -> CallOptions:
+    """Raises ApiError."""
+    if preference.is_given:
+        caller.check_scope(Scope.JOBS_WRITE)  # the call may become a job
+    return CallOptions(request, caller, gateway, preference, position, key, ServerTiming())
+
+
+AskedOptions = Annotated[CallOptions, Depends(call_options)]
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
+async def create_chat_completion(options: AskedOptions, body: ChatBody) -> Response:
+    """Answers a conversation, whole or as a stream."""
+    return await answer_call(options, Endpoint.CHAT, body)
+
+
+@router.post("/v1/completions", response_model=TextCompletion)
+async def create_completion(options: AskedOptions, body: CompletionBody) -> Response:
+    """Goes on from a prompt, whole or as a stream."""
+    return await answer_call(options, Endpoint.COMPLETIONS, body)
+
+
+async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) -> Response:
     """Submits the call's job and answers with its output, whole or as a stream; or with the job,
     where the caller prefers it or the time is up.
     """
-    gateway = gateway_of(request)
-    timing = ServerTiming()
-    if gateway.drain.has_begun:
-        raise draining()
-    preference = Preference.of(request)
-    if preference.is_given:
-        caller.check_scope(Scope.JOBS_WRITE)  # the call may become a job
-    patience = _patience(request, gateway, preference)
-    raw = await read_object(request)
-    body = parse_call(endpoint, raw)
-    key = idempotency_key(request)
-    terms = _terms(gateway, caller, preference, body, key, body_hash(key, endpoint, raw))
+    request, gateway, caller = options.request, options.gateway, options.caller
+    preference, key, timing = options.preference, options.key, options.timing
+    patience, position = options.patience, options.position
+    hashed = body_hash(key, endpoint, await request.json())
+    terms = _terms(gateway, caller, preference, body, key, hashed)
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
-        told = preference.applied() | ignored_header(raw)
-        return await submit_job(gateway, *prepared, told)
-    position = _resumed_position(request, body, key)
+        return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
+    _check_resumes(request, position, body, key)
     job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
     submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted, caller)
-    told = preference.applied() | ignored_header(raw) | rate_headers(submitted.rates)
+    told = preference.applied() | ignored_header(body) | rate_headers(submitted.rates)
     headers = {"x-job-id": job.id, **told}
     call = SyncCall(
         gateway.broker,
@@ -81,10 +151,10 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
         may_return=not _ends_with_caller(body, key),
         headers=told,
     )
-    if not body.stream:
-        return await _whole(request, gateway, call, headers)
-    return sse.SseResponse(
-        call_stream(
+    try:
+        if not body.stream:
+            return await _whole(request, gateway, call, headers)
+        events = call_stream(
             gateway,
             call,
             includes_usage=body.includes_usage,
@@ -92,10 +162,13 @@ async def answer_call(request: Request, endpoint: Endpoint, caller: Caller) -> R
             has_ids=bool(key) or body.on_disconnect == "continue",
             position=position,
             starts_over=position is not START and submitted.is_new,
-        ),
-        headers=headers | timing.headers(),
-        on_gone=call.on_gone,
-    )
+        )
+        headers |= timing.headers()
+        return await sse.sse_response(request, events, headers=headers, on_gone=call.on_gone)
+    except BatchwayError as exc:
+        error = to_call_error(exc)
+        error.headers["x-job-id"] = call.job.id
+        raise error from exc
 
 
 def _terms(
@@ -130,16 +203,6 @@ def _ends_with_caller(body: CallBody, key: str) -> bool:
     return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
 
 
-def _patience(request: Request, gateway: Gateway, preference: Preference) -> Patience:
-    settings = gateway.settings
-    return Patience.of(
-        request,
-        preference,
-        sync_limit_s=settings.sync_limit_s,
-        longest_s=settings.sync_deadline_s,
-    )
-
-
 async def _whole(
     request: Request, gateway: Gateway, call: SyncCall, headers: Mapping[str, str]
 ) -> Response:
@@ -150,12 +213,8 @@ async def _whole(
         return Response(status_code=499)  # to nobody
     except sse.AnsweredOtherwise as exc:
         return exc.response
-    except BatchwayError as exc:
-        error = to_call_error(exc)
-        error.headers["x-job-id"] = call.job.id
-        raise error from exc
     call.timing.mark("total")
-    return json_response(answer, headers={**headers, **call.timing.headers()})
+    return sse.json_response(answer, headers={**headers, **call.timing.headers()})
 
 
 async def submit_job(
@@ -209,15 +268,6 @@ async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
         caller.check_lane(view.lane)
 
 
-def idempotency_key(request: Request) -> str:
-    """The header's value, '' without one. Raises ApiError."""
-    key = request.headers.get("idempotency-key", "")
-    if key and not _IDEMPOTENCY_KEY.fullmatch(key):
-        message = "an Idempotency-Key has 1 to 255 printable ASCII characters and no spaces"
-        raise invalid_value("Idempotency-Key", message)
-    return key
-
-
 def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
     """The same for bodies that say the same; '' without an Idempotency-Key: nobody else asks."""
     if not key:
@@ -226,16 +276,15 @@ def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _resumed_position(request: Request, body: CallBody, key: str) -> Position:
-    """Where the caller's own earlier stream broke off. Raises ApiError."""
-    param, position = asked_position(request)
+def _check_resumes(request: Request, position: Position, body: CallBody, key: str) -> None:
+    """Raises ApiError where a position is given, but not for the caller's own earlier stream."""
     if position is not START and not (key and body.stream):
+        param = "Last-Event-ID" if "last-event-id" in request.headers else "starting_after"
         message = (
             f"{param} goes on with the stream of an earlier call: that needs stream: true, the "
             "same body and its Idempotency-Key"
         )
         raise invalid_value(param, message)
-    return position
 
 
 def _log_accepted(job: Job) -> None:

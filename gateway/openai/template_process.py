@@ -191,7 +191,8 @@ class _Child:
 
     async def end(self) -> None:
         if self.process.returncode is None:
-            self.process.kill()
+            # `Process.kill` may reap a process that has just ended, and its status would be lost.
+            os.kill(self.process.pid, signal.SIGKILL)
         self._writer.transport.abort()
         await self.process.wait()
 

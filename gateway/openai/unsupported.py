@@ -4,12 +4,13 @@ A value that asks for nothing (null, or one that is listed here) is dropped, sin
 What would change the answer is refused by name. What would not is ignored, and a header says so.
 """
 
-import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gateway.http.errors import ApiError, bad_request
+from pydantic_core import PydanticCustomError
+
+from gateway.http.errors import UNSUPPORTED as CODE
 
 # Parameter → values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -60,7 +61,7 @@ IGNORED = (
     "safety_identifier",
     "user",
 )
-_OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
@@ -70,65 +71,33 @@ _OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-_ROLES = frozenset({"tool", "function"})
-_PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
+ROLES = frozenset({"tool", "function"})
+PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 
 
-def refuse_unsupported(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The body without what asks for nothing. Raises ApiError."""
-    fields = _without(raw, UNSUPPORTED, "")
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [_message(message, i) for i, message in enumerate(messages)]
-    return fields
+def refusal(message: str, param: str | None = None, code: str = "refused") -> PydanticCustomError:
+    """What a validator raises. `param` is a path below the validator's own place."""
+    return PydanticCustomError(code, "{message}", {"message": message, "param": param})
 
 
-def ignored_header(raw: Mapping[str, Any]) -> dict[str, str]:
-    """`x-ignored-parameters`, with the names in a body that change nothing here; {} without any."""
-    names = [name for name in IGNORED if raw.get(name) is not None]
-    return {"x-ignored-parameters": ", ".join(names)} if names else {}
+def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+    return refusal(message, param, CODE)
 
 
-def unknown_parameter(param: str, known: Collection[str]) -> ApiError:
-    """What refuses a name that nobody knows; `known` are the names in its place."""
-    similar = difflib.get_close_matches(param.rpartition(".")[2], known, n=1)
-    hint = f"; did you mean {similar[0]}?" if similar else ""
-    return bad_request("unknown_parameter", f"unknown parameter: {param}{hint}", param)
-
-
-def _message(message: Any, index: int) -> Any:
-    if not isinstance(message, dict):
-        return message
-    path = f"messages.{index}."
-    if _is_one_of(message.get("role"), _ROLES):
-        text = "tools are not supported yet: the roles are system, developer, user and assistant"
-        raise bad_request("unsupported_parameter", text, f"{path}role")
-    content = message.get("content")
-    for i, part in enumerate(content if isinstance(content, list) else []):
-        if isinstance(part, dict) and _is_one_of(part.get("type"), _PARTS):
-            where = f"{path}content.{i}.type"
-            raise bad_request("unsupported_parameter", "only text parts are supported", where)
-    kept = _without(message, _OF_MESSAGES, path)
-    if kept.get("role") == "assistant" and kept.get("content", "") is None:
-        kept["content"] = ""
-    return kept
-
-
-def _is_one_of(value: Any, names: frozenset[str]) -> bool:
-    """Whatever JSON the value is: lists and objects cannot be looked for in a set."""
-    return isinstance(value, str) and value in names
-
-
-def _without(
-    fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], path: str
-) -> dict[str, Any]:
+def without(fields: Mapping[str, Any], unasked: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The fields without what asks for nothing. Raises PydanticCustomError."""
     kept: dict[str, Any] = {}
     for name, value in fields.items():
-        if name not in unsupported:
+        if name not in unasked:
             kept[name] = value
-        elif value is not None and value not in unsupported[name]:
-            possible = " or ".join(json.dumps(taken) for taken in unsupported[name])
-            message = f"{name} is not supported with this value; leave it out"
-            message += f", or send {possible}" if possible else ""
-            raise bad_request("unsupported_parameter", message, f"{path}{name}")
+        elif value is not None and value not in unasked[name]:
+            possible = " or ".join(json.dumps(taken) for taken in unasked[name])
+            message = "not supported with this value; leave it out"
+            raise unsupported(message + (f", or send {possible}" if possible else ""), name)
     return kept
+
+
+def ignored_header(body: Any) -> dict[str, str]:
+    """`x-ignored-parameters`, with the names in a body that change nothing here; {} without any."""
+    names = [name for name in IGNORED if getattr(body, name) is not None]
+    return {"x-ignored-parameters": ", ".join(names)} if names else {}

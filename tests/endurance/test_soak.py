@@ -17,12 +17,13 @@ pytestmark = [
     pytest.mark.campaign,
 ]
 
+REDIS = Process("redis", 9, rss_bytes=10 * 2**20, num_fds=25, num_threads=5)
 GATEWAY = Process("gateway", 7, rss_bytes=80 * 2**20, num_fds=30, num_threads=2)
-BEFORE = Footprint((GATEWAY,), redis_bytes=2 * 2**20, keys=frozenset("abc"))
+BEFORE = Footprint((GATEWAY, REDIS), redis_bytes=2 * 2**20, keys=frozenset("abc"))
 
 
 def changed(**fields: Any) -> Footprint:
-    return dataclasses.replace(BEFORE, processes=(dataclasses.replace(GATEWAY, **fields),))
+    return dataclasses.replace(BEFORE, processes=(dataclasses.replace(GATEWAY, **fields), REDIS))
 
 
 async def test_a_mixed_load_leaves_nothing_behind() -> None:
@@ -51,3 +52,17 @@ def test_whatever_has_not_come_back_is_told(after: Footprint, word: str) -> None
     """This run can fail: each kind of leak is found, by name."""
     assert compare(BEFORE, BEFORE, Tolerance()) == []
     assert any(word in sentence for sentence in compare(BEFORE, after, Tolerance()))
+
+
+def test_redis_has_no_more_connections_than_its_clients() -> None:
+    """Each part keeps a few that the load has opened; without another end they are a leak."""
+
+    def after(gateway_fds: int, redis_fds: int) -> Footprint:
+        gateway = dataclasses.replace(GATEWAY, num_fds=gateway_fds)
+        return dataclasses.replace(
+            BEFORE, processes=(gateway, dataclasses.replace(REDIS, num_fds=redis_fds))
+        )
+
+    assert compare(BEFORE, after(36, 25 + 6 + 8), Tolerance()) == []
+    [sentence] = compare(BEFORE, after(36, 25 + 6 + 9), Tolerance())
+    assert sentence == "redis 9 has 40 file descriptors, before 25"

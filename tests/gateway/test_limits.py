@@ -1,18 +1,20 @@
-"""The layer around the routes, without an app of ours behind."""
+"""Middlewares and streams, with routes of the test's own."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Annotated
 
+import httpx
 import pytest
-from starlette.requests import Request
+from fastapi import Body, FastAPI, HTTPException, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contract.telemetry.tracing import Tracing
-from gateway.http.limits import Limits
-from gateway.http.metrics import GatewayMetrics
-from gateway.http.middleware import Middleware
-from gateway.http.sse import SseResponse
+from gateway.http.app import create_app
+from gateway.http.auth import Caller, identify
+from gateway.http.bodies import StrictRoute
+from gateway.http.sse import EventStream, sse_response
 from gateway.settings import GatewaySettings
 from tests.gateway.bare_connection import connected
 
@@ -21,22 +23,22 @@ pytestmark = pytest.mark.anyio
 MAX_BODY_BYTES = 100
 
 
-def front_of(routes: ASGIApp, metrics: GatewayMetrics | None = None) -> Middleware:
+def app_of(routes: ASGIApp | None = None) -> FastAPI:
+    """The gateway's app; `routes` answer all paths below /a."""
     settings = GatewaySettings(
         redis_url="redis://nowhere", allowed_hosts=("*",), max_body_bytes=MAX_BODY_BYTES
     )
-    counted = metrics or GatewayMetrics()
-    return Middleware(routes, Limits(settings), counted, Tracing("test"), lambda: 0.0)
+    app = create_app(settings)
+    if routes is not None:
+        app.mount("/a", routes)
+    return app
 
 
 async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing is answered, for nobody is there, and nothing is logged as unexpected."""
+    """Its answer says so to nobody, and nothing is logged as unexpected."""
     sent: list[Message] = []
-
-    async def reads_the_body(scope: Scope, receive: Receive, send: Send) -> None:
-        await Request(scope, receive).body()
 
     async def leaves() -> Message:
         return {"type": "http.disconnect"}
@@ -44,11 +46,18 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
     async def keep(message: Message) -> None:
         sent.append(message)
 
-    with caplog.at_level(logging.INFO):
-        await front_of(reads_the_body)({"type": "http", "headers": []}, leaves, keep)
+    async def endpoint(fields: Annotated[dict[str, str], Body()]) -> None:
+        raise AssertionError
 
-    assert sent == []
-    assert caplog.records == []
+    app = app_of()
+    app.router.add_api_route("/a", endpoint, methods=["POST"], route_class_override=StrictRoute)
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/a", "headers": headers}
+    with caplog.at_level(logging.INFO, "batchway"):
+        await app({**scope, "query_string": b"", "scheme": "http"}, leaves, keep)
+
+    assert sent[0]["status"] == 499
+    assert [record for record in caplog.records if record.name.startswith("batchway")] == []
 
 
 async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
@@ -62,8 +71,12 @@ async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
     async def on_gone() -> None:
         was_told_gone.append(True)
 
-    response = SseResponse(nothing_yet(), headers={}, on_gone=on_gone)
-    async with connected(front_of(response), body_s=0.1) as client:
+    async def stream(request: Request) -> Response:
+        return await sse_response(request, nothing_yet(), headers={}, on_gone=on_gone)
+
+    app = app_of()
+    app.get("/a")(stream)
+    async with connected(app, body_s=0.1) as client:
         await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
         said = await client.rest()
     assert said.startswith(b"HTTP/1.1 408 ")
@@ -77,7 +90,7 @@ async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
         raise AssertionError
 
     length = b"%d" % (2 * MAX_BODY_BYTES)
-    async with connected(front_of(routes)) as client:
+    async with connected(app_of(routes)) as client:
         await client.send(
             b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
             b"content-length: " + length + b"\r\n\r\n"
@@ -91,8 +104,9 @@ async def test_a_stream_that_is_not_taken_is_given_up(num_taken: int) -> None:
     sent: list[Message] = []
     was_told_gone: list[bool] = []
 
-    async def one() -> AsyncGenerator[bytes, None]:
-        yield b"one"
+    async def none() -> AsyncGenerator[bytes, None]:
+        return
+        yield
 
     async def on_gone() -> None:
         was_told_gone.append(True)
@@ -107,7 +121,75 @@ async def test_a_stream_that_is_not_taken_is_given_up(num_taken: int) -> None:
         sent.append(message)
 
     scope: Scope = {"type": "http", "headers": []}
-    await SseResponse(one(), headers={}, on_gone=on_gone)(scope, stays, take)
+    await EventStream(b"one", none(), headers={}, on_gone=on_gone)(scope, stays, take)
 
     assert was_told_gone == [True]
     assert len(sent) == num_taken
+
+
+async def asked(app: FastAPI, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.get(path)
+
+
+async def test_a_middleware_from_outside_takes_effect() -> None:
+    """It sees requests and answers, the gateway's own headers included."""
+    app = app_of()
+    seen: list[str] = []
+
+    @app.middleware("http")
+    async def stamp(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        response = await call_next(request)
+        seen.append(response.headers["x-request-id"])
+        response.headers["x-stamp"] = "1"
+        return response
+
+    answer = await asked(app, "/livez")
+    assert (answer.status_code, answer.headers["x-stamp"]) == (200, "1")
+    assert seen == [answer.headers["x-request-id"]]
+
+
+class Teapot(Exception):
+    pass
+
+
+@pytest.mark.parametrize("handled", [Teapot, Exception, 500])
+async def test_an_exception_handler_from_outside_takes_effect(
+    handled: int | type[Exception],
+) -> None:
+    """For exceptions of others, and in place of the gateway's own for unexpected ones."""
+    app = app_of()
+
+    @app.get("/tea")
+    async def tea() -> None:
+        raise Teapot
+
+    assert (await asked(app, "/tea")).json()["error"]["code"] == "internal_error"
+
+    app = app_of()
+    app.get("/tea")(tea)
+
+    @app.exception_handler(handled)
+    async def short_and_stout(_: Request, __: Exception) -> Response:
+        return Response(status_code=418)
+
+    answer = await asked(app, "/tea")
+    assert answer.status_code == 418
+    assert answer.headers["x-request-id"]
+
+
+async def test_a_dependency_from_outside_takes_effect() -> None:
+    """An override of the gateway's own, for endpoints of the gateway."""
+    app = app_of()
+    assert (await asked(app, "/v1/models")).status_code == 503  # there is no Redis
+
+    async def nobody() -> Caller:
+        raise HTTPException(402, "pay first")
+
+    app.dependency_overrides[identify] = nobody
+    answer = await asked(app, "/v1/models")
+    assert answer.status_code == 402
+    assert answer.json()["error"]["message"] == "pay first"

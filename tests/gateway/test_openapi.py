@@ -4,8 +4,6 @@ does not, and every answer must be one that it announces.
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +29,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.tasks import end
 from gateway.http.app import create_app
-from gateway.http.openapi import OPERATIONS
-from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
+from gateway.openai.schemas import ChatBody, ChatJob, CompletionBody, CompletionJob, JobChange
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -141,10 +138,11 @@ def error_shape(_context: Any, response: Any, _case: Any) -> None:
 
 def questions() -> Iterator[tuple[str, str, GenerationMode]]:
     """Good ones of each operation, and bad ones where there is anything to say badly."""
-    for method, path in sorted(OPERATIONS):
+    operations = [(method.upper(), path) for path in schema for method in schema[path]]
+    for method, path in sorted(operations):
         yield method, path, GenerationMode.POSITIVE
         raw = schema[path][method].definition.raw
-        if raw["parameters"] or "requestBody" in raw:
+        if raw.get("parameters") or "requestBody" in raw:
             yield method, path, GenerationMode.NEGATIVE
 
 
@@ -179,14 +177,11 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
         assert statuses & {200, 202}, statuses
 
 
-def test_every_route_is_described() -> None:
-    """A route without its line fails the document; a line without its route describes nothing."""
+def test_the_document_is_valid() -> None:
+    """By the specification of OpenAPI; every error is of the one shape."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     validate(document)
-    described = {
-        (method.upper(), path) for path, item in document["paths"].items() for method in item
-    }
-    assert described == set(OPERATIONS)
+    assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
 def test_bodies_are_described_as_they_are_checked() -> None:
@@ -194,23 +189,8 @@ def test_bodies_are_described_as_they_are_checked() -> None:
     schemas = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()["components"][
         "schemas"
     ]
-    for model in (ChatBody, CompletionBody, JobBody, JobChange):
+    for model in (ChatBody, CompletionBody, ChatJob, CompletionJob, JobChange):
         described = schemas[model.__name__]
         assert set(described["properties"]) == set(model.model_fields)
         assert described["additionalProperties"] is False
     assert "lambda" in schemas["CallbackBody"]["properties"]
-
-
-def test_a_gateway_starts_without_the_document() -> None:
-    """It is made when it is first asked for: functions start faster without."""
-    code = """
-import sys
-from gateway.http.app import create_app
-from gateway.openai.schemas import ChatBody, CompletionBody, JobBody, JobChange
-from gateway.settings import GatewaySettings
-app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
-assert "gateway.http.openapi" not in sys.modules
-assert app.openapi() is app.openapi()
-assert "gateway.http.openapi" in sys.modules
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -1,0 +1,167 @@
+"""The app's exception handlers: every error as OpenAI's error object, without any input; and the
+errors of routes for the OpenAPI document.
+"""
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from contract.errors import BatchwayError
+from gateway.http.errors import (
+    MISSING,
+    UNKNOWN,
+    UNSUPPORTED,
+    ApiError,
+    bad_request,
+    internal_error,
+    invalid_value,
+    to_api_error,
+)
+
+log = logging.getLogger("batchway.gateway")
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+_MAX_PATH = 128  # characters, in a message
+_MAX_NAME = 64  # characters of each part of a parameter's path
+# Codes by pydantic's type of an error; the others are invalid values.
+_CODES = {
+    "missing": MISSING,
+    "extra_forbidden": UNKNOWN,
+    **{code: code for code in (MISSING, UNKNOWN, UNSUPPORTED)},
+}
+# What OpenAI has and this server has not, by the start of its paths.
+_ELSEWHERE = {
+    "/v1/responses": "no Responses API; POST /v1/chat/completions answers conversations",
+    "/v1/embeddings": "no embeddings",
+    "/v1/batches": "no Batch API; POST /v1/jobs queues a call that nobody waits for",
+    "/v1/files": "no files; POST /v1/jobs queues a call that nobody waits for",
+    "/v1/assistants": "no assistants; POST /v1/chat/completions answers conversations",
+    "/v1/threads": "no threads; POST /v1/chat/completions answers conversations",
+    "/v1/images": "no images, text only",
+    "/v1/audio": "no audio, text only",
+    "/v1/moderations": "no moderation",
+    "/v1/fine_tuning": "no training",
+}
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetails
+
+
+_REASONS: Mapping[int, str] = {
+    400: "What the caller must change; `param` names it",
+    401: "No API key, or none that is good",
+    403: "The key is not for this",
+    404: "It does not exist, or is another tenant's",
+    408: "The body did not arrive in time",
+    409: "The job is not in a state for this",
+    413: "The body is too long",
+    415: "The content-type is not application/json",
+    422: "The Idempotency-Key was used with another body",
+    429: "Capacity exists, but not for this now; see `x-dropped-reason` and `Retry-After`",
+    431: "The request line and headers are too long",
+    500: "The job failed, or an internal error",
+    503: "No capacity now; see `x-dropped-reason` and `Retry-After`",
+    504: "The job did not end before its deadline",
+}
+
+
+def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors of a route for its `responses`, in the OpenAPI document."""
+    return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
+
+
+def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:
+    """`draw` gives random numbers from 0 to 1, for the jitter of Retry-After; `paths` are what a
+    path that does not exist is compared with.
+    """
+
+    @app.exception_handler(BatchwayError)
+    async def refused(_: Request, exc: BatchwayError) -> Response:
+        error = to_api_error(exc)
+        if error.code == "internal_error":
+            log.error("unexpected %s", type(exc).__name__)
+        return error.response(draw)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, exc: RequestValidationError) -> Response:
+        return _translated(exc.errors()[0], exc.body).response()
+
+    @app.exception_handler(HTTPException)
+    async def by_framework(request: Request, exc: HTTPException) -> Response:
+        message = exc.detail
+        if exc.status_code == 404:
+            message = _no_such_path(request.url.path[:_MAX_PATH], paths)
+        elif exc.status_code == 405 and exc.headers is not None:
+            message = f"this path takes {exc.headers['Allow']}"
+        code = _HTTP_CODES.get(exc.status_code, "bad_request")
+        return ApiError(exc.status_code, code, message, headers=exc.headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, __: Exception) -> Response:
+        return internal_error().response()
+
+
+def _no_such_path(path: str, known: Sequence[str]) -> str:
+    message = f"there is no {path} here"
+    for start, hint in _ELSEWHERE.items():
+        if path.startswith(start):
+            return f"{message}: {hint}"
+    plain = "/v1" + path.removeprefix("/v1").removesuffix("/")
+    similar = [plain] if plain in known else difflib.get_close_matches(path, known, n=1)
+    if similar:
+        return f"{message}; did you mean {similar[0]}?"
+    return f"{message}; GET /openapi.json lists the routes"
+
+
+def _translated(error: Mapping[str, Any], body: Any) -> ApiError:
+    """The first error of a request, with the parameter as its caller wrote it."""
+    place, *loc = error["loc"]
+    if error["type"] == "missing" and place == "body" and not loc:
+        return bad_request("invalid_json", "the body must be a JSON object")
+    path = _path(loc, body) if place == "body" else [str(part) for part in loc]
+    if error["type"] == "missing" and place == "body":
+        path.append(str(loc[-1]))
+    context = error.get("ctx", {})
+    if error["type"].startswith("union_tag"):
+        context = {"param": context["discriminator"].strip("'")}
+    if context.get("param") is not None:
+        path.append(context["param"])
+    param = ".".join(part[:_MAX_NAME] for part in path) if path else None
+    code = _CODES.get(error["type"])
+    if error["type"] == "union_tag_not_found":
+        code = MISSING
+    is_plain = error["type"] == MISSING or code != MISSING
+    message = error["msg"] if is_plain else "missing parameter"
+    message = f"{param}: {message}" if path else message
+    return bad_request(code, message, param) if code else invalid_value(param, message)
+
+
+def _path(loc: Sequence[int | str], fields: Any) -> list[str]:
+    """The parts of an error's place that the body has: pydantic also names the types it tried."""
+    path = []
+    for part in loc:
+        if isinstance(fields, Mapping) and part in fields:
+            fields = fields[str(part)]
+        elif isinstance(fields, list) and isinstance(part, int) and part < len(fields):
+            fields = fields[part]
+        else:
+            continue
+        path.append(str(part))
+    return path

@@ -1,0 +1,93 @@
+"""The shapes of answers to calls, for the OpenAPI document. `answers` builds them as dicts, since
+checking long lists of log probabilities again would take longer than building them.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+EndpointPath = Literal["/v1/chat/completions", "/v1/completions"]
+FinishReason = Literal["stop", "length"] | None
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class PromptTokenLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
+
+
+class ChatTokenLogprob(BaseModel):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatTokenLogprobs(ChatTokenLogprob):
+    top_logprobs: list[ChatTokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] = Field(default=[], description="with return_token_ids")
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class TextLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] = Field(default=[], description="with return_token_ids")
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class TextCompletion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[TextChoice]
+    usage: Usage
+    prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
