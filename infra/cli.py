@@ -20,6 +20,7 @@ from infra.callbacks_command import (
     run_callbacks_command,
 )
 from infra.compare_command import run_compare
+from infra.computing_options import engine_python
 from infra.drain_command import run_drain
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _up(options: argparse.Namespace) -> int:
     check_extra("serve")
     check_directory(options.object_store)
+    engine_python(options)
     if options.engine_module is None:
         check_model(options.model)
     os.environ[ALLOW_VARIABLE] = options.callback_allow  # read by gateway and callbacks
@@ -192,7 +194,7 @@ def _worker(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from infra.lifeline import end_with_parent
-    from workers.settings import WorkerSettings
+    from workers.settings import VLLM_ENGINE, WorkerSettings
     from workers.supervisor.supervisor import run_worker
 
     settings = WorkerSettings(
@@ -210,7 +212,11 @@ def _worker(options: argparse.Namespace) -> int:
         batching_path=options.batching,
         metrics_port=options.metrics_port,
     )
-    if options.engine_module is not None:
+    if options.engine == "vllm":
+        settings = replace(
+            settings, engine_module=VLLM_ENGINE, engine_python=engine_python(options) or ""
+        )
+    elif options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     return asyncio.run(run_worker(settings))

@@ -4,10 +4,70 @@ Code that has never run on a GPU is off by default, and its help says so.
 """
 
 import argparse
+import os
+import sys
+from pathlib import Path
 
 _ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
 _STEPS = ("direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
+
+
+_ENGINES = ("own", "vllm")
+
+
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--engine",
+        choices=_ENGINES,
+        default="own",
+        help="own: batchway's; vllm: vLLM, in an environment of its own, which scripts/setup-vllm "
+        "makes (default: own)",
+    )
+    group.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        type=_engine_argument,
+        metavar="NAME=VALUE",
+        help="an argument of vLLM's own, such as tensor_parallel_size=2; may be repeated",
+    )
+    group.add_argument(
+        "--engine-python",
+        default=None,
+        metavar="PATH",
+        help="the interpreter of vLLM's environment (default: .venv-vllm/bin/python beside the "
+        "environment of this command)",
+    )
+
+
+def engine_python(options: argparse.Namespace) -> str | None:
+    """The interpreter that runs the engine; None: this one. Raises argparse.ArgumentTypeError."""
+    if options.engine == "own":
+        given = [name for name in ("engine_arg", "engine_python") if getattr(options, name)]
+        if given:
+            raise argparse.ArgumentTypeError(f"--{given[0].replace('_', '-')} needs --engine vllm")
+        return None
+    for name, default in (("quantization", "none"), ("attention", "auto"), ("steps", "direct")):
+        if getattr(options, name) != default:
+            raise argparse.ArgumentTypeError(
+                f"--{name} is of batchway's own engine; vLLM's arguments go by --engine-arg"
+            )
+    beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    path = Path(options.engine_python or beside)
+    if not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(
+            f"no interpreter at {path}: run scripts/setup-vllm, or name vLLM's environment by "
+            "--engine-python"
+        )
+    return str(path.absolute())
+
+
+def _engine_argument(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def add_quantization_option(group: argparse._ActionsContainer) -> None:

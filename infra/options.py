@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import get_args
 
 from contract.redis_url import redis_url_of
-from infra.computing_options import add_computing_options, add_quantization_option
+from infra.computing_options import (
+    add_computing_options,
+    add_engine_options,
+    add_quantization_option,
+)
 from infra.demo_model import demo_model_path
 from infra.option_values import (
     integer,
@@ -152,6 +156,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="lanes, strategies and limits (default: batching.yaml beside the model)",
     )
     add_computing_options(group)
+    add_engine_options(group)
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
@@ -287,6 +292,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         attention=options.attention,
         steps=options.steps,
         fused=not options.torch_only,
+        engine_args=dict(options.engine_arg),
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -302,4 +308,8 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     pairs.append(("served_model_name", served_name(options)))
     given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
     given += ["--torch-only"] * options.torch_only
+    given += [f"--engine={options.engine}"]
+    given += [f"--engine-arg={name}={value}" for name, value in options.engine_arg]
+    if options.engine_python:
+        given += [f"--engine-python={options.engine_python}"]
     return tuple(given)

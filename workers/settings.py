@@ -11,6 +11,7 @@ from workers.ipc.messages import EngineOptions
 from workers.supervisor.lane_shares import LaneTerms, lane_terms
 
 LANES = DEFAULT_LANES
+VLLM_ENGINE = "workers.vllm_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class WorkerSettings:
     drain_release_s: float = 10.0  # before that, what still runs is given back
     spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none
     engine_module: str = "workers.engine_process.engine_loop"  # run as `python -m`
+    engine_python: str = ""  # the interpreter that runs it; '': the supervisor's
     object_store: str = ""  # a directory or s3://…; '': none
     object_min_bytes: int = 16 * 1024  # results below this stay in Redis
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there

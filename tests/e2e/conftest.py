@@ -1,4 +1,4 @@
-"""`batchway up` on the demo model, once for all tests of this folder: one process runs them."""
+"""`batchway up` on the demo model, once for each engine and all tests of this folder."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,18 @@ import redis
 from infra.embedded_redis import EmbeddedRedis
 from tests.e2e.questions import KEYS
 from tests.infra.stack import Stack, running_demo_stack
+from tests.vllm_environment import vllm_arguments
 
 
-@pytest.fixture(scope="package")
-def stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
+@pytest.fixture(scope="package", params=["own", pytest.param("vllm", marks=pytest.mark.campaign)])
+def stack(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterator[Stack]:
     """On a Redis that the tests may look into."""
-    arguments = (f"--redis-url={redis_server.url}", f"--namespace={KEYS.namespace}")
+    arguments: tuple[str, ...] = (
+        f"--redis-url={redis_server.url}",
+        f"--namespace={KEYS.namespace}",
+    )
+    if request.param == "vllm":
+        arguments += vllm_arguments()
     with running_demo_stack(*arguments) as stack:
         yield stack
 

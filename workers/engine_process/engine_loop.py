@@ -17,15 +17,17 @@ import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 
 from workers import logs
-from workers.engine.engine import Engine
-from workers.engine.limits import DEFAULT_STEP_TOKENS
+from workers.engine.lanes import Lane
+from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
+from workers.engine.strategy import Strategies
 from workers.engine_process.engine_setup import build_engine, lanes_of, limits_of, strategies_of
 from workers.engine_process.step_messages import step_messages
 from workers.ipc.channel import Channel, PeerGone
@@ -59,13 +61,43 @@ class ExitCode(IntEnum):
 Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 
 
+class SteppedEngine(Protocol):
+    """What the loop asks of an engine: `workers.engine.engine.Engine`, or another in its place."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def next_wake_s(self) -> float | None: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def stop_job(self, job_id: str, epoch: int) -> None: ...
+
+    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None: ...
+
+    def reprioritise(
+        self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
+    ) -> None: ...
+
+    def reconfigure(
+        self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = ...
+    ) -> None: ...
+
+    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport: ...
+
+
+# Loads a model and builds its engine. `Ready` says what it can; the number is the token budget of a
+# step where the options name none. Raises ModelRefused.
+Start = Callable[[EngineOptions, Callable[[str], None]], tuple[SteppedEngine, Ready, int]]
+
+
 class EngineLoop:
     """Receives commands, runs a step, sends one frame; waits on the socket when idle."""
 
     def __init__(
         self,
         channel: Channel,
-        engine: Engine,
+        engine: SteppedEngine,
         num_step_tokens: int = DEFAULT_STEP_TOKENS,
         max_output_tokens: int | None = None,
     ) -> None:
@@ -169,10 +201,10 @@ def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
     )
 
 
-def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
-    """Loads the model, then runs steps until told to end. Raises PeerGone and step errors."""
+def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
+    """Loads the model, then runs steps until told to end. Raises PeerGone, or a step's error."""
     try:
-        loaded = load(options, lambda text: channel.send([Loading(text)]))
+        engine, ready, num_step_tokens = start(options, lambda text: channel.send([Loading(text)]))
     except ModelRefused as refusal:
         log.error("model refused: %s", refusal)
         channel.send([LoadFailed(str(refusal))])
@@ -183,12 +215,23 @@ def serve(channel: Channel, options: EngineOptions, load: Load) -> ExitCode:
         # No prompt has arrived yet, so the traceback is safe to log.
         log.exception("loading the model failed")
         return ExitCode.CRASHED
-    num_step_tokens = loaded.num_step_tokens
-    engine = build_engine(loaded.model, loaded.vocab_size, options, num_step_tokens)
-    channel.send([_ready(loaded, options)])
-    log.info("ready: num_blocks=%d block_size=%d", loaded.model.num_blocks, loaded.model.block_size)
+    channel.send([ready])
+    log.info("ready: num_blocks=%d block_size=%d", ready.num_blocks, ready.block_size)
     EngineLoop(channel, engine, num_step_tokens, options.max_output_tokens).run()
     return ExitCode.OK
+
+
+def start_own(load: Load) -> Start:
+    """batchway's own engine around the model that `load` yields."""
+
+    def start(
+        options: EngineOptions, progress: Callable[[str], None]
+    ) -> tuple[SteppedEngine, Ready, int]:
+        loaded = load(options, progress)
+        engine = build_engine(loaded.model, loaded.vocab_size, options, loaded.num_step_tokens)
+        return engine, _ready(loaded, options), loaded.num_step_tokens
+
+    return start
 
 
 def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
@@ -202,7 +245,9 @@ def load_torch_model(options: EngineOptions, progress: Callable[[str], None]) ->
     return loaded
 
 
-def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
+def main(
+    load: Load = load_torch_model, argv: Seq[str] | None = None, start: Start | None = None
+) -> int:
     parser = argparse.ArgumentParser(prog="engine_process", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="number of the inherited socket")
     parser.add_argument("--options", required=True, help="EngineOptions as JSON")
@@ -223,7 +268,7 @@ def main(load: Load = load_torch_model, argv: Seq[str] | None = None) -> int:
         sock.set_inheritable(False)
         sock.setblocking(True)
         try:
-            return serve(Channel(sock), options, load)
+            return serve(Channel(sock), options, start or start_own(load))
         except PeerGone:
             log.info("the supervisor is gone")
             return ExitCode.OK

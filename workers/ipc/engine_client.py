@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -30,8 +34,10 @@ class EngineClient(asyncio.Protocol):
         self,
         process: asyncio.subprocess.Process,
         on_messages: Callable[[list[FromEngine]], None],
+        packages: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
         self._process = process
+        self._packages = packages
         self._on_messages = on_messages
         self._decoder = decoder_from_engine()
         self._transport: asyncio.WriteTransport | None = None  # as long as the engine listens
@@ -44,13 +50,16 @@ class EngineClient(asyncio.Protocol):
         module: str,
         options: EngineOptions,
         on_messages: Callable[[list[FromEngine]], None],
+        python: str = "",
     ) -> Self:
-        """Spawns `python -m module` with one end of a socket pair; `on_messages` receives its
-        messages."""
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` takes in what the
+        engine says, as it comes. `python` names the interpreter of another environment, which
+        finds batchway's packages by PYTHONPATH; '': this one."""
+        packages = _packages() if python else None
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                python or sys.executable,
                 "-m",
                 module,
                 "--fd",
@@ -59,9 +68,13 @@ class EngineClient(asyncio.Protocol):
                 msgspec.json.encode(options).decode(),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # with whatever it starts
+                env=os.environ | {"PYTHONPATH": packages.name} if packages else None,
             )
         loop = asyncio.get_running_loop()
-        _, client = await loop.create_connection(lambda: cls(process, on_messages), sock=ours)
+        _, client = await loop.create_connection(
+            lambda: cls(process, on_messages, packages), sock=ours
+        )
         return client
 
     @property
@@ -87,16 +100,18 @@ class EngineClient(asyncio.Protocol):
         if transport is not None:
             transport.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), grace_s)
+            await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
             log.warning("the engine process did not end in %.1f s: killed", grace_s)
-            self.kill()
-            return await self._process.wait()
+        self.kill()
+        if self._packages is not None:
+            self._packages.cleanup()
+        return await self._process.wait()
 
     def kill(self) -> None:
-        """Kills the process at once; `end` returns then."""
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            self._process.kill()
+        """Ends the process and those that it has started, at once; `end` returns then."""
+        with contextlib.suppress(ProcessLookupError):  # they have all ended
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -114,3 +129,13 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._has_ended.set()
+
+
+def _packages() -> tempfile.TemporaryDirectory[str]:
+    """A folder with links to the packages that an engine imports, and to nothing else of this
+    environment, whose torch may be another."""
+    folder = tempfile.TemporaryDirectory(prefix="batchway-engine-")
+    root = Path(__file__).resolve().parents[2]
+    for name in ("contract", "workers"):
+        Path(folder.name, name).symlink_to(root / name, target_is_directory=True)
+    return folder

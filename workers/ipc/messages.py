@@ -67,6 +67,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention: str = "auto"  # auto, torch, triton, fa3 or flashinfer
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones where they prove equal
+    engine_args: dict[str, str] = {}  # vLLM's own, by name
 
 
 # --- supervisor to engine process -------------------------------------------------------------

@@ -79,7 +79,10 @@ class EngineKeeper:
         num_failed_starts = 0
         while True:
             client = await EngineClient.start(
-                self._settings.engine_module, self._engine.options, self._take_in
+                self._settings.engine_module,
+                self._engine.options,
+                self._take_in,
+                self._settings.engine_python,
             )
             self._engine.client = client
             await self._watched(client)

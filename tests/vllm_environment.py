@@ -1,0 +1,26 @@
+"""Where vLLM is installed, for tests that run it; without it they skip."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def vllm_python() -> Path:
+    """The interpreter of vLLM's environment. Skips the test where there is none."""
+    python = Path(os.environ.get("BATCHWAY_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
+    if not python.exists():
+        pytest.skip("vLLM is not installed: scripts/setup-vllm")
+    return python
+
+
+def vllm_arguments() -> tuple[str, ...]:
+    """Options of `batchway up` for a vLLM that starts in seconds."""
+    return (
+        "--engine=vllm",
+        f"--engine-python={vllm_python()}",
+        "--engine-arg=enforce_eager=true",
+        "--dtype=float32",
+    )

@@ -1,0 +1,67 @@
+"""`python -m workers.vllm_engine --fd N --options JSON`, by the interpreter of vLLM's environment.
+
+Takes what `workers.engine_process.engine_loop` takes, and speaks the same frames. vLLM's own
+processes are in this one's group: where the supervisor is gone and a step hangs, all are killed.
+"""
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
+from workers.ipc.messages import EngineOptions, Ready
+
+log = logging.getLogger("batchway.engine")
+
+_GRACE_S = 5.0
+
+
+def _end_with_supervisor(fd: int) -> None:
+    """Waits for the end of the socket; kills the group where nobody has left by then."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP | select.POLLHUP)
+    poll.poll()
+    time.sleep(_GRACE_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _end_with_vllm() -> None:
+    """Ends the process when the first of vLLM's own has ended: `step` would wait for ever."""
+    children = [child.sentinel for child in multiprocessing.active_children()]
+    multiprocessing.connection.wait(children)
+    log.error("vLLM's engine core has ended")
+    _leave(ExitCode.CRASHED)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends vLLM's processes, which it would wait for, and this one."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
+
+
+def _start(
+    options: EngineOptions, progress: Callable[[str], None]
+) -> tuple[SteppedEngine, Ready, int]:
+    from workers.vllm_engine.load import start_vllm
+
+    started = start_vllm(options, progress)
+    threading.Thread(target=_end_with_vllm, daemon=True).start()
+    return started
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    number = int(sys.argv[sys.argv.index("--fd") + 1])
+    threading.Thread(target=_end_with_supervisor, args=[os.dup(number)], daemon=True).start()
+    _leave(main(start=_start))

@@ -1,0 +1,301 @@
+"""vLLM's engine in the place of `workers.engine.engine.Engine`: the same calls, the same reports.
+
+vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice
+is a request of its own, and a `Sequence` says what of it is known.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from vllm import LLMEngine
+from vllm.config import VllmConfig
+from vllm.logprobs import Logprob
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from workers.engine.deadlines import Deadlines
+from workers.engine.lanes import DEFAULT_LANES, Lane
+from workers.engine.limits import EngineLimits
+from workers.engine.model import Chunk, PromptLogprobs, Sample
+from workers.engine.report import JobError, Output, StepReport
+from workers.engine.request import ErrorCode, Request, check_request
+from workers.engine.sequence import Sequence
+from workers.engine.strategy import Strategies
+from workers.vllm_engine.sampling import extra_args
+
+
+class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
+    """What vLLM said of its last step. Fields that a version does not have count as 0."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.num_running = self.num_waiting = 0
+        self.kv_usage = 0.0
+        self.num_prompt_tokens = self.num_output_tokens = self.num_preempted = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.num_running = scheduler_stats.num_running_reqs
+            self.num_waiting = scheduler_stats.num_waiting_reqs
+            self.kv_usage = scheduler_stats.kv_cache_usage
+            prefix = scheduler_stats.prefix_cache_stats
+            self.num_prefix_queries += prefix.queries
+            self.num_prefix_hits += prefix.hits
+        if iteration_stats is not None:
+            self.num_prompt_tokens += iteration_stats.num_prompt_tokens
+            self.num_output_tokens += iteration_stats.num_generation_tokens
+            self.num_preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def take(self, report: StepReport, num_blocks: int) -> None:
+        """Moves what was counted since the last report into this one."""
+        report.num_running, report.num_waiting = self.num_running, self.num_waiting
+        report.num_free_blocks = round(num_blocks * (1.0 - self.kv_usage))
+        report.num_decode_tokens = report.num_step_seqs = self.num_output_tokens
+        report.num_step_tokens = self.num_output_tokens + self.num_prompt_tokens
+        report.num_preemptions = self.num_preempted
+        report.num_prefix_queries = self.num_prefix_queries
+        report.num_prefix_hits = self.num_prefix_hits
+        self.num_prompt_tokens = self.num_output_tokens = self.num_preempted = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0
+
+
+class HostedEngine:
+    """Runs requests on vLLM. Lanes become vLLM's priorities, tenants its cache salts."""
+
+    def __init__(
+        self,
+        llm: LLMEngine,
+        stats: Stats,
+        limits: EngineLimits,
+        eos_token_ids: frozenset[int],
+        lanes: Seq[Lane] = DEFAULT_LANES,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._llm = llm
+        self._stats = stats
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._clock_s = clock_s
+        self._max_model_len: int = llm.vllm_config.model_config.max_model_len
+        cache = llm.vllm_config.cache_config
+        self.num_blocks: int = cache.num_gpu_blocks or 1
+        self.block_size: int = cache.block_size
+        self._sequences: dict[str, Sequence] = {}  # by vLLM's request id
+        self._epochs: dict[str, int] = {}  # of the jobs that run
+        self._choices: dict[str, dict[int, str]] = {}  # request ids by job and choice
+        self._deadlines = Deadlines()
+        self._ended_early: list[Sequence] = []
+        self._has_new = False  # since the last announcement
+        self._next_arrival = 0
+        self._priorities: dict[str, int] = {}
+        self.reconfigure(limits, None, lanes)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def reconfigure(
+        self, limits: EngineLimits, strategies: Strategies | None, lanes: Seq[Lane] = DEFAULT_LANES
+    ) -> None:
+        """New lanes hold for requests that come; vLLM's own limits stay as they are loaded."""
+        self._limits = limits
+        self._priorities = {lane.name: lane.priority for lane in lanes}
+
+    def next_wake_s(self) -> float | None:
+        if self._sequences or self._ended_early:
+            return self._clock_s()
+        return self._deadlines.next_s
+
+    def add(self, request: Request) -> None:
+        """As `Engine.add`. Raises RequestRefused."""
+        if self._epochs.get(request.job_id, -1) >= request.epoch:
+            return
+        self.stop_job(request.job_id, request.epoch - 1)
+        check_request(
+            request,
+            vocab_size=self._limits.vocab_size,
+            max_model_len=self._max_model_len,
+            num_kv_tokens=self.num_blocks * self.block_size,
+        )
+        for sequence in request.sequences(self._eos_token_ids, self._next_arrival):
+            self._next_arrival += 1
+            sequence.added_s = self._clock_s()
+            sequence.finish_reason = sequence.end_reason(self._max_model_len)
+            if sequence.finish_reason is not None:
+                self._ended_early.append(sequence)
+            else:
+                self._start(sequence)
+        if request.deadline_s is not None and request.job_id in self._epochs:
+            self._deadlines.add(request.deadline_s, request.job_id, request.epoch)
+
+    def stop_job(self, job_id: str, epoch: int) -> None:
+        """As `Engine.stop_job`."""
+        self._ended_early = [s for s in self._ended_early if s.job_id != job_id or s.epoch > epoch]
+        if self._epochs.get(job_id, epoch + 1) <= epoch:
+            self._drop(job_id)
+
+    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None:
+        """As `Engine.stop_choice`."""
+        if self._epochs.get(job_id) != epoch:
+            return
+        request_id = self._choices[job_id].get(choice)
+        if request_id is not None:
+            self._forget(request_id)
+            self._llm.abort_request([request_id])
+
+    def reprioritise(
+        self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
+    ) -> None:
+        """The deadline holds at once. vLLM has no call that changes a priority: what it runs keeps
+        the lane it came with."""
+        if self._epochs.get(job_id) != epoch:
+            return
+        for request_id in self._choices[job_id].values():
+            self._sequences[request_id].lane = lane
+            self._sequences[request_id].deadline_s = deadline_s
+        if deadline_s is not None:
+            self._deadlines.add(deadline_s, job_id, epoch)
+
+    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
+        """One step of vLLM. Raises what vLLM raises where its engine has died."""
+        report = StepReport(ended=self._ended_early)
+        self._ended_early = []
+        start_s = self._clock_s()
+        self._expire(start_s, report)
+        if self._sequences:
+            if self._has_new and announce is not None:
+                announce([Chunk(s, 0, 1, samples=True) for s in self._sequences.values()])
+            self._has_new = False
+            for output in self._llm.step():
+                if isinstance(output, RequestOutput):
+                    self._take(output, report)
+            report.step_s = self._clock_s() - start_s
+        else:
+            # Nobody is left; vLLM says nothing more.
+            self._stats.num_running = self._stats.num_waiting = 0
+            self._stats.kv_usage = 0.0
+        self._stats.take(report, self.num_blocks)
+        return report
+
+    def _start(self, sequence: Sequence) -> None:
+        params = sequence.params
+        request_id = f"{sequence.job_id}/{sequence.epoch}/{sequence.choice}"
+        prompt = {
+            "prompt_token_ids": list(sequence.token_ids),
+            "cache_salt": sequence.tenant,
+        }
+        asked = SamplingParams(
+            temperature=0.0,
+            max_tokens=params.max_tokens - sequence.num_output,
+            stop_token_ids=sorted(sequence.ending_ids),
+            ignore_eos=True,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs if sequence.scores_prompt else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra_args(sequence),
+        )
+        priority = self._priorities.get(sequence.lane, max(self._priorities.values(), default=0))
+        vllm_id = self._llm.add_request(request_id, prompt, asked, priority=priority)
+        self._sequences[request_id] = sequence
+        self._epochs[sequence.job_id] = sequence.epoch
+        self._choices.setdefault(sequence.job_id, {})[sequence.choice] = request_id
+        self._has_new = True
+        assert vllm_id
+
+    def _take(self, output: RequestOutput, report: StepReport) -> None:
+        sequence = self._sequences.get(output.request_id)
+        if sequence is None:
+            return  # aborted while this step ran
+        if output.prompt_logprobs:
+            tokens = _prompt_samples(sequence, output.prompt_logprobs)
+            if tokens:
+                report.prompt_logprobs.append((sequence, PromptLogprobs(1, tokens)))
+        [completion] = output.outputs
+        for place, token_id in enumerate(completion.token_ids):
+            position = sequence.num_output
+            if position == 0 or sequence.started_s is None:
+                sequence.started_s = sequence.started_s or self._clock_s()
+            sequence.token_ids.append(token_id)
+            end = sequence.end_reason(self._max_model_len)
+            logprob: float = 0.0
+            top: tuple[tuple[int, float], ...] = ()
+            if completion.logprobs is not None and sequence.params.logprobs is not None:
+                found = completion.logprobs[place]
+                logprob, top = _scores(found, token_id, sequence.params.logprobs)
+            report.outputs.append(Output(sequence, position, token_id, end, logprob, top))
+            if end is not None:
+                sequence.finish_reason = end
+                self._forget(output.request_id)
+                if completion.finish_reason is None:
+                    self._llm.abort_request([output.request_id])
+                report.num_finished += 1
+                report.queue_s += sequence.started_s - sequence.added_s
+                report.run_s += self._clock_s() - sequence.started_s
+                return
+        if completion.finish_reason is not None:  # vLLM ended it, and no token says why
+            self._drop(sequence.job_id)
+            message = f"vLLM ended the request: {completion.finish_reason}"
+            report.failed.append(
+                JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, message)
+            )
+
+    def _expire(self, now_s: float, report: StepReport) -> None:
+        for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
+            if self._epochs.get(job_id) != epoch:
+                continue
+            held = [self._sequences[i] for i in self._choices[job_id].values()]
+            if all(s.deadline_s == deadline_s for s in held):
+                message = "the deadline passed before the job had ended"
+                report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
+                self._drop(job_id)
+
+    def _drop(self, job_id: str) -> None:
+        request_ids = list(self._choices.get(job_id, {}).values())
+        for request_id in request_ids:
+            self._forget(request_id)
+        if request_ids:
+            self._llm.abort_request(request_ids)
+
+    def _forget(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id)
+        choices = self._choices[sequence.job_id]
+        del choices[sequence.choice]
+        if not choices:
+            del self._choices[sequence.job_id], self._epochs[sequence.job_id]
+
+
+def _scores(
+    found: dict[int, Logprob], token_id: int, num_top: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """A token's log probability, and the most likely tokens with theirs."""
+    ranked = sorted(found.items(), key=lambda item: (item[1].rank or 0, item[0]))
+    top = [(i, value.logprob) for i, value in ranked if (value.rank or 0) <= num_top]
+    return found[token_id].logprob, tuple(top[:num_top])
+
+
+def _prompt_samples(
+    sequence: Sequence, found: Seq[dict[int, Logprob] | None]
+) -> tuple[Sample, ...]:
+    """Of the prompt's tokens from the second on."""
+    num_top = sequence.params.prompt_logprobs or 0
+    samples = []
+    for position in range(1, sequence.num_prompt):
+        scores = found[position] if position < len(found) else None
+        if scores is None:
+            return ()
+        token_id = sequence.token_ids[position]
+        samples.append(Sample(token_id, *_scores(scores, token_id, num_top)))
+    return tuple(samples)

@@ -1,0 +1,120 @@
+"""From EngineOptions to a vLLM engine. vLLM checks its own arguments; nothing is served before."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from vllm import EngineArgs, LLMEngine
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from workers.engine.model import ModelRefused
+from workers.engine_process.engine_setup import lanes_of, limits_of
+from workers.ipc.messages import EngineOptions, Ready
+from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
+from workers.model.tokenizer import read_tokenizer
+from workers.vllm_engine.hosted import HostedEngine, Stats
+from workers.vllm_engine.sampling import SeededSampling
+
+log = logging.getLogger("batchway.engine")
+
+_CPU_KV_BYTES = 2**30
+_MAX_MESSAGE = 500
+_PROCESSOR = f"{SeededSampling.__module__}:{SeededSampling.__qualname__}"
+
+
+def start_vllm(
+    options: EngineOptions, progress: Callable[[str], None]
+) -> tuple[HostedEngine, Ready, int]:
+    """Loads the model into vLLM. Raises ModelRefused, also for an argument that vLLM refuses."""
+    arguments = engine_args(options)
+    tokenizer = read_tokenizer(options.model_path, options.revision or DEFAULT_REVISION)
+    progress(f"loading {options.model_path} into vLLM")
+    stats: list[Stats] = []
+
+    def make_stats(config: Any, engine_index: int = 0) -> Stats:
+        stats.append(Stats(config, engine_index))
+        return stats[-1]
+
+    try:
+        llm = LLMEngine.from_engine_args(
+            arguments, stat_loggers=[make_stats], enable_multiprocessing=True
+        )
+    except (ValueError, RuntimeError) as exc:
+        raise ModelRefused(f"vLLM does not load {options.model_path}: {_line(exc)}") from exc
+    config = llm.vllm_config
+    model: Any = config.model_config
+    vocab_size: int = model.get_vocab_size()
+    eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
+    engine = HostedEngine(
+        llm, stats[0], limits_of(options, vocab_size), frozenset(eos), lanes_of(options)
+    )
+    num_kv_tokens = engine.num_blocks * engine.block_size
+    ready = Ready(
+        context_length=min(model.max_model_len, num_kv_tokens),
+        vocab_size=vocab_size,
+        eos_token_ids=eos,
+        tokenizer=tokenizer,
+        num_blocks=engine.num_blocks,
+        block_size=engine.block_size,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+    )
+    return engine, ready, config.scheduler_config.max_num_batched_tokens
+
+
+def engine_args(options: EngineOptions) -> EngineArgs:
+    """Ours first, then the operator's `--engine-arg`s, read by vLLM's own parser. Raises
+    ModelRefused with vLLM's sentence where one is unknown or out of range."""
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+
+    def refuse(message: str) -> NoReturn:
+        raise ModelRefused(f"--engine-arg: {message}")
+
+    parser.error = refuse
+    ours = {
+        "model": options.model_path,
+        "revision": options.revision,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "block_size": options.block_size,
+        "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
+        "enable_prefix_caching": "true" if options.prefix_caching else "false",
+        "scheduling_policy": "priority",
+        "logits_processors": _PROCESSOR,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": "true",
+        "max_logprobs": -1,
+        "seed": 0,
+    }
+    given = {name: str(value) for name, value in ours.items() if value is not None}
+    known = {action.dest for action in parser._actions}
+    words: list[str] = []
+    for name, value in (given | options.engine_args).items():
+        if name not in known:
+            raise ModelRefused(f"--engine-arg: vLLM has no argument {name}")
+        words += _words(name, value)
+    return EngineArgs.from_cli_args(parser.parse_args(words))
+
+
+def default_kv_memory_bytes() -> int | None:
+    """On a CPU vLLM takes nine tenths of the machine's memory, or fails where others use some.
+    None: on a GPU its default stands."""
+    return _CPU_KV_BYTES if current_platform.is_cpu() else None
+
+
+def _words(name: str, value: str) -> list[str]:
+    option = name.replace("_", "-")
+    match value.lower():
+        case "true":
+            return [f"--{option}"]
+        case "false":
+            return [f"--no-{option}"]
+    return [f"--{option}", value]
+
+
+def _line(exc: BaseException) -> str:
+    """Its whole message in one line: the cause is not always in the first."""
+    return " ".join(str(exc).split())[:_MAX_MESSAGE] or type(exc).__name__
