@@ -21,7 +21,7 @@ def text_of(event: Event) -> str:
 
 
 def remember(position: Path, event_id: str) -> None:
-    """All at once: a file that is written in place is empty for a moment, in which we may die."""
+    """Replaces the file atomically: a crash during a write in place would leave it empty."""
     new = position.with_suffix(".new")
     new.write_text(event_id)
     new.replace(position)

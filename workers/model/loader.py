@@ -39,7 +39,7 @@ from workers.model.weights import load_decoder, use_own_attention
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
 
 # Default token budget. A CPU's matrix products are efficient from about 128 rows on; larger steps
-# only delay the streams beside a prompt (docs/decisions/cpu-steps.md).
+# only delay the streams beside a prompt (docs/decisions/cpu-products.md).
 _CPU_STEP_TOKENS = 256
 # If neither the model nor the operator sets a limit.
 DEFAULT_CONTEXT_LENGTH = 8192
