@@ -1,7 +1,8 @@
 """Opens Redis clients the way docs/protocol.md asks for.
 
-A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for the
-functions, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
+A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for
+functions and reads, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere
+else.
 """
 
 import asyncio
