@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from contract.connection import broker_errors
+from contract.connection import broker_errors, repeated
 from contract.errors import wire_errors
 from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
@@ -180,8 +180,10 @@ class ApiKeys:
     async def find(self, prefix: str) -> ApiKey | None:
         """Raises WireError."""
         with wire_errors("API key record"), broker_errors(self._client, "HMGET"):
-            values: Any = await self._client.hmget(
-                self._keys.api_key(prefix), ["record", "expires", "revoked"]
+            values: Any = await repeated(
+                lambda: self._client.hmget(
+                    self._keys.api_key(prefix), ["record", "expires", "revoked"]
+                )
             )
         raw, expires, revoked = values
         if raw is None:

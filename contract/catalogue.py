@@ -9,7 +9,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
-from contract.connection import broker_errors
+from contract.connection import broker_errors, repeated
 from contract.errors import WireError, wire_errors
 from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
@@ -61,7 +61,7 @@ class Catalogue:
         """Empty where the list has been overwritten by something else."""
         try:
             with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
-                names: Any = await self._client.smembers(self._keys.models)
+                names: Any = await repeated(lambda: self._client.smembers(self._keys.models))
         except WireError as exc:
             if self._has_list:
                 log.error("%s", exc)
@@ -91,14 +91,15 @@ class Catalogue:
         """Workers of a model that were heard of lately. Raises WireError."""
         since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
         with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
-            return await self._client.zcount(self._keys.workers(model), since_ms, "+inf")
+            key = self._keys.workers(model)
+            return await repeated(lambda: self._client.zcount(key, since_ms, "+inf"))
 
     async def _read(self, key: str, max_bytes: int) -> bytes:
         """A string of Redis, empty where there is none: no more of it than is allowed comes over
         the wire. Raises WireError.
         """
         with wire_errors("card or tokenizer"), broker_errors(self._client, "GETRANGE"):
-            raw: Any = await self._client.getrange(key, 0, max_bytes)
+            raw: Any = await repeated(lambda: self._client.getrange(key, 0, max_bytes))
         if len(raw) > max_bytes:
             raise WireError(f"it is longer than {max_bytes} bytes")
         return bytes(raw)

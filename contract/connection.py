@@ -1,10 +1,12 @@
 """Opens Redis clients the way docs/protocol.md asks for.
 
-A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for the
-functions, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere else.
+A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for
+functions and reads, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere
+else.
 """
 
 import asyncio
+import builtins
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -66,33 +68,48 @@ async def _ignore(_: Exception) -> None:
 
 
 class Listener:
-    """The messages of the channels of one PubSub, which only one task may use.
+    """Hands the messages of one PubSub to `hear`. Only one task may use the PubSub.
 
-    A network may drop a connection without a word, so after `look_s` of silence a PING is sent,
-    and after as much again the connection counts as lost.
+    A network may drop a connection without a word, so a PING is sent every `look_s`, and a
+    connection that brings nothing until the next one counts as lost.
     """
 
-    def __init__(self, pubsub: PubSub, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self, pubsub: PubSub, hear: Callable[[dict[str, Any]], None], look_s: float = LOOK_S
+    ) -> None:
         self._pubsub = pubsub
+        self._hear = hear
         self._look_s = look_s
-        self._heard_s = asyncio.get_running_loop().time()
-        self._has_asked = False
+        self._look_at_s = asyncio.get_running_loop().time()
+        self._has_heard = True  # since the last look
+        self._reading: asyncio.Timeout | None = None  # while it waits
 
-    async def next(self) -> dict[str, Any]:
-        """The next message, as redis-py gives it, also that of a subscription. May be cancelled
-        and called again. Raises what redis-py raises.
+    async def listen(self) -> None:
+        """Hands on each message, as redis-py gives it, also those of subscriptions; returns after
+        an `interrupt`, and after each PING. Raises what redis-py raises.
         """
-        time_s = asyncio.get_running_loop().time
-        while True:
-            until_s = self._heard_s + self._look_s * (2 if self._has_asked else 1)
-            message = await self._pubsub.get_message(timeout=max(0.0, until_s - time_s()))
-            if message is not None:
-                self._heard_s, self._has_asked = time_s(), False
-                return dict(message)
-            if self._has_asked:
+        try:
+            async with asyncio.timeout_at(self._look_at_s) as self._reading:
+                while True:
+                    message = await self._pubsub.get_message(timeout=None)
+                    self._has_heard = True
+                    if message is not None:
+                        self._hear(message)
+        except builtins.TimeoutError:
+            pass
+        finally:
+            self._reading = None
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._look_at_s:
+            if not self._has_heard:
                 raise TimeoutError("Redis does not answer")
+            self._has_heard, self._look_at_s = False, now_s + self._look_s
             await self._pubsub.ping()
-            self._has_asked = True
+
+    def interrupt(self) -> None:
+        """Ends a `listen` that waits, without loss of a message."""
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(0.0)
 
 
 def is_denied(exc: BaseException) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import ResponseError
 
-from contract.connection import broker_errors
+from contract.connection import broker_errors, repeated
 from contract.errors import BrokerUnfit, CommandDenied
 
 FIT_POLICY = "noeviction"
@@ -21,7 +21,7 @@ log = logging.getLogger("batchway.redis")
 async def check_fitness(client: redis.asyncio.Redis) -> None:
     """Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
     with broker_errors(client, "INFO"):  # INFO, since managed services have no CONFIG
-        known = await client.info("memory", "persistence", "server")
+        known = await repeated(lambda: client.info("memory", "persistence", "server"))
     policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy != FIT_POLICY:
         raise BrokerUnfit(

@@ -302,7 +302,7 @@ class Functions:
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Does what time has done, and sets right what differs from the jobs' records; after a
         restart of Redis it first grants a grace."""
-        return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000), 1))
+        return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
 
 
 def _claim_terms(

@@ -111,10 +111,8 @@ def _view(flat: list[bytes], place: Sequence[int]) -> JobView:
 
 
 def swept(reply: list[Any]) -> Swept:
-    """The reply of `sweep`; what it set right goes into the log. A library of the version before
-    says nothing of that."""
-    lapsed, expired, unattended, forgotten, *more = reply
-    rows = more[0] if more else ()
+    """The reply of `sweep`; what it set right goes into the log."""
+    lapsed, expired, unattended, forgotten, rows = reply
     corrections = tuple(
         Correction(*(part.decode(errors="replace") for part in row)) for row in rows
     )

@@ -10,10 +10,8 @@ from typing import Any
 
 from contract.calls import Append, Verdict
 from contract.codec import encode_event, encode_ref
-from contract.errors import BrokerUnavailable
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 
-_FORM = b"\x02"  # the version of this form
 _SIZE = struct.Struct("<I")
 _HEAD = struct.Struct("<III")  # epoch, output tokens, bytes of the event
 _GOES_ON = bytes(2)  # after the event's number: no end
@@ -21,7 +19,7 @@ _GOES_ON = bytes(2)  # after the event's number: no end
 
 def encode_items(items: Sequence[Append]) -> bytes:
     """All that is said of the jobs but their ids."""
-    parts = [_FORM]
+    parts: list[bytes] = []
     for item in items:
         event = encode_event(item.event) if item.event is not None else b""
         parts += (_HEAD.pack(item.epoch, item.num_tokens, len(event)), event, b"%d" % item.number)
@@ -39,11 +37,7 @@ def _encode_end(item: Append) -> bytes:
 def decode_verdicts(
     items: Sequence[Append], reply: list[Any]
 ) -> list[tuple[Verdict | JobStatus, int]]:
-    """Raises BrokerUnavailable where a former version of the function answered, which understood
-    nothing and has done nothing.
-    """
-    if reply and isinstance(reply[0], list):
-        raise BrokerUnavailable("Redis holds a former version of batchway's function library")
+    """A verdict for each item, with its number."""
     verdicts: list[tuple[Verdict | JobStatus, int]]
     verdicts = [(Verdict.OK, item.number + 1) for item in items]
     for place, raw, number in zip(reply[::3], reply[1::3], reply[2::3], strict=True):

@@ -5,7 +5,6 @@
 -- append of it brings it back.
 local PACKED = '<xdddc8ddds'  -- begins and ends with a zero byte; numbers as doubles, the hash
 local PROGRESS = '<xdddc8'  -- the beginning of it: epoch, next, tokens, hash
-local FORMER_PROGRESS = '>dddc8'  -- of libraries before this one, which began with another byte
 
 function running.key(tag, owner)
   return tag .. ':run:' .. owner
@@ -22,7 +21,7 @@ function running.pack(epoch, next_number, tokens, hash, deadline, max_tokens, to
   return struct.pack(PACKED, epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place)
 end
 
--- What was packed, in that order. Nothing where a library before this one packed it.
+-- What was packed, in that order. Nothing where no function packed it.
 function running.unpack(packed)
   if string.byte(packed) ~= 0 then return end
   local is_readable, epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place =
@@ -47,8 +46,7 @@ function running.progress(tag, owner, id, packed)
   if not owner or owner == '' then return nil end
   if packed == nil then packed = redis.call('HGET', running.key(tag, owner), id) end
   if not packed then return nil end
-  local form = string.byte(packed) == 0 and PROGRESS or FORMER_PROGRESS
-  local is_readable, _, next_number, tokens, hash = pcall(struct.unpack, form, packed)
+  local is_readable, _, next_number, tokens, hash = pcall(struct.unpack, PROGRESS, packed)
   if not is_readable or not whole_number(next_number) or not whole_number(tokens) then return nil end
   return {next = next_number, tokens = tokens, hash = hash}
 end

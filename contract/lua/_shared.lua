@@ -128,14 +128,10 @@ local function write_event(tag, id, number, hash, event)
   return hash
 end
 
--- The events of a log's entry: {{number, hash, event}, …}. Libraries before this one wrote an event
--- and its hash as two fields.
+-- The events of a log's entry: {{number, hash, event}, …}.
 local function events_of(entry)
   local field, value = entry[2][1], entry[2][2]
   if field == 'c' then return cmsgpack.unpack(value) end
-  if field == 'e' then
-    return {{tonumber(string.match(entry[1], '^(%d+)-')), entry[2][4], value}}
-  end
   local number, hash, start = string.match(value, '^(%d+) (%x+) ()')
   return {{tonumber(number), hash, string.sub(value, start)}}
 end

@@ -2,8 +2,8 @@
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 what is said of the jobs, packed
 --       4… the id of each
--- packed: a byte, 2, the version of this form; then ITEM for each job: epoch, output tokens in the
---       event, the event (msgpack, '': none), its number (as text), '' or 'succeeded' or 'failed'.
+-- packed: ITEM for each job: epoch, output tokens in the event, the event (msgpack, '': none), its
+--       number (as text), '' or 'succeeded' or 'failed'.
 --       After these an END: error code, error message, where its log is kept from now on (msgpack
 --       ObjectRef, '': here)
 -- reply {} where all was appended: each job's next event has the number after the one it said.
@@ -20,7 +20,6 @@
 -- and whatever is refused go the long way, by the record.
 local ITEM = '<I4I4I4c0ss'
 local END = '<sI4c0I4c0'
-local FORM = 2
 local MOST_ARGUMENTS = 1000  -- of one command
 local FIRST_ID = 4  -- argument
 
@@ -146,7 +145,7 @@ local function append(keys, argv)
   local odd, said, renewed = {}, {}, {}  -- said: gains by place
   local place_of_count = recount.place(tag)
   local found, gone_on, num_gone_on = those_running(tag, incarnation, argv), {}, 0
-  local says, from, unpack_struct = argv[3], 2, struct.unpack  -- from: after the version
+  local says, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
     local id = argv[i]
     local epoch, num_tokens, event, number, fin, after = unpack_struct(ITEM, says, from)
@@ -186,27 +185,6 @@ local function append(keys, argv)
   return odd
 end
 
--- As workers of the version before say it: nine arguments for each job, and a verdict for each back.
-local function append_listed(keys, argv)
-  local form, parts, verdicts = {argv[1], argv[2]}, {string.char(FORM)}, {}
-  for i = 3, #argv, 9 do
-    local id, epoch, number, event, num_tokens, fin, code, message, result = unpack(argv, i, i + 8)
-    table.insert(parts, struct.pack(ITEM, epoch, num_tokens, #event, event, number, fin))
-    if fin ~= '' then
-      table.insert(parts, struct.pack(END, code, #message, message, #result, result))
-    end
-    table.insert(verdicts, {'OK', number + 1})
-    form[FIRST_ID + #verdicts - 1] = id
-  end
-  form[3] = table.concat(parts)
-  local odd = append(keys, form)
-  for i = 1, #odd, 3 do verdicts[odd[i]] = {odd[i + 1], odd[i + 2]} end
-  return verdicts
-end
-
 redis.register_function{
-  function_name = 'batchway_v1_append', flags = {'allow-oom'}, callback = function(keys, argv)
-    if string.byte(argv[3] or '') == FORM then return append(keys, argv) end
-    return append_listed(keys, argv)
-  end,
+  function_name = 'batchway_v1_append', callback = append, flags = {'allow-oom'},
 }

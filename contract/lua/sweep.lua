@@ -6,8 +6,7 @@
 -- while it was away.
 -- KEYS  1 tag
 -- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
---       3 '1': counters and lists are looked at too (absent: callers of the version before)
--- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}, and with ARGV 3
+-- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten, corrections}; corrections:
 --       {{'lane', 'line', 'tenant' or 'list', key after the tag, field or member, what it held, what
 --       it holds now}, …}
 
@@ -81,18 +80,15 @@ end
 
 local function sweep(keys, argv)
   local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
-  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, argv[3] and {} or nil} end
+  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
   local lapsed = lapse_due(tag, now, limit)
   local forgotten = forget_due(tag, now, limit)
-  local corrections = nil
-  if argv[3] then
-    corrections = try(recount.some, tag, now)
-    if not corrections then
-      corrections = {}
-      redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
-    end
+  local corrections = try(recount.some, tag, now)
+  if not corrections then
+    corrections = {}
+    redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
   end
   return {lapsed, expired, unattended, forgotten, corrections}
 end

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import redis.asyncio
 from redis.asyncio.client import PubSub
@@ -87,8 +88,8 @@ class Hints:
         self._max_bytes = max_bytes
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         self._confirmed: set[bytes] = set()
-        self._is_changed = asyncio.Event()  # which channels have mailboxes
-        self._reading: asyncio.Timeout | None = None  # while the task waits for a message
+        self._is_changed = False  # which channels have mailboxes
+        self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -129,10 +130,9 @@ class Hints:
             self._note_change()
 
     def _note_change(self) -> None:
-        """Interrupts the reading: only the task that reads may use its connection."""
-        self._is_changed.set()
-        if self._reading is not None and not self._reading.expired():
-            self._reading.reschedule(0.0)
+        self._is_changed = True
+        if self._listener is not None:
+            self._listener.interrupt()
 
     async def _run(self) -> None:
         while True:
@@ -151,12 +151,12 @@ class Hints:
     async def _follow(self, pubsub: PubSub) -> None:
         """Subscribes to the channels that have mailboxes; hands out messages until one fails."""
         await pubsub.connect()  # type: ignore[no-untyped-call]
-        listener = Listener(pubsub)
+        self._listener = Listener(pubsub, self._hear)
         subscribed: set[bytes] = set()
-        self._is_changed.set()
+        self._is_changed = True
         while True:
-            if self._is_changed.is_set():
-                self._is_changed.clear()
+            while self._is_changed:
+                self._is_changed = False
                 wanted = set(self._mailboxes)
                 if left := subscribed - wanted:
                     self._confirmed -= left
@@ -164,18 +164,13 @@ class Hints:
                 if new := wanted - subscribed:
                     await pubsub.subscribe(*new)
                 subscribed = wanted
-                continue  # it may have changed meanwhile
-            try:
-                async with asyncio.timeout(None) as self._reading:
-                    message = await listener.next()
-            except TimeoutError:
-                continue
-            finally:
-                self._reading = None
-            if message["type"] == "message":
-                self._deliver(message["channel"], message["data"])
-            elif message["type"] == "subscribe":
-                self._confirm(message["channel"])
+            await self._listener.listen()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["type"] == "message":
+            self._deliver(message["channel"], message["data"])
+        elif message["type"] == "subscribe":
+            self._confirm(message["channel"])
 
     def _forget_subscriptions(self) -> None:
         self._confirmed.clear()

@@ -315,14 +315,3 @@ async def test_sweeps_of_a_large_fleet_recount_once_a_second(
     for _ in range(20):
         assert (await functions.sweep()).corrections == ()
     assert await redis_client.hget(keys.recount("place"), "next") == before
-
-
-async def test_a_caller_of_the_version_before_hears_what_it_knows(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """Four numbers, and nothing is recounted on its behalf."""
-    await make_jobs(functions)
-    await redis_client.hset(keys.tenant("t"), "reserved", 1)
-    reply = await redis_client.fcall("batchway_v1_sweep", 1, keys.tag, 100, 10_000)
-    assert reply == [0, 0, 0, 0]
-    assert not await redis_client.exists(keys.recount("place"))

@@ -1,19 +1,12 @@
-"""A step's output in one call of `append`: packed, mixed, and as other versions say it."""
-
-import struct
-from typing import Any
+"""A step's output in one call of `append`: packed and mixed."""
 
 import pytest
 import redis.asyncio
 
 from contract.calls import Append, Verdict
-from contract.codec import encode_event
-from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys
-from contract.library import LIBRARY
-from contract.steps import decode_verdicts
 from tests.contract.some_calls import (
     LEASE_S,
     append,
@@ -23,7 +16,7 @@ from tests.contract.some_calls import (
     pass_time,
     tokens,
 )
-from tests.contract.test_running import hashes, running_job, said_by
+from tests.contract.test_running import running_job, said_by
 
 pytestmark = pytest.mark.anyio
 
@@ -127,72 +120,3 @@ async def test_progress_is_found_by_its_hash_not_by_a_search(
     await functions.claim("w1", "m", ["a"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)
     await append(functions, "w1", said_by(job.id, 1))
     assert await redis_client.object("encoding", keys.running("w1")) == b"hashtable"
-
-
-async def test_a_worker_of_the_version_before_is_understood(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """It says nine arguments for each job, and is told a verdict for each."""
-    goes_on, ends, leaps = await running_jobs(functions, 3)
-    event = encode_event(tokens(1, 7))
-    said: list[Any] = [goes_on, 1, 2, event, 1, "", "", "", ""]
-    said += [ends, 1, 2, event, 1, "failed", "engine_error", "it broke", ""]
-    said += [leaps, 1, 3, event, 1, "", "", "", "", "job-0-none", 1, 1, b"", 0, "", "", "", ""]
-    lease_ms = int(LEASE_S * 1000)
-    reply: Any = await redis_client.fcall(f"{LIBRARY}_append", 1, keys.tag, "w1", lease_ms, *said)
-    assert reply == [[b"OK", 3], [b"OK", 4], [b"GAP", 2], [b"GONE", 0]]
-    assert await append(functions, "w1", said_by(goes_on, 3)) == [(Verdict.OK, 4)]
-    failed = await functions.read(ends, "t")
-    assert failed is not None
-    assert failed[0].message == "it broke"
-
-
-def test_an_answer_of_the_version_before_is_no_verdict() -> None:
-    """Its function takes what is packed for one job that it does not know; the call is repeated
-    until another version is there."""
-    with pytest.raises(BrokerUnavailable, match="former version"):
-        decode_verdicts([said_by("job-0-some", 1)], [[b"GONE"]])
-
-
-async def test_progress_that_the_version_before_packed_is_taken_up(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """A job that ran when the library was replaced goes on where it was, not where its record was
-    when it began."""
-    job_id = await running_job(functions)
-    [hash_] = (await hashes(functions, job_id))[-1:]
-    deadline_ms = float((await redis_client.hget(keys.job(job_id), "deadline")) or 0)
-    packed = struct.pack(">ddd8sdddd", 1, 3, 2, hash_.encode(), deadline_ms, 10, 13, 3)
-    await redis_client.hset(keys.running("w1"), job_id, packed + b"m\0standard\0")
-    await redis_client.hset(keys.job(job_id), mapping={"next": 2, "tokens": 1})
-    found = await functions.read(job_id, "t")
-    assert found is not None
-    assert (found[0].next_number, found[0].num_output_tokens) == (3, 2)
-    assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
-    assert await append(functions, "w1", said_by(job_id, 4)) == [(Verdict.OK, 5)]
-
-
-async def test_a_log_that_the_version_before_began_reads_on(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """Events that lie in two fields and those in one are the same to a reader, before the job's end
-    and after.
-    """
-    job_id = await running_job(functions, num_events=4)
-    found = await functions.read(job_id, "t", max_events=9)
-    assert found is not None
-    entries, log = found[1], keys.log(job_id)
-    later: Any = await redis_client.xrange(log, "3", "+")
-    await redis_client.delete(log)
-    for entry in entries[:2]:
-        former: Any = {"e": encode_event(entry.event), "h": entry.hash}
-        await redis_client.xadd(log, former, id=f"{entry.number}-0")
-    for entry_id, fields in later:
-        await redis_client.xadd(log, fields, id=entry_id)
-    assert await functions.read(job_id, "t", max_events=9) == found
-
-    await append(functions, "w1", Append(job_id, 1, 5, fin=JobStatus.SUCCEEDED))
-    assert await redis_client.xlen(log) == 1, "it is packed"
-    ended = await functions.read(job_id, "t", max_events=9)
-    assert ended is not None
-    assert ended[1][:-1] == entries

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import redis.asyncio
@@ -17,76 +17,95 @@ from tests.contract.relay import Relay, with_tls
 pytestmark = pytest.mark.anyio
 
 
+Heard = asyncio.Queue[tuple[str, Any]]  # the type of a message and its data
+
+
+async def listen_for_ever(listener: Listener) -> NoReturn:
+    while True:
+        await listener.listen()
+
+
 @contextlib.asynccontextmanager
-async def subscribed(url: str, *channels: str, look_s: float = 60.0) -> AsyncIterator[Listener]:
-    """Confirmed by the server."""
+async def listening(
+    url: str, *channels: str, look_s: float = 60.0
+) -> AsyncIterator[tuple[Heard, Listener, asyncio.Task[NoReturn]]]:
+    """What is heard after the server's confirmation; who hears it, and in which task."""
+    heard: Heard = asyncio.Queue()
     client = connect(url, connect_timeout_s=5.0)
     async with contextlib.aclosing(client), client.pubsub() as pubsub:
-        await pubsub.subscribe(*channels)
-        listener = Listener(pubsub, look_s)
-        for channel in channels:
-            message = await listener.next()
-            assert (message["type"], message["channel"]) == ("subscribe", channel.encode())
-        yield listener
+        await pubsub.connect()
+        listener = Listener(
+            pubsub, lambda message: heard.put_nowait((message["type"], message["data"])), look_s
+        )
+        if channels:
+            await pubsub.subscribe(*channels)
+        task = asyncio.create_task(listen_for_ever(listener))
+        try:
+            for number, _ in enumerate(channels, 1):
+                while (got := await next_of(heard, task)) != ("subscribe", number):
+                    assert got[0] == "pong"
+            yield heard, listener, task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
-async def heard_for_ever(listener: Listener) -> None:
-    while True:
-        await listener.next()
+async def next_of(heard: Heard, task: asyncio.Task[NoReturn]) -> tuple[str, Any]:
+    """Raises what ended the task."""
+    getting = asyncio.ensure_future(heard.get())
+    await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
+    if getting.done():
+        return getting.result()
+    getting.cancel()
+    return await task
+
+
+async def said_of(heard: Heard, num: int) -> list[bytes]:
+    """That many messages; not the answers to PINGs."""
+    found: list[bytes] = []
+    while len(found) < num:
+        kind, data = await heard.get()
+        found += [data] if kind == "message" else []
+    return found
 
 
 async def test_all_that_is_said_in_its_channels_is_heard_in_order(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """From the confirmation on; nothing of another channel."""
-    async with subscribed(redis_server.url, "one", "two") as listener:
+    async with listening(redis_server.url, "one", "two") as (heard, _, _):
         said = [b"%d" % i * 1000 for i in range(200)]
         for data in said:
             await redis_client.publish("one", data)
             await redis_client.publish("three", data)
-        heard = [await listener.next() for _ in said]
-        assert [(m["type"], m["channel"], m["data"]) for m in heard] == [
-            ("message", b"one", data) for data in said
-        ]
+        assert await said_of(heard, len(said)) == said
 
 
-async def test_nothing_is_lost_where_waiting_is_interrupted(
+async def test_nothing_is_lost_where_listening_is_interrupted(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """Between any two turns of the loop."""
+    """In any turn of the loop."""
     said = [b"%d" % i * 10_000 for i in range(200)]
-    async with subscribed(redis_server.url, "one") as listener:
-
-        async def say() -> None:
-            for data in said:
-                await redis_client.publish("one", data)
-
-        saying, heard = asyncio.create_task(say()), []
-        for num_turns in itertools.cycle(range(5)):
-            waiting = asyncio.ensure_future(listener.next())
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            waiting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                heard.append((await waiting)["data"])
-            if len(heard) == len(said):
-                break
-        await saying
-    assert heard == said
+    async with listening(redis_server.url, "one") as (heard, listener, _):
+        saying = asyncio.gather(*(redis_client.publish("one", data) for data in said))
+        while not saying.done():
+            listener.interrupt()
+            await asyncio.sleep(0)
+        assert sorted(await said_of(heard, len(said))) == sorted(said)
 
 
 async def test_the_end_of_the_connection_is_told(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    async with subscribed(redis_server.url, "one") as listener:
+    async with listening(redis_server.url, "one") as (_, _, task):
         await redis_client.client_kill_filter(_type="pubsub")
         with pytest.raises(ConnectionError):
-            await listener.next()
+            await task
 
 
 async def test_a_server_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError):
-        async with subscribed(f"unix://{tmp_path}/none", "one"):
+        async with listening(f"unix://{tmp_path}/none", "one"):
             pass
 
 
@@ -96,26 +115,23 @@ async def test_a_connection_that_fell_silent_is_closed(
     """Nobody has closed it, and nothing is said: only a question that stays open tells."""
     async with Relay(redis_server).running() as relay:
         url = f"redis://127.0.0.1:{relay.port}"
-        async with subscribed(url, "one", look_s=0.05) as listener:
+        async with listening(url, "one", look_s=0.2) as (_, listener, task):
             relay.fall_silent()
             async with asyncio.timeout(20):
-                with pytest.raises(TimeoutError):
-                    await heard_for_ever(listener)
+                while not task.done():  # interrupts put nothing off
+                    listener.interrupt()
+                    await asyncio.sleep(0)
+            assert isinstance(task.exception(), TimeoutError)
 
 
+@pytest.mark.parametrize("channels", [(), ("one",)])
 async def test_a_connection_where_nothing_is_said_is_kept(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, channels: tuple[str, ...]
 ) -> None:
     """The server's answers to the questions are enough, with a channel or without one."""
-    client = connect(redis_server.url)
-    async with contextlib.aclosing(client), client.pubsub() as pubsub:
-        await pubsub.connect()
-        listener = Listener(pubsub, look_s=0.05)
+    async with listening(redis_server.url, *channels, look_s=0.2) as (heard, _, task):
         for _ in range(3):
-            assert (await listener.next())["type"] == "pong"
-        await pubsub.subscribe("one")
-        kinds = [(await listener.next())["type"] for _ in range(4)]
-        assert kinds == ["subscribe", "pong", "pong", "pong"]
+            assert (await next_of(heard, task))[0] == "pong"
 
 
 async def test_a_user_without_the_right_to_a_channel_is_told_so(
@@ -126,7 +142,7 @@ async def test_a_user_without_the_right_to_a_channel_is_told_so(
     )
     url = redis_server.url.replace("unix://", "unix://deaf:secret@")
     with pytest.raises(NoPermissionError):
-        async with subscribed(url, "one"):
+        async with listening(url, "one"):
             pass
     await redis_client.acl_deluser("deaf")
 
@@ -134,6 +150,6 @@ async def test_a_user_without_the_right_to_a_channel_is_told_so(
 async def test_a_subscription_goes_through_tls(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    async with with_tls(redis_server, tmp_path) as (_, url), subscribed(url, "one") as listener:
+    async with with_tls(redis_server, tmp_path) as (_, url), listening(url, "one") as (heard, _, _):
         await redis_client.publish("one", "x" * 100_000)
-        assert (await listener.next())["data"] == b"x" * 100_000
+        assert await said_of(heard, 1) == [b"x" * 100_000]

@@ -378,7 +378,9 @@ async def follow(client: redis.asyncio.Redis, channel: str) -> None:
     with broker_errors(client, "SUBSCRIBE"):
         async with client.pubsub() as pubsub:
             await pubsub.subscribe(channel)
-            await Listener(pubsub).next()
+            listener = Listener(pubsub, lambda _: None)
+            while True:
+                await listener.listen()
 
 
 @pytest.mark.e2e

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from contract.calls import (
     Append,
@@ -196,19 +197,20 @@ class WorkerBroker:
 
     async def _follow(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
         control_channel = self._keys.control_channel(self.incarnation)
+
+        def hear(message: dict[str, Any]) -> None:
+            if message["type"] == "message" and message["channel"] == control_channel.encode():
+                control.put_nowait(message["data"].decode(errors="replace"))
+            elif message["type"] != "pong":
+                wake.set()  # also where a subscription begins: jobs may have come before it
+
         wake_channel = self._keys.wake_channel(self._settings.served_model_name)
         with broker_errors(self._client, "SUBSCRIBE"):
             async with self._client.pubsub() as pubsub:
                 await pubsub.subscribe(wake_channel, control_channel)
-                listener = Listener(pubsub)
+                listener = Listener(pubsub, hear)
                 while True:
-                    message = await listener.next()
-                    if message["type"] != "message":
-                        wake.set()  # jobs may have come while there was no subscription
-                    elif message["channel"] == control_channel.encode():
-                        control.put_nowait(message["data"].decode(errors="replace"))
-                    else:
-                        wake.set()
+                    await listener.listen()
 
 
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
