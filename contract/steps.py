@@ -8,9 +8,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import Append, Verdict
 from contract.codec import encode_event, encode_ref
 from contract.errors import BrokerUnavailable
+from contract.function_types import Append, Verdict
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 
 _FORM = b"\x02"  # the version of this form

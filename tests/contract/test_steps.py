@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Verdict
 from contract.codec import encode_event
 from contract.errors import BrokerUnavailable
+from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys
