@@ -17,9 +17,9 @@ from typing import Any
 import redis.asyncio
 
 from bench.submit import make_job
-from contract.calls import Append, Claimed, Submission
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append, Claimed, Submission
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library

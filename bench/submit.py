@@ -13,8 +13,8 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.calls import Submission, TenantLimits, WorkerCapacity
 from contract.connection import connect
+from contract.function_types import Submission, TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

@@ -12,13 +12,17 @@ import msgspec
 import redis.asyncio
 
 from contract import replies
-from contract.calls import (
+from contract.codec import decode_entry
+from contract.errors import BrokerFull, ErrorCode, wire_errors
+from contract.events import LogEntry
+from contract.fleet_snapshot import FleetSnapshot
+from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    JobPage,
     JobView,
     LaneRoom,
-    Page,
     Quote,
     Release,
     Submission,
@@ -29,10 +33,6 @@ from contract.calls import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.codec import decode_entry
-from contract.errors import BrokerFull, ErrorCode, wire_errors
-from contract.events import LogEntry
-from contract.fleet_snapshot import FleetSnapshot
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import call_function
@@ -262,7 +262,7 @@ class Functions:
         after: str = "",
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
-    ) -> Page | None:
+    ) -> JobPage | None:
         """A tenant's jobs after the one with the id `after`, the youngest first; None where that
         job is not in the list. Looks at `max_looks` jobs at most; leaves out what cannot be read.
         """
@@ -277,7 +277,7 @@ class Functions:
         if reply == [b"NOT_FOUND"]:
             return None
         _, position, records = reply
-        return Page(replies.views(records), position.decode(errors="replace"))
+        return JobPage(replies.views(records), position.decode(errors="replace"))
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         """Forgets a job that has ended: True. False where the tenant has no such job; the status

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from contract.calls import Submission, Submitted
 from contract.codec import decode_job, decode_metadata
 from contract.connection import broker_errors
 from contract.errors import BatchwayError, WireError, wire_errors
+from contract.function_types import Submission, Submitted
 from contract.functions import Functions
 from contract.keys import Keys
 

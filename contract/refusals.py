@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from contract.calls import Position, Submission
 from contract.errors import ErrorCode, JobRefused, RateLimit, RateLimits
+from contract.function_types import QueuePosition, Submission
 from contract.jobs import Job
 
 UNKNOWN_MS = -1
@@ -20,10 +20,10 @@ _SENTENCES = {
 }
 
 
-def decode_position(place: Sequence[int]) -> Position:
+def decode_position(place: Sequence[int]) -> QueuePosition:
     """Of {jobs ahead, tokens ahead, ms until it starts}."""
     jobs, tokens, wait_ms = place
-    return Position(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
+    return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
 
 
 def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import Append, Claimed, Correction, JobView, Swept, Verdict
 from contract.codec import decode_job, decode_metadata, decode_ref
 from contract.errors import ErrorCode, WireError, wire_errors
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
+from contract.function_types import Append, Claimed, Correction, JobView, Swept, Verdict
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 from contract.refusals import decode_position
 

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from contract.calls import Append, Verdict
 from contract.codec import encode_event, encode_ref
+from contract.function_types import Append, Verdict
 from contract.jobs import TERMINAL_STATUSES, JobStatus
 
 _SIZE = struct.Struct("<I")

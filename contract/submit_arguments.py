@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from contract.callbacks import encode_callback
-from contract.calls import Submission
 from contract.codec import WIRE_VERSION, encode_job, encode_metadata, encode_terms
+from contract.function_types import Submission
 from contract.jobs import Job
 
 IDEMPOTENCY_TTL_S = 24 * 3600

@@ -9,8 +9,8 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from contract.calls import JobView, Wanted
 from contract.connection import connect
+from contract.function_types import JobView, Wanted
 from contract.functions import Functions
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys

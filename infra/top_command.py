@@ -91,10 +91,10 @@ def _fetch(options: argparse.Namespace) -> str:
 def _show_once(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from contract.telemetry.metrics_reader import Page, look
+    from contract.telemetry.metrics_reader import MetricsSamples, look
     from infra.top_screen import screen
 
-    sight = look(Page.parse(_fetch(options)))
+    sight = look(MetricsSamples.parse(_fetch(options)))
     console = Console(width=None if sys.stdout.isatty() else _PICTURE_COLUMNS)
     with console.capture() as capture:
         console.print(screen(sight, options.url))
@@ -103,14 +103,14 @@ def _show_once(options: argparse.Namespace) -> None:
 
 def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
     """Renders the change since the previous call."""
-    from contract.telemetry.metrics_reader import Page, look
+    from contract.telemetry.metrics_reader import MetricsSamples, look
     from infra.top_screen import screen
 
-    before: tuple[float, Page] | None = None
+    before: tuple[float, MetricsSamples] | None = None
 
     def next_look() -> "RenderableType":
         nonlocal before
-        now_s, page = time.monotonic(), Page.parse(_fetch(options))
+        now_s, page = time.monotonic(), MetricsSamples.parse(_fetch(options))
         sight = look(page) if before is None else look(page, before[1], now_s - before[0])
         before = now_s, page
         return screen(sight, options.url)

@@ -14,8 +14,8 @@ from typing import IO, Any
 import msgspec
 import redis.asyncio
 
-from contract.calls import JobView, Submission
 from contract.events import End, LogEntry, Prompt, TokenLogprob, Tokens
+from contract.function_types import JobView, Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

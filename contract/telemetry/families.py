@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from contract.calls import CORRECTION_KINDS
 from contract.fleet_snapshot import FleetSnapshot
+from contract.function_types import CORRECTION_KINDS
 from contract.jobs import JobStatus
 from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
 

@@ -13,14 +13,14 @@ from contract.telemetry.metrics import PREFIX
 CLASSES = ("decode", "mixed", "prefill")
 
 
-class Page:
+class MetricsSamples:
     """The samples of one page, or what was added since an earlier one."""
 
     def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
         self._samples = samples
 
     @classmethod
-    def parse(cls, text: str) -> "Page":
+    def parse(cls, text: str) -> "MetricsSamples":
         """Raises ValueError where it is no page of metrics."""
         return cls(
             {
@@ -30,10 +30,10 @@ class Page:
             }
         )
 
-    def since(self, before: "Page") -> "Page":
+    def since(self, before: "MetricsSamples") -> "MetricsSamples":
         """What counters and histograms have gained; one that fell has started again."""
         earlier = before._samples
-        return Page(
+        return MetricsSamples(
             {
                 key: value - earlier.get(key, 0.0) if value >= earlier.get(key, 0.0) else value
                 for key, value in self._samples.items()
@@ -148,7 +148,9 @@ class MetricsReader:
     engines: tuple[EngineRow, ...]
 
 
-def look(now: Page, before: Page | None = None, window_s: float | None = None) -> MetricsReader:
+def look(
+    now: MetricsSamples, before: MetricsSamples | None = None, window_s: float | None = None
+) -> MetricsReader:
     """A page, and what has happened since the one before."""
     gained = now if before is None else now.since(before)
     models = now.labels_of("workers", "model_name")
@@ -176,12 +178,14 @@ def look(now: Page, before: Page | None = None, window_s: float | None = None) -
     )
 
 
-def _pair(page: Page, name: str, **labels: str) -> tuple[float, float] | None:
+def _pair(page: MetricsSamples, name: str, **labels: str) -> tuple[float, float] | None:
     p50, p99 = (page.quantile(name, share, **labels) for share in (0.5, 0.99))
     return None if p50 is None or p99 is None else (p50, p99)
 
 
-def _lane(now: Page, gained: Page, model: str, lane: str, window_s: float | None) -> LaneRow:
+def _lane(
+    now: MetricsSamples, gained: MetricsSamples, model: str, lane: str, window_s: float | None
+) -> LaneRow:
     at = {"model_name": model, "lane": lane}
 
     def rate(name: str) -> float | None:
@@ -202,7 +206,7 @@ def _lane(now: Page, gained: Page, model: str, lane: str, window_s: float | None
     )
 
 
-def _worker(now: Page, model: str, worker: str) -> WorkerRow:
+def _worker(now: MetricsSamples, model: str, worker: str) -> WorkerRow:
     at = {"model_name": model, "worker": worker}
     return WorkerRow(
         model,
@@ -215,7 +219,9 @@ def _worker(now: Page, model: str, worker: str) -> WorkerRow:
     )
 
 
-def _engine(now: Page, gained: Page, model: str, window_s: float | None) -> EngineRow:
+def _engine(
+    now: MetricsSamples, gained: MetricsSamples, model: str, window_s: float | None
+) -> EngineRow:
     at = {"model_name": model}
     num_workers = int(now.value("workers", **at))
     spent_s = {

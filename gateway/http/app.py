@@ -12,7 +12,7 @@ from contract import tasks
 from contract.telemetry.tracing import Tracing
 from gateway.http import health, metrics_route
 from gateway.http.concurrency_cap import ConcurrencyCap
-from gateway.http.drain import Drain
+from gateway.http.drain import StreamDrain
 from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import RequestLimits
@@ -58,7 +58,7 @@ def create_app(
 
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
-    gateway = Gateway(settings, broker or Broker(settings), Drain(), counted)
+    gateway = Gateway(settings, broker or Broker(settings), StreamDrain(), counted)
     app = FastAPI(
         title="batchway",
         description=_DESCRIPTION,

@@ -9,7 +9,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from contract.api_keys import KeyTerms, Scope, prefix_of
-from contract.calls import TenantLimits
+from contract.function_types import TenantLimits
 from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.errors import ApiError
 from gateway.redis.key_ring import KeyRing

@@ -3,7 +3,7 @@
 import time
 
 
-class Drain:
+class StreamDrain:
     """Begun once, by the server's shutdown."""
 
     def __init__(self) -> None:

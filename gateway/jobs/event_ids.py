@@ -6,7 +6,7 @@ import msgspec
 from fastapi import Depends, Header, Query
 
 
-class Position(msgspec.Struct, frozen=True):
+class LogPosition(msgspec.Struct, frozen=True):
     """The last event that a caller has, and the hash of the log there where it said so."""
 
     number: int = 0
@@ -17,7 +17,7 @@ class Position(msgspec.Struct, frozen=True):
         return f"{self.number}.{self.hash}" if self.hash else str(self.number)
 
 
-START = Position()
+START = LogPosition()
 
 
 _PATTERN = r"^([0-9]{1,9}(\.[0-9a-f]{8})?)?$"
@@ -33,10 +33,10 @@ async def asked_position(
     starting_after: Annotated[
         str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
     ] = "",
-) -> Position:
+) -> LogPosition:
     """Where a reader of a stream stands."""
     number, _, hash_ = (last_event_id or starting_after).partition(".")
-    return Position(int(number), hash_ or None) if number else START
+    return LogPosition(int(number), hash_ or None) if number else START
 
 
-AskedPosition = Annotated[Position, Depends(asked_position)]
+AskedPosition = Annotated[LogPosition, Depends(asked_position)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
-from contract.calls import Wanted
+from contract.function_types import Wanted
 from contract.jobs import DEFAULT_LANES, PUBLIC_STATUSES
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.errors import ApiError, UnknownJob, bad_request, invalid_value

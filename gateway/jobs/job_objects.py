@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from contract.callback_state import CallbackState
-from contract.calls import JobView, Position, Submitted
+from contract.function_types import JobView, QueuePosition, Submitted
 from contract.jobs import Job, JobStatus, public_status
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
@@ -101,7 +101,7 @@ def events_url(job_id: str) -> str:
     return f"/v1/jobs/{job_id}/events"
 
 
-def place(position: Position | None) -> dict[str, Any]:
+def place(position: QueuePosition | None) -> dict[str, Any]:
     """Jobs ahead, and seconds until it starts; null where it does not wait, or nothing is known."""
     if position is None:
         return {"position": None, "eta_s": None}
@@ -157,7 +157,7 @@ def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
 
 
 def _shown(
-    job_id: str, job: Job, status: JobStatus, lane: str, position: Position | None
+    job_id: str, job: Job, status: JobStatus, lane: str, position: QueuePosition | None
 ) -> dict[str, Any]:
     return {
         "id": job_id,

@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from contract.calls import JobView
+from contract.function_types import JobView
 from contract.jobs import JobStatus
 from gateway.http import sse
 from gateway.http.auth import JobsReader, JobsWriter

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import Body
 
-from contract.calls import Submission
+from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
 from gateway.http.auth import Caller
 from gateway.http.errors import ApiError, invalid_value

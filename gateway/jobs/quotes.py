@@ -6,7 +6,7 @@ from typing import Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
-from contract.calls import Quote
+from contract.function_types import Quote
 from contract.jobs import Job
 from gateway.http.auth import Inference
 from gateway.http.bodies import StrictRoute, WellFormed

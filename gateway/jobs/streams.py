@@ -9,13 +9,13 @@ import msgspec
 from fastapi import Depends, Request
 from msgspec.structs import replace
 
-from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
 from contract.events import End, LogEntry
+from contract.function_types import JobView, Submission, Submitted
 from contract.jobs import Job, JobStatus
 from contract.telemetry.tracing import traced
 from gateway.http import sse
-from gateway.http.drain import Drain
+from gateway.http.drain import StreamDrain
 from gateway.http.errors import (
     ApiError,
     became_job,
@@ -25,7 +25,7 @@ from gateway.http.errors import (
     to_call_error,
 )
 from gateway.http.metrics import GatewayMetrics
-from gateway.jobs.event_ids import START, Position
+from gateway.jobs.event_ids import START, LogPosition
 from gateway.jobs.job_objects import events_url, job_object, place
 from gateway.jobs.sync_call import SyncCall
 from gateway.openai.answers import Answer, Chunks, needs_tokenizer
@@ -42,7 +42,7 @@ class Gateway(msgspec.Struct, frozen=True):
 
     settings: GatewaySettings
     broker: Broker
-    drain: Drain
+    drain: StreamDrain
     metrics: GatewayMetrics
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
@@ -144,7 +144,7 @@ async def call_stream(
     includes_usage: bool,
     repeats_usage: bool,
     has_ids: bool,
-    position: Position = START,
+    position: LogPosition = START,
     starts_over: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """A call's events, from a position on. Raises BatchwayError, AnsweredOtherwise before the
@@ -218,7 +218,7 @@ def _became_job(job: Job, last_id: str) -> bytes:
 
 
 async def job_stream(
-    gateway: Gateway, view: JobView, position: Position
+    gateway: Gateway, view: JobView, position: LogPosition
 ) -> AsyncGenerator[bytes, None]:
     """The events of `GET /v1/jobs/{id}/events`, from a position on."""
     job = await gateway.whole(view.job)

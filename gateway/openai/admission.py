@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from contract.callbacks import Callback
-from contract.calls import Submission
+from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.http.auth import Caller
 from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
-from contract.calls import JobView, Submission, Submitted
 from contract.errors import BatchwayError
+from contract.function_types import JobView, Submission, Submitted
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
 from gateway.http.auth import Caller, Inference
@@ -22,7 +22,7 @@ from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import ApiError, UnknownJob, invalid_value, to_call_error
 from gateway.http.handlers import answers
 from gateway.http.load_headers import ServerTiming, rate_headers
-from gateway.jobs.event_ids import START, AskedPosition, Position
+from gateway.jobs.event_ids import START, AskedPosition, LogPosition
 from gateway.jobs.job_objects import AcceptedJob, accepted_response, submitted_object
 from gateway.jobs.patience import AskedPreference, Patience, Preference
 from gateway.jobs.streams import AcceptingGateway, Gateway, call_stream, whole_answer
@@ -74,7 +74,7 @@ class CallOptions(msgspec.Struct, frozen=True):
     caller: Caller
     gateway: Gateway
     preference: Preference
-    position: Position
+    position: LogPosition
     key: str
     timing: ServerTiming
 
@@ -276,7 +276,7 @@ def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_resumes(request: Request, position: Position, body: CallBody, key: str) -> None:
+def _check_resumes(request: Request, position: LogPosition, body: CallBody, key: str) -> None:
     """Raises ApiError where a position is given, but not for the caller's own earlier stream."""
     if position is not START and not (key and body.stream):
         param = "Last-Event-ID" if "last-event-id" in request.headers else "starting_after"

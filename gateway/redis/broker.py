@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from contract.api_keys import ApiKeys, Pepper
 from contract.callback_state import CallbackState, callback_state
-from contract.calls import JobView, Page, Quote, Submission, Submitted, Wanted
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
+from contract.function_types import JobPage, JobView, Quote, Submission, Submitted, Wanted
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
@@ -135,7 +135,7 @@ class Broker:
             raise UnknownJob(job_id)
         return status
 
-    async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> Page:
+    async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
         """A tenant's jobs after the one with the id `after`, the youngest first.
 
         Short of `max_jobs` where jobs that match are rare. Raises UnknownJob where the job to go on
@@ -149,9 +149,9 @@ class Broker:
             after = page.position
             if not after or len(views) == max_jobs:
                 break
-        return Page(tuple(views), after)
+        return JobPage(tuple(views), after)
 
-    async def _list(self, tenant: str, wanted: Wanted, after: str, max_jobs: int) -> Page:
+    async def _list(self, tenant: str, wanted: Wanted, after: str, max_jobs: int) -> JobPage:
         page = await self._call(
             lambda: self._functions.list_jobs(tenant, wanted, after=after, max_jobs=max_jobs)
         )

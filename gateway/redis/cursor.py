@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from contract.calls import JobView
 from contract.events import LogEntry
+from contract.function_types import JobView
 
 
 class Cursor:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from contract.calls import JobView
 from contract.events import End, LogEntry
+from contract.function_types import JobView
 
 
 class Idle(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from cachetools import LRUCache
 from msgspec.structs import replace
 
-from contract.calls import JobView
 from contract.events import LogEntry
+from contract.function_types import JobView
 from contract.jobs import Job, StoredPrompt
 from contract.payloads.opening import open_store
 from contract.payloads.prompts import encode_prompts, with_prompts

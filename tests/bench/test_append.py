@@ -8,7 +8,7 @@ import redis.asyncio
 
 from bench.append import main, step_of
 from bench.submit import make_job
-from contract.calls import Submission
+from contract.function_types import Submission
 from contract.functions import Functions
 
 _TERMS = Submission(max_output_tokens=100, deadline_s=600, retention_s=60)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
-from contract.calls import Submission
 from contract.connection import connect
+from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys

@@ -12,8 +12,8 @@ from standardwebhooks import Webhook
 
 from contract.callback_secrets import Secrets
 from contract.callbacks import Callback, CallbackKind
-from contract.calls import Append
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import FinishReason, Job, JobStatus
 from contract.keys import Keys

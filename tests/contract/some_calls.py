@@ -2,8 +2,8 @@
 
 import redis.asyncio
 
-from contract.calls import Append, Claimed, Submission, Verdict
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append, Claimed, Submission, Verdict
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys

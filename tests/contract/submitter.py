@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import sys
 
-from contract.calls import Submission, TenantLimits
 from contract.connection import connect
 from contract.errors import JobRefused
+from contract.function_types import Submission, TenantLimits
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from contract.calls import Append, Submission, TenantLimits, WorkerCapacity
 from contract.errors import ErrorCode, JobRefused
+from contract.function_types import Append, Submission, TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys

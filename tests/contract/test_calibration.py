@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 
 from contract.calibration import Calibration, calibrations
-from contract.calls import WorkerCapacity
+from contract.function_types import WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from infra import cli

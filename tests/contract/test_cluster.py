@@ -11,8 +11,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.calls import Append, Release, Submission
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append, Release, Submission
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, FairRoom, LaneRoom, Release, Swept, Verdict
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
+from contract.function_types import Append, FairRoom, LaneRoom, Release, Swept, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 import redis.asyncio
 
-from contract.calls import WorkerCapacity
 from contract.errors import ErrorCode, JobRefused
+from contract.function_types import WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from tests.contract.some_calls import make_job, make_submission

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.calls import Append
 from contract.connection import connect
 from contract.errors import BrokerFull, BrokerUnavailable
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

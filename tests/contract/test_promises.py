@@ -8,8 +8,8 @@ import math
 import pytest
 import redis.asyncio
 
-from contract.calls import TenantLimits, WorkerCapacity
 from contract.errors import JobRefused
+from contract.function_types import TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from tests.contract.some_calls import make_job, make_submission

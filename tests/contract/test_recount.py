@@ -9,8 +9,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.calls import Append, Claimed, Correction, TenantLimits, WorkerCapacity
 from contract.errors import JobRefused
+from contract.function_types import Append, Claimed, Correction, TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

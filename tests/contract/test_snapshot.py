@@ -3,7 +3,7 @@
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Release
+from contract.function_types import Append, Release
 from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys

@@ -3,7 +3,7 @@
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Verdict
+from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys

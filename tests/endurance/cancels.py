@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from contract.calls import JobView
 from contract.events import LogEntry
+from contract.function_types import JobView
 from contract.jobs import JobStatus
 from gateway.http.auth import DEFAULT_TENANT
 from tests.endurance.command_line import Progress, parser_of, run, silent

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import redis.asyncio
 
-from contract.calls import Append, Claimed, Verdict, WorkerCapacity
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
+from contract.function_types import Append, Claimed, Verdict, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import (
     Endpoint,

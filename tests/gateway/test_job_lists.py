@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 from msgspec.structs import replace
 
-from contract.calls import Submission
+from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

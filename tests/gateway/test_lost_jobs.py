@@ -9,7 +9,7 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.calls import Verdict
+from contract.function_types import Verdict
 from contract.keys import Keys
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 

@@ -13,9 +13,9 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.calls import WorkerCapacity
 from contract.errors import RateLimit, RateLimits
 from contract.fitness import max_memory
+from contract.function_types import WorkerCapacity
 from contract.keys import Keys
 from gateway.http.app import create_app
 from gateway.http.load_headers import JITTER, rate_headers, retry_after

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.calls import Claimed
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Claimed
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Verdict
 from contract.codec import encode_job
+from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.calls import Append, Blame
+from contract.function_types import Append, Blame
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys

@@ -19,9 +19,9 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
 
 from contract.callbacks import Callback, CallbackKind
-from contract.calls import Submission
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
+from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

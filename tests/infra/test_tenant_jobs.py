@@ -5,7 +5,7 @@ import json
 import pytest
 import redis.asyncio
 
-from contract.calls import Append
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

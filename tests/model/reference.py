@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from contract.callbacks import MessageKind
-from contract.calls import (
+from contract.codec import decode_entry, encode_event
+from contract.errors import BrokerFull, ErrorCode, JobRefused
+from contract.events import End, LogEntry, LogEvent
+from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    JobPage,
     JobView,
     LaneRoom,
-    Page,
-    Position,
+    QueuePosition,
     Quote,
     Release,
     Submission,
@@ -32,9 +35,6 @@ from contract.calls import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.codec import decode_entry, encode_event
-from contract.errors import BrokerFull, ErrorCode, JobRefused
-from contract.events import End, LogEntry, LogEvent
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.refusals import (
@@ -200,7 +200,7 @@ class Reference:
             decode_rates(submission, candidate.tenant.rates(submission, self.now_ms)),
         )
 
-    def position(self, job_id: str, tenant: str) -> Position | None:
+    def position(self, job_id: str, tenant: str) -> QueuePosition | None:
         """What `read` says of a job's place."""
         record = self._owned(job_id, tenant)
         if record is None or record.state is not JobStatus.QUEUED:
@@ -285,7 +285,7 @@ class Reference:
         after: str = "",
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
-    ) -> Page | None:
+    ) -> JobPage | None:
         records = [r for r in self.records.values() if r.job.tenant == tenant]
         records.sort(key=lambda r: (r.created_ms, r.job.id), reverse=True)
         ids = [r.job.id for r in records]
@@ -296,12 +296,12 @@ class Reference:
         views: list[JobView] = []
         for index, record in enumerate(looked):
             if record.created_ms <= wanted.created_after_ms:
-                return Page(tuple(views), "")
+                return JobPage(tuple(views), "")
             if _matches(record, wanted):
                 if len(views) == max_jobs:
-                    return Page(tuple(views), looked[index - 1].job.id)
+                    return JobPage(tuple(views), looked[index - 1].job.id)
                 views.append(_view(record))
-        return Page(tuple(views), looked[-1].job.id if len(looked) == max_looks else "")
+        return JobPage(tuple(views), looked[-1].job.id if len(looked) == max_looks else "")
 
     def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         record = self._owned(job_id, tenant)
@@ -942,5 +942,5 @@ def _log(record: Record, event: LogEvent) -> None:
     record.log.append(decode_entry(record.next_number, digest.encode(), raw))
 
 
-def _place(ahead: Ahead, wait: int) -> Position:
+def _place(ahead: Ahead, wait: int) -> QueuePosition:
     return decode_position((ahead.jobs, ahead.tokens, wait))

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from contract.calls import Submission
 from contract.errors import ErrorCode
+from contract.function_types import Submission
 from contract.refusals import UNKNOWN_MS
 from tests.model.reference_pools import LaneRates, Pool, drain_ms
 from tests.model.reference_promises import FIRST_COMERS, Line, Promises

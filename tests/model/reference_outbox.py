@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from contract.callbacks import MessageKind, OutboxState
-from contract.calls import Submission
+from contract.function_types import Submission
 from contract.jobs import Job
 from contract.outbox import DoneVerdict, Outcome, Taken
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from contract.calls import WorkerCapacity
+from contract.function_types import WorkerCapacity
 from contract.refusals import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000

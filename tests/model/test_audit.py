@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from contract.calls import Append
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from contract.calls import Wanted, WorkerState
+from contract.function_types import Wanted, WorkerState
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
 from tests.model.postal_walk import PostalWalk

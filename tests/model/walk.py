@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from contract.calls import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
+from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 

@@ -15,12 +15,15 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.callbacks import Callback, CallbackKind
-from contract.calls import (
+from contract.connection import connect
+from contract.errors import BatchwayError, BrokerFull, JobRefused
+from contract.events import ChoiceDelta, Tokens
+from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    JobPage,
     LaneRoom,
-    Page,
     Quote,
     Release,
     Submission,
@@ -30,9 +33,6 @@ from contract.calls import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.connection import connect
-from contract.errors import BatchwayError, BrokerFull, JobRefused
-from contract.events import ChoiceDelta, Tokens
 from contract.functions import Functions
 from contract.jobs import (
     TERMINAL_STATUSES,
@@ -508,7 +508,7 @@ def _kinds(reply: Any) -> list[str]:
             "forgotten": reply.num_forgotten,
         }
         return [word for word, number in found.items() if number] or ["nothing"]
-    if isinstance(reply, Page):
+    if isinstance(reply, JobPage):
         return [("some" if reply.views else "none") + (" and more" if reply.position else "")]
     if isinstance(reply, tuple) and reply[0] == "refused":
         _, code, _, limit = reply[:4]

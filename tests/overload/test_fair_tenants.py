@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.calls import JobView
+from contract.function_types import JobView
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from contract.calls import Claimed
 from contract.codec import decode_entry, decode_job, encode_event, encode_job
 from contract.events import LogEntry, LogEvent
+from contract.function_types import Claimed
 from contract.jobs import Endpoint, Job, SamplingParams
 from tests.fleet import Answer
 

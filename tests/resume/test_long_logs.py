@@ -3,8 +3,8 @@
 import pytest
 import redis.asyncio
 
-from contract.calls import Append
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis

@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from contract.calls import Append, Claimed, Submission
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append, Claimed, Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys

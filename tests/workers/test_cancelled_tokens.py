@@ -7,7 +7,7 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
-from contract.calls import LaneRoom
+from contract.function_types import LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.tasks import end

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contract import tasks
-from contract.calls import Append, Verdict
+from contract.function_types import Append, Verdict
 from contract.jobs import FinishReason
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start

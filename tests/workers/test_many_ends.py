@@ -9,8 +9,8 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
-from contract.calls import Append, LaneRoom, Verdict
 from contract.events import LogEntry
+from contract.function_types import Append, LaneRoom, Verdict
 from contract.functions import Functions
 from contract.jobs import FinishReason, JobStatus
 from contract.keys import Keys

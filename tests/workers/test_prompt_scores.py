@@ -6,8 +6,8 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
-from contract.calls import Claimed
 from contract.events import LogEntry, Prompt, TokenLogprob, Tokens
+from contract.function_types import Claimed
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from contract.calls import Claimed, FairRoom, LaneRoom
+from contract.function_types import Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
 from workers.ipc.messages import (

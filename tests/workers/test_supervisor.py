@@ -10,10 +10,10 @@ import pytest
 import redis.asyncio
 from msgspec import structs
 
-from contract.calls import Append, Release
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Append, Release
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys

@@ -17,7 +17,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
 
-class Verdict(Enum):
+class AdmissionVerdict(Enum):
     """What a sequence is told that asks to be let in."""
 
     WELCOME = auto()
@@ -70,7 +70,7 @@ class AdmissionCheck:
         """Whether it has been preempted often enough."""
         return sequence.num_preemptions >= self.limits.max_preemptions
 
-    def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[Verdict, Entry | None]:
+    def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[AdmissionVerdict, Entry | None]:
         """The verdict, and how to enter where it is yes. Changes nothing."""
         forecast = self._look_at(plan)
         found_ids: list[int] = []
@@ -79,9 +79,11 @@ class AdmissionCheck:
             found_ids = self._blocks.cache.find(candidate) if self._blocks.cache else []
             leader = self._leading_choice(plan, candidate)
             if self._is_being_computed(plan, candidate, leader, len(found_ids)):
-                return Verdict.BEING_COMPUTED, None
+                return AdmissionVerdict.BEING_COMPUTED, None
         entry = self._entry(candidate, leader, found_ids, forecast)
-        return (Verdict.NO_ROOM, None) if entry is None else (Verdict.WELCOME, entry)
+        return (
+            (AdmissionVerdict.NO_ROOM, None) if entry is None else (AdmissionVerdict.WELCOME, entry)
+        )
 
     def enter(self, plan: StepPlan, sequence: Sequence, entry: Entry) -> int | None:
         """Gives the sequence what it begins with; returns the block it must be copied from."""

@@ -8,7 +8,7 @@ computed. Over 300 lines: dividing one step is one calculation.
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
-from workers.engine.admission_check import AdmissionCheck, Verdict
+from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.books import Books
 from workers.engine.cost_model import CostModel
@@ -276,9 +276,9 @@ class Scheduler:
             # What victims shared, with each other or with the candidate, is known only now.
             verdict, entry = self._admission.ask(plan, candidate)
         if entry is None:
-            self._was_refused |= verdict is Verdict.NO_ROOM
+            self._was_refused |= verdict is AdmissionVerdict.NO_ROOM
             is_overdue = self._lanes.is_overdue(candidate.account)
-            return verdict is Verdict.BEING_COMPUTED and not is_overdue
+            return verdict is AdmissionVerdict.BEING_COMPUTED and not is_overdue
         self._waiting.discard(candidate)
         self._running.add(candidate)
         if candidate.started_s is None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from contract.calls import FairRoom, LaneRoom
+from contract.function_types import FairRoom, LaneRoom
 from workers.supervisor.lane_shares import UNKNOWN_LANE, LaneTerms
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 
 from contract import tasks
-from contract.calls import Blame, Release
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.function_types import Blame, Release
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,

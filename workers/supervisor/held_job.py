@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from contract.calls import Claimed
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
+from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
 from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut
 from workers.supervisor.text import ChoiceText

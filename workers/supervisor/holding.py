@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cachetools import LRUCache
 from msgspec.structs import replace
 
-from contract.calls import LaneRoom
+from contract.function_types import LaneRoom
 from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.engine_client import EngineClient

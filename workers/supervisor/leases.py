@@ -8,8 +8,8 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 
-from contract.calls import WorkerCapacity, WorkerState
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
+from contract.function_types import WorkerCapacity, WorkerState
 from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import Complaint
 from workers.settings import WorkerSettings

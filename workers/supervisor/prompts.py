@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from contract import tasks
-from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.function_types import Claimed, Release
 from contract.jobs import Job
 from contract.payloads.prompts import with_prompts
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable

@@ -9,8 +9,8 @@ import contextlib
 import logging
 from typing import Literal
 
-from contract.calls import Append, Release, Verdict
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
+from contract.function_types import Append, Release, Verdict
 from contract.jobs import JobStatus
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import Holding

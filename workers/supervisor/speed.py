@@ -5,7 +5,7 @@ The clock is passed in.
 
 from collections.abc import Mapping
 
-from contract.calls import WorkerCapacity
+from contract.function_types import WorkerCapacity
 
 _MIN_WINDOW_S = 1.0
 _NEWEST_WINDOW = 0.5  # weight of the newest measurement in the average

@@ -12,8 +12,8 @@ import time
 from collections.abc import Coroutine
 
 from contract import tasks
-from contract.calls import Claimed, Release
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
+from contract.function_types import Claimed, Release
 from contract.payloads.opening import open_store
 from contract.replies import poisoned
 from contract.telemetry.tracing import Tracing

@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from contract.calls import (
+from contract.catalogue import Catalogue
+from contract.codec import encode_tokenizer
+from contract.connection import Listener, broker_errors, connect
+from contract.errors import BrokerUnavailable
+from contract.events import LogEntry
+from contract.fitness import check_fitness
+from contract.function_types import (
     Append,
     Blame,
     Claimed,
@@ -18,12 +24,6 @@ from contract.calls import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.catalogue import Catalogue
-from contract.codec import encode_tokenizer
-from contract.connection import Listener, broker_errors, connect
-from contract.errors import BrokerUnavailable
-from contract.events import LogEntry
-from contract.fitness import check_fitness
 from contract.functions import Functions
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys

@@ -3,7 +3,7 @@
 import pytest
 import redis.asyncio
 
-from contract.calls import Append
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from contract.jobs import SamplingParams
 from tests.workers.engine.harness import CallersCap
-from workers.engine.admission_check import AdmissionCheck, Verdict
+from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
 from workers.engine.lanes import DEFAULT_LANES, Lanes
@@ -114,4 +114,4 @@ def test_one_is_let_in_at_the_cost_of_as_few_as_make_room(
         None,
     )
     assert (entry.victims if entry else None) == expected
-    assert verdict is (Verdict.NO_ROOM if expected is None else Verdict.WELCOME)
+    assert verdict is (AdmissionVerdict.NO_ROOM if expected is None else AdmissionVerdict.WELCOME)

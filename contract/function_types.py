@@ -65,7 +65,7 @@ class Submission(msgspec.Struct, frozen=True):
     callback: Callback | None = None  # whom to tell of the end
 
 
-class Position(msgspec.Struct, frozen=True):
+class QueuePosition(msgspec.Struct, frozen=True):
     """What goes before a waiting job, nearly: fairness mixes tenants as their costs come.
 
     `eta_s`: seconds until it starts, from the measured rates; None where none was measured.
@@ -82,7 +82,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
     job_id: str
     is_new: bool
-    position: Position = Position()
+    position: QueuePosition = QueuePosition()
     rates: RateLimits = RateLimits()
 
 
@@ -90,7 +90,7 @@ class Quote(msgspec.Struct, frozen=True):
     """What submit would answer now: where it would refuse, why, and how long all would take."""
 
     refusal: JobRefused | None
-    position: Position
+    position: QueuePosition
     service_s: float | None  # from its start to its end; None where unknown
     cost_tokens: int  # prompt and the output to expect
     rates: RateLimits
@@ -214,7 +214,7 @@ class Wanted(msgspec.Struct, frozen=True):
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-class Page(msgspec.Struct, frozen=True):
+class JobPage(msgspec.Struct, frozen=True):
     """Jobs of a list, the youngest first. `position` is the id after which the search
     goes on, empty at the end; a page may be short, or empty, before that.
     """
@@ -243,7 +243,7 @@ class JobView(msgspec.Struct, frozen=True):
     metadata: Mapping[str, str]
     result: ObjectRef | None  # where the log before its end is kept; None: here
     predicted_wait_ms: int | None = None  # at its submission; None: unknown, or it was moved
-    position: Position | None = None  # of a queued job, where it is known
+    position: QueuePosition | None = None  # of a queued job, where it is known
 
     @property
     def is_terminal(self) -> bool:

@@ -4,7 +4,7 @@ from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
 from contract.telemetry.counts import Counts
 from contract.telemetry.families import counted_families, fleet_families
 from contract.telemetry.metrics import Source
-from contract.telemetry.metrics_reader import Page, look, quantile
+from contract.telemetry.metrics_reader import MetricsSamples, look, quantile
 from contract.telemetry.text import page
 
 LANE = LaneSnapshot(
@@ -13,10 +13,10 @@ LANE = LaneSnapshot(
 WORKER = WorkerSnapshot("w1", 1.5, 2, 2, 1, num_blocks=100, num_free_blocks=25)
 
 
-def page_of(counts: Counts) -> Page:
+def page_of(counts: Counts) -> MetricsSamples:
     snapshot = FleetSnapshot(0.0, {"standard": LANE}, (WORKER,), counts.fields, {})
     families = [*counted_families({"m": counts.fields}, Source.JOBS, Source.ENGINES)]
-    return Page.parse(page([*families, *fleet_families({"m": snapshot})]).decode())
+    return MetricsSamples.parse(page([*families, *fleet_families({"m": snapshot})]).decode())
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
