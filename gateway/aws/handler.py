@@ -6,13 +6,14 @@ connection and no secret, so there is nothing to reopen or to reread after a res
 """
 
 import asyncio
+import importlib
 import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from mangum import Mangum
 
-from gateway.aws import imports_are_done
-from gateway.aws.ahead import load_ahead
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
 from gateway.http.app import create_app
@@ -22,8 +23,19 @@ from gateway.settings import GatewaySettings
 log = logging.getLogger("batchway.gateway")
 log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
 
+_STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
+_BY_A_REQUEST = "on-demand"
+
+
+def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
+    """Loads what a first request needs where nobody waits: before a snapshot is taken (SnapStart),
+    or in an environment that is kept ready (provisioned concurrency)."""
+    if environ.get(_STARTED_BY, _BY_A_REQUEST) != _BY_A_REQUEST:
+        importlib.import_module("tokenizers.decoders")
+        importlib.import_module("boto3")  # in Lambda's Python; it reads the secrets
+
+
 load_ahead()
-imports_are_done()
 
 _MARGIN_S = 2.0  # to answer in, before the function is stopped
 

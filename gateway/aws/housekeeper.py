@@ -11,11 +11,8 @@ from contract.connection import connect
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
-from gateway.aws import imports_are_done
 from gateway.aws.environment import load_settings
 from gateway.settings import GatewaySettings
-
-imports_are_done()
 
 
 def handler(_event: Any, _context: Any) -> dict[str, int]:

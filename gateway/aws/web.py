@@ -6,13 +6,11 @@
 import logging
 import os
 
-from gateway.aws import imports_are_done
 from gateway.aws.environment import load_settings
 from gateway.http.server import serve
 
 DEFAULT_PORT = 8080
 
 if __name__ == "__main__":
-    imports_are_done()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     serve(load_settings(), "127.0.0.1", int(os.environ.get("AWS_LWA_PORT", DEFAULT_PORT)))
