@@ -27,7 +27,7 @@ from redis.exceptions import (
 
 from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode
 
-CONNECT_TIMEOUT_S = 0.25
+CONNECT_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 160  # of a client; a call waits for a free one as long as a command may take
 LOOK_S = 5.0  # of silence, after which a subscription asks whether Redis still answers

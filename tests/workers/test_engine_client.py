@@ -31,10 +31,11 @@ class LateProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def kill(self) -> None:
-        """By then it has ended, and nobody is left to be killed."""
+    @property
+    def pid(self) -> int:
+        """Asked for the kill. By then it has ended, and its group has nobody left to be killed."""
         self._process.send_signal(signal.SIGTERM)
-        raise ProcessLookupError
+        return self._process.pid
 
 
 async def test_an_engine_that_ends_as_it_is_killed_has_ended() -> None:

@@ -208,12 +208,11 @@ class HostedEngine:
             extra_args=extra_args(sequence),
         )
         priority = self._priorities.get(sequence.lane, max(self._priorities.values(), default=0))
-        vllm_id = self._llm.add_request(request_id, prompt, asked, priority=priority)
+        self._llm.add_request(request_id, prompt, asked, priority=priority)
         self._sequences[request_id] = sequence
         self._epochs[sequence.job_id] = sequence.epoch
         self._choices.setdefault(sequence.job_id, {})[sequence.choice] = request_id
         self._has_new = True
-        assert vllm_id
 
     def _take(self, output: RequestOutput, report: StepReport) -> None:
         sequence = self._sequences.get(output.request_id)
@@ -226,8 +225,7 @@ class HostedEngine:
         [completion] = output.outputs
         for place, token_id in enumerate(completion.token_ids):
             position = sequence.num_output
-            if position == 0 or sequence.started_s is None:
-                sequence.started_s = sequence.started_s or self._clock_s()
+            sequence.started_s = sequence.started_s or self._clock_s()
             sequence.token_ids.append(token_id)
             end = sequence.end_reason(self._max_model_len)
             logprob: float = 0.0

@@ -90,12 +90,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "seed": 0,
     }
     given = {name: str(value) for name, value in ours.items() if value is not None}
-    known = {action.dest for action in parser._actions}
-    words: list[str] = []
-    for name, value in (given | options.engine_args).items():
-        if name not in known:
-            raise ModelRefused(f"--engine-arg: vLLM has no argument {name}")
-        words += _words(name, value)
+    words = [_word(name, value) for name, value in (given | options.engine_args).items()]
     return EngineArgs.from_cli_args(parser.parse_args(words))
 
 
@@ -105,14 +100,14 @@ def default_kv_memory_bytes() -> int | None:
     return _CPU_KV_BYTES if current_platform.is_cpu() else None
 
 
-def _words(name: str, value: str) -> list[str]:
+def _word(name: str, value: str) -> str:
     option = name.replace("_", "-")
     match value.lower():
         case "true":
-            return [f"--{option}"]
+            return f"--{option}"
         case "false":
-            return [f"--no-{option}"]
-    return [f"--{option}", value]
+            return f"--no-{option}"
+    return f"--{option}={value}"
 
 
 def _line(exc: BaseException) -> str:

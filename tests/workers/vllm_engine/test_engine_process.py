@@ -288,7 +288,7 @@ async def test_tokens_are_those_of_vllm_alone(engine: Engine, model: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"no_such_argument": "1"}, "no_such_argument"),
+        ({"no_such_argument": "1"}, "no-such-argument"),
         ({"tensor_parallel_size": "many"}, "tensor-parallel-size"),
         ({"max_model_len": "100000"}, "max_model_len"),
     ],
