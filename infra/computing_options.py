@@ -30,7 +30,7 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
         default=[],
         type=_engine_argument,
         metavar="NAME=VALUE",
-        help="an argument of vLLM's, such as tensor_parallel_size=2; may be repeated (default: none)",
+        help="an argument of vLLM's own, as tensor_parallel_size=2; repeatable (default: none)",
     )
     group.add_argument(
         "--engine-python",
