@@ -77,7 +77,7 @@ OUTBOX_REPLIES = {
     "outbox_dead": ("some", "nothing"),
     "outbox_replay": ("None", "due", "taken", "idle", "delivered"),
 }
-TIMES = 10
+TIMES = 4
 MAX_STEPS = 60_000
 
 

@@ -15,7 +15,7 @@ from tests.fleet import Answer, Caller, WorkerProcess, fleet
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-NUM_TOKENS = 100
+NUM_TOKENS = 70
 MODEL = HashModelOptions(step_s=0.015, eos_rate=0.0, num_blocks=256)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
