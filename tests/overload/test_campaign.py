@@ -39,7 +39,7 @@ def report_of(*calls: Call, **fields: object) -> OverloadReport:
 async def test_ten_times_the_capacity_is_refused_in_order() -> None:
     """What is accepted ends once and whole, the rest is told why and when to come; every lane gets
     its part, light tenants come in, memory stays bounded, and who comes when told is let in."""
-    report = await run_overload(OverloadOptions(seconds=5.0, after_s=10.0, num_unloaded=10))
+    report = await run_overload(OverloadOptions(seconds=6.0, after_s=12.0, num_unloaded=10))
 
     assert report.faults() == []
     answers = {(call.status, call.reason) for call in report.of("overload")}
