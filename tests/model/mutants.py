@@ -28,6 +28,7 @@ MUTANTS = [
         "a prompt counts with every output",
         "local is_first = job.tokens == 0 and num_tokens > 0",
         "local is_first = num_tokens > 0",
+        seed=4,
     ),
     Mutant(
         "what fails took its time too",
@@ -116,12 +117,13 @@ MUTANTS = [
         "one that goes on may do so past its deadline",
         "  if now >= deadline or tokens > max_tokens then return nil end",
         "  if tokens > max_tokens then return nil end",
-        seed=33,
+        seed=39,
     ),
     Mutant(
         "one that goes on has no cap",
         "  if now >= deadline or tokens > max_tokens then return nil end",
         "  if now >= deadline then return nil end",
+        seed=5,
     ),
     Mutant(
         "an append renews leases that are to stay",
@@ -147,6 +149,7 @@ MUTANTS = [
         "how far a job is was forgotten when it left its worker",
         "redis.call('HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'hash', job.hash)",
         "redis.call('HSET', job.key, 'hash', job.hash)",
+        seed=5,
     ),
     Mutant(
         "a job that is moved goes on under its old lane and deadline",
@@ -214,6 +217,7 @@ MUTANTS = [
         "a list skips the job after its page",
         "return {'OK', rows[i - 2], found}",
         "return {'OK', rows[i], found}",
+        seed=8,
     ),
     Mutant("a list ends where it stopped to look", "rows[#rows - 1] or ''", "''"),
     Mutant(
@@ -221,7 +225,12 @@ MUTANTS = [
     ),
     Mutant("a drain counts as an attempt", "'attempt', job.attempt - 1", "'attempt', job.attempt"),
     Mutant("errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000"),
-    Mutant("the second lapse is as the first", "if job.lapses == 0 then", "if job.lapses < 9 then"),
+    Mutant(
+        "the second lapse is as the first",
+        "if job.lapses == 0 then",
+        "if job.lapses < 9 then",
+        seed=5,
+    ),
     Mutant(
         "poison is never poison", "if job.crashes < max_crashes then", "if job.crashes < 99 then"
     ),
@@ -233,7 +242,12 @@ MUTANTS = [
         "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",
         "'EXISTS'",
     ),
-    Mutant("memory is never full", "return known == 'full'", "return false"),
+    Mutant(
+        "memory is never full",
+        "return known == 'full'",
+        "return false",
+        seed=4,
+    ),
     Mutant("an idle tenant saves up credit", "math.max(own, clock(tag, model, lane)),", "own,"),
     Mutant(
         "an empty line forgets a debt",
@@ -266,19 +280,32 @@ MUTANTS = [
         "what was given back gets no place of another tenant",
         "  if found then\n    for _, id in ipairs(returned)",
         "  if false then\n    for _, id in ipairs(returned)",
+        seed=6,
     ),
     Mutant(
         "unused service is not given back",
         "fairness.bill(tag, job.model, job.lane, job.tenant, charge - job.charged)",
         "return",
+        seed=8,
     ),
     Mutant(
         "a charge stays in the lane that a job leaves",
         "job.lane, job.tenant, -job.charged",
         "job.lane, job.tenant, 0",
+        seed=61,
     ),
-    Mutant("a job is passed over for ever", ">= MAX_PASSED then", ">= 1000 then"),
-    Mutant("nobody counts who is passed over", "'passed', 1)", "'passed', 0)"),
+    Mutant(
+        "a job is passed over for ever",
+        ">= MAX_PASSED then",
+        ">= 1000 then",
+        seed=13,
+    ),
+    Mutant(
+        "nobody counts who is passed over",
+        "'passed', 1)",
+        "'passed', 0)",
+        seed=13,
+    ),
     Mutant("no lane is owed its share", "if owed > 0 then", "if false then"),
     Mutant("a lane takes places that are kept", "if lane.places > num_filled then", "if true then"),
     Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
@@ -287,7 +314,12 @@ MUTANTS = [
         "if jobs + 1 > math.floor(fair.jobs * weight / sum) then return 0 end",
         "",
     ),
-    Mutant("a share of places is of those who hold any", " else sum = sum + weight end", " end"),
+    Mutant(
+        "a share of places is of those who hold any",
+        " else sum = sum + weight end",
+        " end",
+        seed=37,
+    ),
     Mutant(
         "a share has no bound in tokens", "math.floor(fair.tokens * weight / sum) - tokens", "ANY"
     ),
@@ -296,11 +328,12 @@ MUTANTS = [
         "a lane that is owed takes any place",
         "if num_filled < lane.places and lane.taken",
         "if lane.taken",
+        seed=7,
     ),
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
-    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", "", seed=19),
+    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", "", seed=43),
     Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
     Mutant("a share is not used up", "if lane.name == name then owed = owed - tokens end", ""),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
@@ -314,7 +347,12 @@ MUTANTS = [
     ),
     Mutant("storage is never full", "terms.stored_bytes > terms.max_bytes then", "false then"),
     Mutant("a meter does not leak", "math.max(0, now - at) * limit / 60000", "0"),
-    Mutant("no tenant is too greedy", "tenant.reserved + cost > concurrent then", "false then"),
+    Mutant(
+        "no tenant is too greedy",
+        "tenant.reserved + cost > concurrent then",
+        "false then",
+        seed=5,
+    ),
     Mutant(
         "a refusal takes from the quota",
         "  if found.refusal then\n    local reason",
@@ -339,6 +377,7 @@ MUTANTS = [
         "a lane's bound drains as if it were alone",
         "= lane_refusal(pool, lane_rate, ahead, wait",
         "= lane_refusal(pool, pool.rate, ahead, wait",
+        seed=39,
     ),
     Mutant(
         "jobs that began together end one by one",
@@ -365,9 +404,14 @@ MUTANTS = [
         "a lane without a measured rate has no bound",
         "return is_full and UNMEASURED_MS or nil",
         "return nil",
-        seed=45,
+        seed=3,
     ),
-    Mutant("a cold start takes no time", "wait + (pool.live == 0 and cold_ms or 0)", "wait"),
+    Mutant(
+        "a cold start takes no time",
+        "wait + (pool.live == 0 and cold_ms or 0)",
+        "wait",
+        seed=5,
+    ),
     Mutant(
         "the dead count as live",
         "model, now - WORKER_TTL_MS, '+inf')\n  pool.rate",
@@ -402,32 +446,41 @@ MUTANTS = [
         "compaction drops an event",
         "if #pack == PACK or i == #entries then",
         "if #pack == PACK or i == #entries - 1 then",
+        seed=4,
     ),
     Mutant(
         "everybody is told to come at once",
         "    if found.promised then promises.book(tag, job, found.promised, now) end\n",
         "",
+        seed=5,
     ),
     Mutant(
         "a line is told as if no other had been",
         "at, lines = at + lines * gap_ms, lines + 1 end",
         "at, lines = at, 1 end",
+        seed=5,
     ),
     Mutant(
         "a line is told the same time again",
         "if own > now then at = math.max(at, own)",
         "if own > now then at = at",
+        seed=15,
     ),
     Mutant("what was promised is past, and counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'"),
     Mutant(
         "promises outlive the overload",
         "  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end\n",
         "",
-        seed=15,
+        seed=3,
     ),
-    Mutant("all of the drain rate is promised", "FIRST_COMERS * job.cost", "job.cost"),
     Mutant(
-        "the limits per minute are told as promises", "and not METERS[limit] then", "then", seed=21
+        "all of the drain rate is promised",
+        "FIRST_COMERS * job.cost",
+        "job.cost",
+        seed=5,
+    ),
+    Mutant(
+        "the limits per minute are told as promises", "and not METERS[limit] then", "then", seed=33
     ),
     Mutant(
         "nobody is told that a job waits",
@@ -463,6 +516,7 @@ MUTANTS = [
         "a job whose deadline moves stays in the count or out of it",
         "  if was ~= is then recount.add",
         "  if false then recount.add",
+        seed=7,
     ),
     Mutant(
         "output of one that goes on does not change the sums of a count",
