@@ -20,6 +20,13 @@ from workers.engine.request import Request
 from workers.strategies import ContinuousBatching
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
+# A token budget and whether prefixes are cached. The tightest budget takes longest: one family runs
+# under it for each kind of positions, attention and experts.
+BUDGETS = [(7, True), (64, True), (1000, False)]
+ONE_BY_ONE = [
+    *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),
+    *("gpt_oss", "deepseek_v3", "qwen2_moe", "phimoe"),
+]
 # Numbers of the prompts of `expected_of`; tokens that each yields.
 PROMPTS = (1, 3, 5)
 NUM_OUTPUT = 10
@@ -77,15 +84,12 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_budget_tokens", "prefix_caching"),
+    ("family", "num_budget_tokens", "prefix_caching"),
     [
-        pytest.param(1, False, marks=pytest.mark.campaign),
-        (7, True),
-        (64, True),
-        (1000, False),
+        *((family, *budget) for family in PAGED for budget in BUDGETS),
+        *(pytest.param(family, 1, False, marks=pytest.mark.campaign) for family in ONE_BY_ONE),
     ],
 )
-@pytest.mark.parametrize("family", PAGED)
 def test_the_engine_yields_the_tokens_of_generate(
     family: str, num_budget_tokens: int, prefix_caching: bool, load_family: LoadFamily
 ) -> None:
