@@ -213,7 +213,7 @@ def test_a_model_gives_the_same_tokens_by_triton(
         )
         model = paged(load_model(options, said.append))
         has_stack.append(model.stack is not None)
-        sequences = [make_sequence(p, max_tokens=4) for p in make_prompts([20, 5], VOCAB_SIZE)]
+        sequences = [make_sequence(p, max_tokens=3) for p in make_prompts([14, 5], VOCAB_SIZE)]
         outputs.append(run_to_end(model, sequences, chunk_tokens=9))
 
     assert outputs[0] == outputs[1]
