@@ -22,7 +22,7 @@ REFUSED = Call(ASK, 1.0, 0.0, status=429, reason="lane_full", retry_after_s=1.0)
 async def test_a_flood_without_settings_is_refused_in_order() -> None:
     """Some jobs are taken, the others and calls are told why and when to come; somebody who calls
     in the interactive lane is answered, and Redis stays within its memory."""
-    report = await run_flood(FloodOptions(num_jobs=2000, num_calls=40, job_tokens=100))
+    report = await run_flood(FloodOptions(num_jobs=800, num_calls=40, job_tokens=100))
 
     assert report.faults() == []
     answers = {(call.status, "" if call.is_admitted else call.reason) for call in report.jobs}
