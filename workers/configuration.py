@@ -19,21 +19,22 @@ FILE_NAME = "batching.yaml"
 
 
 class ConfigurationError(Exception):
-    """The file cannot be used. One line per error: file, line, key, what is wrong."""
+    """The file is invalid. The message has one line per error: file, line, key, reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
-    """The file's values as fields of EngineOptions; keys that are not in the file are absent."""
+    """The file's values, named as the fields of EngineOptions; without defaults."""
 
     values: Mapping[str, Any]
     version: str  # a hash of the values: comments, order and number format do not change it
 
     def apply(self, options: EngineOptions) -> EngineOptions:
-        """Applies the file's values, except to options that differ from their default."""
+        """Applies the file's values, except to options that the command line has changed from their
+        defaults."""
         default = EngineOptions(model_path="")
-        said = {name for name in self.values if getattr(options, name) != getattr(default, name)}
-        values = {name: value for name, value in self.values.items() if name not in said}
+        is_set = {name for name in self.values if getattr(options, name) != getattr(default, name)}
+        values = {name: value for name, value in self.values.items() if name not in is_set}
         return msgspec.structs.replace(options, **values, batching_version=self.version)
 
 
@@ -60,9 +61,9 @@ def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
         values = {} if root is None else reader.mapping(root, "", _FILE)
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark else 1
-        raise ConfigurationError(f"{file_name}:{line}: no YAML: {exc.problem}") from exc
+        raise ConfigurationError(f"{file_name}:{line}: not YAML: {exc.problem}") from exc
     except yaml.YAMLError as exc:
-        raise ConfigurationError(f"{file_name}:1: no YAML: {exc}") from exc
+        raise ConfigurationError(f"{file_name}:1: not YAML: {exc}") from exc
     finally:
         loader.dispose()
     if reader.errors:
@@ -81,7 +82,7 @@ _OPTION_NAMES = {
 
 
 class _Wrong(Exception):
-    """A value does not fit its key; the message completes a sentence."""
+    """A value is invalid for its key. The message follows the key's name."""
 
 
 # A check of the parsed value, or a function of reader, node and key path.
@@ -90,7 +91,7 @@ Rule = Callable[["_Reader", yaml.Node, str], Any]
 
 
 class _Reader:
-    """Walks the file's YAML nodes, which know their lines, and collects errors."""
+    """Reads YAML nodes, which have line numbers, and collects errors."""
 
     def __init__(self, loader: yaml.SafeLoader, file_name: str) -> None:
         self._loader = loader
@@ -123,7 +124,7 @@ class _Reader:
         for key_node, value_node in node.value:
             key = str(self.value(key_node))
             if key in found:
-                self.complain(key_node, _join(path, key), "is there twice")
+                self.complain(key_node, _join(path, key), "duplicate key")
             found[key] = key, key_node, value_node
         return list(found.values())
 
@@ -189,7 +190,7 @@ def _edges(value: Any) -> tuple[int, ...]:
     for edge in edges:
         _integer(1)(edge)
     if any(low >= high for low, high in pairwise(edges)):
-        raise _Wrong(f"must ascend, not {value!r}")
+        raise _Wrong(f"must be in ascending order, not {value!r}")
     return tuple(edges)
 
 
@@ -202,14 +203,14 @@ def _strategy_name(value: Any) -> StrategyName:
 
 
 def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
-    """Accepts a name, or a mapping of a name and its parameters."""
+    """Accepts a name, or a mapping with a name and parameters."""
     if isinstance(node, yaml.ScalarNode):
         return StrategyOptions(name=_strategy_name(reader.value(node)))
     values = reader.mapping(node, path, _STRATEGY)
     name = values.get("name", "continuous")
     for key, key_node, _ in reader.items(node, path):
         if key in _STRATEGY and key not in _PARAMETERS[name]:
-            reader.complain(key_node, _join(path, key), f"is no parameter of {name} batching")
+            reader.complain(key_node, _join(path, key), f"not a parameter of {name} batching")
     return StrategyOptions(**values)
 
 

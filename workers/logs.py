@@ -1,10 +1,10 @@
-"""Stamps log lines with the batching configuration, and logs repeated errors once."""
+"""Adds the version of batching.yaml to log lines, and logs repeated errors once."""
 
 import logging
 
 
 class _Stamp(logging.Filter):
-    """Adds `batching=<version>` to a log line if there is a version."""
+    """Adds `batching=<version>` to each log line if there is a version."""
 
     version = ""
 
@@ -15,29 +15,29 @@ class _Stamp(logging.Filter):
         return True
 
 
-class Complaint:
-    """Logs an error that repeats only once, until it changes."""
+class ErrorOnce:
+    """Logs an error once, and again only if its message has changed."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log = log
         self._what = what
-        self._said = ""
+        self._last = ""
 
     def note(self, exc: Exception) -> None:
-        if str(exc) != self._said:
+        if str(exc) != self._last:
             self._log.error("%s: %s", self._what, exc)
-        self._said = str(exc)
+        self._last = str(exc)
 
     def clear(self) -> None:
-        """The last try succeeded."""
-        self._said = ""
+        """Logs the next error in any case: the last call succeeded."""
+        self._last = ""
 
 
 _stamp = _Stamp()
 
 
 def stamp(batching_version: str) -> None:
-    """Adds this version to all further log lines of the process; empty: none."""
+    """Adds this version to all later log lines of the process; '' adds none."""
     _stamp.version = batching_version
     for handler in logging.getLogger().handlers:
         if _stamp not in handler.filters:

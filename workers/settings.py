@@ -1,4 +1,4 @@
-"""How a worker runs: read once at the edge, frozen."""
+"""Settings of a worker, from its command line."""
 
 import os
 import secrets
@@ -16,37 +16,37 @@ VLLM_ENGINE = "workers.vllm_engine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker: a supervisor and its engine process. Seconds, tokens."""
+    """One worker: a supervisor and its engine process. Times are in seconds."""
 
     redis_url: str
     served_model_name: str
     engine: EngineOptions
     namespace: str = "default"
     lanes: tuple[str, ...] = LANES
-    lease_s: float = 10.0  # a worker unheard of for so long loses its jobs
-    max_crashes: int = 3  # engines that a job may take down before it is poison
-    step_timeout_s: float = 300.0  # an engine with work that says nothing for so long is killed
-    drain_s: float = 30.0  # on SIGTERM, how long until this process has ended
-    drain_release_s: float = 10.0  # before that, what still runs is given back
-    spot_notice: str = ""  # a path or http:// address that tells when to drain; '': none
+    lease_s: float = 10.0  # a worker that sends nothing for so long loses its jobs
+    max_crashes: int = 3  # a job fails as poison when this many engines have died on it
+    step_timeout_s: float = 300.0  # an engine with work that sends nothing for so long is killed
+    drain_s: float = 30.0  # on SIGTERM, the process ends within so long
+    drain_release_s: float = 10.0  # so long before that, running jobs are released
+    spot_notice: str = ""  # a path or http:// address (see supervisor/spot_notice.py); '': none
     engine_module: str = "workers.engine_process.engine_loop"  # run as `python -m`
-    engine_python: str = ""  # the interpreter that runs it; '': the supervisor's
+    engine_python: str = ""  # the engine's interpreter; '': the supervisor's
     object_store: str = ""  # a directory or s3://…; '': none
     object_min_bytes: int = 16 * 1024  # results below this stay in Redis
-    batching_path: Path | None = None  # None: batching.yaml beside the model, if it is there
-    metrics_port: int | None = None  # of its page of metrics, on loopback; None: none
+    batching_path: Path | None = None  # None: batching.yaml beside the model, if it exists
+    metrics_port: int | None = None  # serves metrics on loopback; None: not served
 
     def engine_options(self) -> EngineOptions:
-        """The engine's options with what batching.yaml says now. Raises ConfigurationError."""
-        from workers import configuration  # needs YAML, which a gateway does not have
+        """The engine's options with batching.yaml as it is now. Raises ConfigurationError."""
+        from workers import configuration  # needs PyYAML, which a gateway does not have
 
         path = self.batching_path or configuration.find(self.engine.model_path)
         return self.engine if path is None else configuration.load(path).apply(self.engine)
 
     def lane_terms(self, options: EngineOptions) -> dict[str, LaneTerms]:
-        """Priorities and minimum shares of the lanes that it takes jobs from, in claims' order.
+        """Priorities and minimum shares of the lanes to claim from, in the order of claims.
 
-        With the lanes that batching.yaml adds, unless the command line names some.
+        Includes the lanes that batching.yaml adds, unless the command line names lanes.
         """
         return lane_terms(self.lanes, options.lanes, adds_given=self.lanes == LANES)
 
@@ -56,10 +56,10 @@ class WorkerSettings:
 
     @property
     def self_fence_s(self) -> float:
-        """Without an answer from Redis for so long, a worker drops its jobs itself."""
+        """After so long without a renewal of its leases, a worker drops its jobs."""
         return 0.8 * self.lease_s
 
 
 def new_incarnation() -> str:
-    """Names one life of a worker: no two share it, not even on one host."""
+    """A new id for one run of a worker; unique over all hosts."""
     return f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -22,10 +22,11 @@ class ContinuousBatching:
 
 @dataclass(frozen=True, slots=True)
 class StaticBatching:
-    """Waits for `batch_size` sequences, or until the first has waited `max_wait_s`.
+    """Starts a batch of `batch_size` sequences, or a smaller one after the first has waited
+    `max_wait_s`.
 
-    `drain_share` shortens the tail: the next batch may start once no more than that share of
-    every batch before it still runs. At 0 each batch runs to its end alone.
+    The next batch starts when at most `drain_share` of every earlier batch still runs; at 0, when
+    the batch before has ended.
     """
 
     batch_size: int = 8
@@ -49,10 +50,10 @@ class StaticBatching:
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatching:
-    """Lets in a batch once it is full, or when `window_s` has passed since its first came.
+    """Starts a batch when it is full, or `window_s` after its first sequence arrived.
 
-    Batches run beside each other. With `bucket_edges`, say (64, 256), a batch holds prompts of
-    one bucket only (here up to 64, up to 256, and longer), which limits its padding.
+    Batches run concurrently. With `bucket_edges`, for example (64, 256), a batch contains prompts
+    of one bucket only (here up to 64 tokens, up to 256, and longer), which limits its padding.
     """
 
     batch_size: int = 8
@@ -71,7 +72,7 @@ class DynamicBatching:
         return lobby.first_since_s(lobby.waiting) + self.window_s if lobby.waiting else None
 
     def _buckets(self, lobby: Lobby) -> list[list[Sequence]]:
-        """The waiting by bucket, each in the policy's order, the one with the first first."""
+        """Waiting sequences by bucket, in the policy's order; the first sequence's bucket leads."""
         buckets: dict[int, list[Sequence]] = {}
         for sequence in lobby.waiting:
             bucket = bisect_left(self.bucket_edges, sequence.num_known)

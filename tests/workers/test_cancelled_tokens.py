@@ -56,7 +56,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     holding.jobs[job.id] = held
 
     def step(position: int) -> None:
-        keeper._take_in([TokenOut(job.id, claimed.epoch, 0, position, 97)])
+        keeper._receive([TokenOut(job.id, claimed.epoch, 0, position, 97)])
 
     step(0)
     await caller.has_output(job, 1)

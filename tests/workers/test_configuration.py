@@ -90,9 +90,9 @@ WRONG = [
     ("\nstrategy: continous\n",
      "batching.yaml:2: strategy: must be one of continuous, static, dynamic, not 'continous'"),
     ("strategy:\n  name: static\n  bucket_edges: [4]\n",
-     "batching.yaml:3: strategy.bucket_edges: is no parameter of static batching"),
+     "batching.yaml:3: strategy.bucket_edges: not a parameter of static batching"),
     ("strategy:\n  name: dynamic\n  bucket_edges: [8, 4]\n",
-     "batching.yaml:3: strategy.bucket_edges: must ascend, not [8, 4]"),
+     "batching.yaml:3: strategy.bucket_edges: must be in ascending order, not [8, 4]"),
     ("strategy:\n  name: dynamic\n  window_s: soon\n",
      "batching.yaml:3: strategy.window_s: must be seconds, at least 0, not 'soon'"),
     ("strategy:\n  name: static\n  padded: 1\n",
@@ -106,10 +106,10 @@ WRONG = [
      "batching.yaml:1: kv_high_water: must be over 0 and at most 1, not nan"),
     ("max_num_sequences: 4\n",
      "batching.yaml:1: max_num_sequences: unknown key; did you mean max_num_seqs?"),
-    ("max_num_seqs: 4\nmax_num_seqs: 5\n", "batching.yaml:2: max_num_seqs: is there twice"),
+    ("max_num_seqs: 4\nmax_num_seqs: 5\n", "batching.yaml:2: max_num_seqs: duplicate key"),
     ("- a\n", "batching.yaml:1: must be a mapping of keys to values"),
-    ("a: [1\nb: 2\n", "batching.yaml:2: no YAML: expected ',' or ']', but got ':'"),
-    ("a: 1\n--- \nb: 2\n", "batching.yaml:2: no YAML: but found another document"),
+    ("a: [1\nb: 2\n", "batching.yaml:2: not YAML: expected ',' or ']', but got ':'"),
+    ("a: 1\n--- \nb: 2\n", "batching.yaml:2: not YAML: but found another document"),
 ]  # fmt: skip
 
 
@@ -178,5 +178,5 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 
 def test_tags_build_no_objects() -> None:
     """The safe loader: a file is values, never code."""
-    with pytest.raises(ConfigurationError, match=r"batching\.yaml:1: no YAML"):
+    with pytest.raises(ConfigurationError, match=r"batching\.yaml:1: not YAML"):
         parse("token_budget: !!python/object/apply:os.getcwd []\n")

@@ -36,7 +36,7 @@ class Desk:
         publisher = Publisher(lane, self.holding, ResultKeeper(None, 0, lane))
         self.meter = Meter()
         parts = (settings, lane, self.engine, self.holding, publisher, self.meter)
-        self.hear: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._take_in
+        self.hear: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._receive
         self.appended: asyncio.Queue[tuple[Append, EngineLoad]] = asyncio.Queue()
         self._publishing = asyncio.create_task(publisher.run())
 

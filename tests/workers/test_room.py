@@ -84,15 +84,15 @@ def test_a_place_that_comes_free_is_given_away_at_the_last_call(holding: Holding
     job = start(holding, "ends", max_tokens=2, lane="interactive")
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
-    assert holding.rest_s(10.0, looked_s=9.0) == math.inf  # nothing ends with this step
+    assert holding.rest_s(10.0, checked_s=9.0) == math.inf  # nothing ends with this step
     job.take(TokenOut("ends", 1, 0, 0, 97))
-    last_call_s = holding.engine.steps.last_call_s
-    assert holding.rest_s(10.0, looked_s=9.0) == last_call_s - 10.0
+    claim_deadline_s = holding.engine.steps.claim_deadline_s
+    assert holding.rest_s(10.0, checked_s=9.0) == claim_deadline_s - 10.0
     assert places(holding, 10.0) == NUM_PLACES - 1
     assert places_of(holding, 10.0) == dict.fromkeys(TERMS, NUM_PLACES - 1)
-    assert places(holding, last_call_s) == NUM_PLACES
-    assert places_of(holding, last_call_s) == dict.fromkeys(TERMS, NUM_PLACES)
-    assert holding.rest_s(last_call_s, looked_s=last_call_s) == math.inf
+    assert places(holding, claim_deadline_s) == NUM_PLACES
+    assert places_of(holding, claim_deadline_s) == dict.fromkeys(TERMS, NUM_PLACES)
+    assert holding.rest_s(claim_deadline_s, checked_s=claim_deadline_s) == math.inf
 
 
 def test_a_last_call_that_passed_since_the_last_look_is_due(holding: Holding) -> None:
@@ -101,8 +101,8 @@ def test_a_last_call_that_passed_since_the_last_look_is_due(holding: Holding) ->
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
     job.take(TokenOut("ends", 1, 0, 0, 97))
-    last_call_s = holding.engine.steps.last_call_s
-    assert holding.rest_s(last_call_s + 0.001, looked_s=last_call_s - 0.001) < 0
+    claim_deadline_s = holding.engine.steps.claim_deadline_s
+    assert holding.rest_s(claim_deadline_s + 0.001, checked_s=claim_deadline_s - 0.001) < 0
 
 
 def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
@@ -110,7 +110,7 @@ def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
     holding.engine.forget()
-    assert holding.engine.steps.last_call_s == -math.inf
+    assert holding.engine.steps.claim_deadline_s == -math.inf
 
 
 def test_a_choice_that_has_ended_leaves_its_tokens(holding: Holding) -> None:

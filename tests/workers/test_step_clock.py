@@ -18,39 +18,39 @@ def clock() -> StepClock:
 def test_the_last_call_comes_before_the_step_ends(clock: StepClock) -> None:
     """A tenth of a step of a second before, so that the engine hears of it in time."""
     clock.begin(10.0)
-    assert clock.last_call_s == pytest.approx(10.9)
+    assert clock.claim_deadline_s == pytest.approx(10.9)
 
 
 def test_nothing_waits_without_a_step_or_its_length(clock: StepClock) -> None:
     """Between two steps, and in the first: what can be claimed is claimed at once."""
-    assert clock.last_call_s == -math.inf
+    assert clock.claim_deadline_s == -math.inf
     unknown = StepClock()
     unknown.begin(10.0)
-    assert unknown.last_call_s == -math.inf
+    assert unknown.claim_deadline_s == -math.inf
     clock.begin(10.0)
     clock.end(1.0)
-    assert clock.last_call_s == -math.inf
+    assert clock.claim_deadline_s == -math.inf
 
 
 def test_the_shortest_of_the_latest_steps_counts(clock: StepClock) -> None:
     """A call too early costs the turn of who comes after it, one too late a step of the place."""
     clock.end(3.0)
     clock.begin(10.0)
-    assert clock.last_call_s == pytest.approx(10.9)
+    assert clock.claim_deadline_s == pytest.approx(10.9)
     for _ in range(8):
         clock.end(3.0)
     clock.begin(20.0)
-    assert clock.last_call_s == pytest.approx(22.7)
+    assert clock.claim_deadline_s == pytest.approx(22.7)
 
 
 def test_slow_claims_are_made_earlier(clock: StepClock) -> None:
     """Three times what one took; a slow one is forgotten after some that were fast."""
     clock.note_claim(0.2)
     clock.begin(10.0)
-    assert clock.last_call_s == pytest.approx(10.4)
+    assert clock.claim_deadline_s == pytest.approx(10.4)
     for _ in range(20):
         clock.note_claim(0.001)
-    assert clock.last_call_s == pytest.approx(10.9)
+    assert clock.claim_deadline_s == pytest.approx(10.9)
 
 
 def test_short_steps_wait_for_nobody() -> None:
@@ -58,4 +58,4 @@ def test_short_steps_wait_for_nobody() -> None:
     clock = StepClock()
     clock.end(0.01)
     clock.begin(10.0)
-    assert clock.last_call_s < 10.0
+    assert clock.claim_deadline_s < 10.0

@@ -39,7 +39,7 @@ async def test_whoever_speaks_does_not_hang() -> None:
         nonlocal looks
         looks += 1
         if looks <= 30:
-            watchdog.hear()
+            watchdog.reset()
         return True
 
     watchdog = Watchdog(LIMIT_S, has_work)

@@ -28,7 +28,7 @@ class CannotProfile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All results."""
+    """The results of `batchway profile`."""
 
     machine: Machine
     shape: Shape

@@ -1,4 +1,4 @@
-"""The bytes and operations that a step needs at least, from the model's tensors."""
+"""Lower bounds of the bytes and operations of a step, from the model's tensors."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -14,7 +14,7 @@ from workers.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder's sizes. Mixtures of experts count in full, though their steps need less."""
+    """A decoder's sizes. All experts of a mixture count, although a step uses only some."""
 
     weight_bytes: int  # read in a step: all but the embedding
     num_body_weights: int  # multiplied for each token
@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One step."""
+    """Bytes read and floating-point operations of one step."""
 
     num_bytes: int
     flops: int
@@ -55,7 +55,7 @@ def shape_of(runner: ModelRunner) -> Shape:
 
 
 def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
-    """Weights once, each sequence's KV once; operations of weights and attention."""
+    """Reads the weights once and each sequence's KV once; operations of weights and attention."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_rows = sum(chunk.samples for chunk in chunks)
     num_context = sum(chunk.start + chunk.num_tokens for chunk in chunks)
@@ -78,7 +78,7 @@ def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and the tensors of our own modules, packed or not."""
+    """Parameters, and other tensors of batchway's own modules, packed or not."""
     yield from module.parameters(recurse=False)
     for value in vars(module).values():
         if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""Results per class of step, their meaning, and advice. No torch."""
+"""Results of each class of step, and advice. Does not import torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-_NEAR = 0.5  # of the best possible: then this limits the step
+_NEAR = 0.5  # share of the best possible from which memory or compute limits a step
 _LARGE_GAP = 0.25
 
 
@@ -62,46 +62,45 @@ class ClassFinding:
 def advice(findings: tuple[ClassFinding, ...], is_gpu: bool) -> str:
     """One paragraph: what limits this engine, and which setting helps."""
     by_kind = {finding.kind: finding for finding in findings}
-    said = [_of_decode(by_kind["decode"], is_gpu)]
-    said += [_of_prefill(by_kind["prefill"])]
     mixed, decode = by_kind["mixed"], by_kind["decode"]
+    sentences = [_of_decode(decode, is_gpu), _of_prefill(by_kind["prefill"])]
     if mixed.step_s > 2 * decode.step_s:
-        said.append(
+        sentences.append(
             f"A step that also computes prompts takes {mixed.step_s / decode.step_s:.1f} times as "
-            "long as one of decoding alone, which streams feel: lower --max-num-batched-tokens, "
-            "or set prefill_share, where time between tokens matters more than the first token."
+            "long as one of decoding alone, so tokens arrive later: lower "
+            "--max-num-batched-tokens, or set prefill_share, where time between tokens matters more than the first token."
         )
     outside = max(findings, key=lambda finding: finding.outside_s / finding.step_s)
     if outside.outside_s > _LARGE_GAP * outside.step_s:
-        said.append(
+        sentences.append(
             f"{outside.outside_s / outside.step_s:.0%} of a {outside.kind} step passes outside of "
             "the model, in scheduling and bookkeeping: larger batches spread it over more tokens."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _of_decode(finding: ClassFinding, is_gpu: bool) -> str:
-    told = f"Decoding is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof. "
+    text = f"Decoding is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof. "
     match finding.bound:
         case Bound.MEMORY:
-            return told + (
+            return text + (
                 "Each step reads all weights for one token of each stream, so more streams are "
                 "nearly free: raise --max-num-seqs as far as KV memory and the time between "
                 "tokens allow; a smaller --dtype makes each step shorter."
             )
         case Bound.COMPUTE:
-            return told + (
-                "More streams make each step longer and put out no more: --max-num-seqs is high "
-                "enough. A faster device, or a smaller model, is what helps."
+            return text + (
+                "More streams make each step longer without more tokens per second: "
+                "--max-num-seqs is high enough. A faster device or a smaller model helps."
             )
     if finding.gap_share > _LARGE_GAP:
         waits = "the device waits for the host" if is_gpu else "Python runs between operators"
-        return told + (
+        return text + (
             f"In {finding.gap_share:.0%} of the time no operator ran: {waits}. More streams in a "
             "step are nearly free then: raise --max-num-seqs."
         )
     first = finding.operators[0]
-    return told + (
+    return text + (
         "Operators run nearly all the time, but at a fraction of what large ones reach here; "
         f"{first.name} takes {first.share:.0%} of it. More streams make its products larger, so "
         "raise --max-num-seqs while a step stays short enough for the time between tokens."
@@ -109,7 +108,7 @@ def _of_decode(finding: ClassFinding, is_gpu: bool) -> str:
 
 
 def _of_prefill(finding: ClassFinding) -> str:
-    told = f"Prefill is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof"
+    text = f"Prefill is bound by {finding.bound}, at {finding.efficiency:.0%} of the roof"
     if finding.bound is Bound.COMPUTE:
-        return told + ": as it should be; only fewer prompt tokens help, by the prefix cache."
-    return told + ": longer chunks would use the device better, by --max-num-batched-tokens."
+        return text + ", the best case; only fewer prompt tokens help, through the prefix cache."
+    return text + ": longer chunks would use the device better, by --max-num-batched-tokens."

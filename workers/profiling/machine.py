@@ -1,6 +1,5 @@
 """Measures this machine's limits: bytes read and operations per second."""
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ _GPU_READ_BYTES = 2 * 2**30
 _COLUMNS = 8192
 _GEMM_SIZE = 2048
 _GPU_GEMM_SIZE = 8192
-_TIMES = 7  # the best of several
+_TIMES = 7  # the shortest is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +26,20 @@ class Machine:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Takes some seconds, once in a process."""
-    return _measure(device, dtype, torch.get_num_threads())
-
-
-@functools.cache
-def _measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Machine:
+    """Measures with the current number of threads; takes some seconds."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Machine(
         name,
         str(dtype).removeprefix("torch."),
-        num_threads,
+        torch.get_num_threads(),
         _bytes_per_s(device, dtype),
         _flops_per_s(device, dtype),
     )
 
 
 def _bytes_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """By a matrix-vector product or by a copy, as some processors' products are slow. On a CPU,
-    measure bandwidth in float32; half precision is compute-bound."""
+    """The faster of a matrix-vector product and a copy, as products are slow on some processors.
+    On a CPU, measure bandwidth in float32; half precision is compute-bound."""
     if device.type == "cpu":
         dtype = torch.float32
     num_bytes = _GPU_READ_BYTES if device.type == "cuda" else _READ_BYTES

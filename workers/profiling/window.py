@@ -1,7 +1,7 @@
-"""Runs an engine through steps of each class: timed, then under torch's profiler.
+"""Runs an engine in steps of each class: timed, then under torch's profiler.
 
-Prefill: prompts that want one token each. Decode: only streams. Mixed: streams while prompts keep
-coming. Every prompt is different, so no prefix is cached.
+Prefill: prompts with one output token each. Decode: streams only. Mixed: streams, and a new prompt
+in each step. Every prompt is different, so no prefix is cached.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from workers.profiling.machine import Machine, synchronize
 
 KINDS = ("decode", "mixed", "prefill")
 _MAX_OPERATORS = 8
-_NATIVE = ("attend", "rms_norm", "rotate_and_keep", "silu_gate")  # our kernels, unknown to torch
+_NATIVE = ("attend", "rms_norm", "rotate_and_keep", "silu_gate")  # kernels that torch cannot name
 
 
 class Watched:
@@ -59,7 +59,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the steps consist of."""
+    """The requests of the steps."""
 
     num_streams: int
     num_prompt_tokens: int
@@ -67,7 +67,7 @@ class Load:
 
     @property
     def num_output_tokens(self) -> int:
-        """Enough for a stream to outlast all windows."""
+        """Enough for a stream to last for all windows."""
         return 6 * self.num_steps + 64
 
 
@@ -100,7 +100,7 @@ class Windows:
         num_steps: int,
         within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> _Steps:
-        """Runs `num` steps of this class within a context entered when they begin."""
+        """Runs `num_steps` steps of this class. Enters the context `within` when they begin."""
         steps = _Steps()
         self._prepare(kind)
         with within():
@@ -111,7 +111,7 @@ class Windows:
         return steps
 
     def _step(self, kind: str, steps: _Steps) -> None:
-        """One step; ignores the rare one of another class."""
+        """Runs one step; records it if it is of this class, as nearly all are."""
         started_s = time.perf_counter()
         report = self._engine.step()
         step_s = time.perf_counter() - started_s
@@ -125,7 +125,7 @@ class Windows:
             steps.flops.append(self._model.demand.flops)
 
     def _prepare(self, kind: str) -> None:
-        """Brings the streams to decoding."""
+        """Adds the streams and runs them to their first tokens."""
         if kind == "prefill":
             return
         num_first = 0
@@ -136,7 +136,7 @@ class Windows:
             num_first += sum(output.position == 0 for output in report.outputs)
 
     def _feed(self, kind: str) -> None:
-        """Adds one prompt per step to the streams; without streams, as many as fit."""
+        """Adds the prompts of a step: none, one, or as many as its budget holds."""
         num = {"decode": 0, "mixed": 1}.get(kind, -(-self._budget // self._load.num_prompt_tokens))
         for _ in range(num):
             self._add(1)
@@ -184,7 +184,7 @@ def find(
     trace_dir: Path | None,
 ) -> ClassFinding:
     """Times a class without the profiler, then profiles some of its steps."""
-    windows.run(kind, 2)  # excludes one-time costs
+    windows.run(kind, 2)  # one-time costs are not measured
     steps = windows.run(kind, num_steps)
     operators, gap_share = _look_inside(windows, kind, num_profiled, trace_dir)
     step_s, model_s = statistics.mean(steps.step_s), statistics.mean(steps.model_s)
@@ -226,7 +226,7 @@ def _look_inside(
 
 
 def _self_us(row: Any, is_gpu: bool) -> float:
-    """On a GPU, the kernels' own time; host operators would count it again."""
+    """On a GPU, the time of kernels only; host operators include it again."""
     if is_gpu:
         return float(row.self_device_time_total) if row.device_type == DeviceType.CUDA else 0.0
     return float(row.self_cpu_time_total)
@@ -240,7 +240,7 @@ def _window_s(profiler: Any) -> float:
 
 @contextlib.contextmanager
 def named_native_kernels() -> Iterator[None]:
-    """Names our kernels for torch's profiler, which knows only torch's operators."""
+    """Shows batchway's kernels in torch's profiler, which records only torch's operators."""
     originals = {name: getattr(Kernels, name) for name in _NATIVE}
     for name, original in originals.items():
         setattr(Kernels, name, _recorded(f"batchway::{name}", original))

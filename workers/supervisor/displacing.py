@@ -1,6 +1,6 @@
-"""How many jobs of each lane a worker has room for, when urgent lanes may displace others.
+"""How many jobs of each lane a worker has room for, if urgent lanes may displace others.
 
-Counts places and tokens only; workers/engine/admission_check.py does the displacing.
+Counts places and tokens only; workers/engine/admission_check.py displaces sequences.
 """
 
 import math
@@ -27,16 +27,16 @@ def rooms_by_lane(
     waiting_lanes: Iterable[str],
     whole: LaneRoom,
 ) -> dict[str, LaneRoom]:
-    """Returns the lanes that have room, out of the worker's `whole` capacity.
+    """The room of each lane that has any. `whole`: the capacity of the worker.
 
     A lane may use whatever is not held. If it is more urgent than the least urgent lane that holds
     jobs, it may also use what that lane holds beyond its guaranteed share. The engine displaces
     from the least urgent lane first, so lanes in between count as held. A lane has no room while
-    the engine keeps a sequence of the same or a more urgent level waiting, so no worker hoards
-    jobs; displaced sequences of lower levels do not matter.
+    a sequence of the same or a more urgent level waits in the engine, so no worker hoards jobs.
+    Displaced sequences of less urgent levels do not count.
 
-    A lane without room reports `LaneRoom.fair`: places that a tenant below its equal share may take
-    from another tenant. A worker therefore holds at most twice its places.
+    A lane without room has `LaneRoom.fair`: a tenant below its share may take places from another
+    tenant. A worker therefore holds at most twice as many jobs as it has places.
     """
     held = list(held)
     waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
@@ -58,7 +58,7 @@ def rooms_by_lane(
 
 
 def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
-    """The lane's total (its `room` plus what it holds), and each tenant's part of it."""
+    """The lane's total (`room` plus what its jobs hold), and what each tenant holds of it."""
     num_jobs, num_tokens = room.max_jobs, room.max_tokens
     parts: dict[str, tuple[int, int]] = {}
     for job in held:
@@ -86,15 +86,17 @@ def _room(
             kept = _guaranteed(kept, lane.min_share, whole)
         num_jobs -= kept.max_jobs
         num_tokens -= kept.max_tokens
-    return LaneRoom(num_jobs, num_tokens, _num_owed(asking, terms, held, whole))
+    return LaneRoom(num_jobs, num_tokens, _num_deficit_places(asking, terms, held, whole))
 
 
-def _num_owed(
+def _num_deficit_places(
     asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
 ) -> int:
-    """How many of the lane's jobs may be claimed out of turn because the lane is owed its share. In
-    the lane that the engine displaces first, a job beyond the guaranteed places would be displaced
-    before it ran."""
+    """Places of the lane that may be filled out of turn because of a deficit of its share.
+
+    In the lane that the engine displaces first, a job beyond the guaranteed places would be
+    displaced before it ran.
+    """
     lane = terms[asking]
     others = [terms.get(name, UNKNOWN_LANE).priority for name in held if name != asking]
     is_first = lane.priority == min(other.priority for other in terms.values())
@@ -113,6 +115,6 @@ def _guaranteed(has: LaneRoom, min_share: float, whole: LaneRoom) -> LaneRoom:
 
 
 def _num_guaranteed(min_share: float, whole: LaneRoom) -> int:
-    """Places, rounded up past the share: with exactly the share, a lane could not make up for a
-    step in which one of its places was empty."""
+    """Places, always more than the exact share: with the exact share, a lane could not make up for
+    a step in which one of its places was empty."""
     return math.floor(min_share * whole.max_jobs) + 1 if min_share > 0 else 0

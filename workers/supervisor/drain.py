@@ -1,4 +1,4 @@
-"""How long running jobs may continue during a drain, and when the rest is released."""
+"""How long running jobs may continue during a drain, and when they are released."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ _MAX_RESERVE_SHARE = 1 / 3  # of a short budget, kept for releasing jobs
 
 
 class Drain:
-    """A drain, begun once by a signal, a spot notice or an order. Times are in seconds.
+    """A drain, begun by a signal, a spot notice or an order. Times are in seconds.
 
     Jobs that still run `release_s` before the end of the budget are released; with a short budget,
     after two thirds of it.
@@ -24,7 +24,7 @@ class Drain:
         self._over_at_s = 0.0
 
     def begin(self) -> bool:
-        """Returns False if it had begun before: the budget is not granted twice."""
+        """Begins the drain. Returns False if it has begun before; the budget is not extended."""
         if self.begun.is_set():
             return False
         self._over_at_s = self._clock_s() + self.budget_s
@@ -33,7 +33,7 @@ class Drain:
 
     @property
     def running_s(self) -> float:
-        """How long jobs may still run."""
+        """Time until running jobs are released."""
         return max(0.0, self.left_s - self.reserve_s)
 
     @property

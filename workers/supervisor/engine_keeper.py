@@ -1,8 +1,7 @@
 """Keeps an engine process running and handles its messages.
 
-When the process dies, or hangs and is killed, the jobs of its last step are blamed: each is then
-run alone, so that a job that kills engines is found without failing others. All other jobs are
-released.
+If the process dies, or hangs and is killed, the jobs of its last step are blamed: each then runs
+alone, which finds the job that kills engines without failing others. All other jobs are released.
 """
 
 import asyncio
@@ -58,34 +57,34 @@ class EngineKeeper:
     def __init__(
         self,
         settings: WorkerSettings,
-        lane: WorkerBroker,
+        broker: WorkerBroker,
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
         meter: Meter,
     ) -> None:
         self._settings = settings
-        self._lane = lane
+        self._broker = broker
         self._engine = engine
         self._holding = holding
         self._publisher = publisher
         self._meter = meter
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
-        self._frees_place = False  # the current step frees a place: claim as soon as it ends
+        self._frees_place = False  # whether the current step frees a place: claim when it ends
         self.tokenizer: Tokenizer | None = None
 
     async def run(self) -> None:
-        """Runs until it raises EngineRefused."""
+        """Runs until cancelled. Raises EngineRefused."""
         num_failed_starts = 0
         while True:
             client = await EngineClient.start(
                 self._settings.engine_module,
                 self._engine.options,
-                self._take_in,
+                self._receive,
                 self._settings.engine_python,
             )
             self._engine.client = client
-            await self._watched(client)
+            await self._wait_for_end(client)
             status = await client.stop()
             num_failed_starts = 0 if self._engine.ready else num_failed_starts + 1
             running = self._engine.running
@@ -95,15 +94,15 @@ class EngineKeeper:
             self._meter.note_engine_failure()
             log.error("engine process ended status=%d jobs_held=%d", status, len(jobs))
             if num_failed_starts == _MAX_FAILED_STARTS:
-                raise EngineRefused("the engine process ends before it is ready: see above")
+                raise EngineRefused("the engine process ends before it is ready; the log says why")
             # If this fails, the leases expire.
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._give_up(jobs, running)
             await asyncio.sleep(_RESTART_S)
 
-    async def _watched(self, client: EngineClient) -> None:
+    async def _wait_for_end(self, client: EngineClient) -> None:
         """Waits for the engine to end; kills it if it hangs."""
-        self._watchdog.hear()
+        self._watchdog.reset()
         watching = asyncio.create_task(self._end_hanging(client))
         try:
             await client.end()
@@ -113,11 +112,11 @@ class EngineKeeper:
     async def _end_hanging(self, client: EngineClient) -> None:
         await self._watchdog.engine_hangs()
         limit_s, num_held = self._settings.step_timeout_s, len(self._holding.jobs)
-        log.error("no step ended in %.1f s: engine killed jobs_held=%d", limit_s, num_held)
+        log.error("engine killed: no message for %.1f s jobs_held=%d", limit_s, num_held)
         client.kill()
 
     def _engine_has_work(self) -> bool:
-        """Ignores complete jobs: they wait for Redis, not for the engine."""
+        """Whether a job needs the engine; complete jobs only wait for Redis."""
         return any(not job.is_complete for job in self._holding.jobs.values())
 
     async def _give_up(self, jobs: list[HeldJob], running: frozenset[str]) -> None:
@@ -125,18 +124,18 @@ class EngineKeeper:
         blamed = [job for job in jobs if job.job.id in running]
         innocent = [job for job in jobs if job.job.id not in running]
         if innocent:
-            await self._lane.release([Release(j.job.id, j.epoch, "drain") for j in innocent])
+            await self._broker.release([Release(j.job.id, j.epoch, "drain") for j in innocent])
         if blamed:
             log.warning("blamed jobs=%s", ",".join(job.job.id for job in blamed))
-            await self._lane.blame([Blame(j.job.id, j.epoch, _about(j)) for j in blamed])
+            await self._broker.blame([Blame(j.job.id, j.epoch, _about(j)) for j in blamed])
 
-    def _take_in(self, messages: list[FromEngine]) -> None:
-        self._watchdog.hear()
-        *said, last = messages
-        for message in said:
+    def _receive(self, messages: list[FromEngine]) -> None:
+        self._watchdog.reset()
+        *earlier, last = messages
+        for message in earlier:
             self._take(message)
         if isinstance(last, EngineLoad):
-            # Publish the step's tokens first: the bookkeeping takes longer.
+            # Publish the step's tokens first, as recording the step takes longer.
             asyncio.get_running_loop().call_soon(self._take_load, last)
         else:
             self._take(last)
@@ -152,7 +151,7 @@ class EngineKeeper:
                 self._engine.steps.begin(time.monotonic())
                 self._holding.spans.note_running(job_ids)
             case JobFailed(_, _, ErrorCode.DEADLINE, _):
-                pass  # Redis decides when a job expires; the sweep reports it
+                pass  # the sweep of Redis ends expired jobs
             case PromptLogprobs(job_id, epoch):
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     job.take_prompt(message)
@@ -184,13 +183,13 @@ class EngineKeeper:
             self._engine.steps.begin(time.monotonic())
 
     def _take_output(self, out: TokenOut | ChoiceEnded) -> None:
-        """Records one choice's output and tells the engine if it must stop."""
+        """Records output of one choice. Stops the choice in the engine after a stop string."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
             if isinstance(out, TokenOut):
                 self._holding.count_late(out.job_id, out.epoch)
             return
-        num_going_on = job.num_going_on
+        num_continuing = job.num_continuing
         try:
             is_stopped = job.take(out)
         except Exception as exc:  # fails this job only
@@ -202,14 +201,14 @@ class EngineKeeper:
             self._meter.note_token(job, out.choice)
             self._holding.spans.note_token(job)
         self._publisher.note(job)
-        if job.num_going_on < num_going_on:
+        if job.num_continuing < num_continuing:
             self._frees_place = True
         if is_stopped:
             self._engine.send([StopChoice(out.job_id, out.epoch, out.choice)])
 
 
 def _about(job: HeldJob) -> str:
-    """What may be kept about a job that killed an engine: sizes and a hash, never its text."""
+    """Describes a job that killed an engine, as JSON: sizes and a hash, never text."""
     prompt_ids = list(itertools.chain.from_iterable(job.job.prompts))
     return json.dumps(
         {
@@ -226,27 +225,27 @@ def _about(job: HeldJob) -> str:
     )
 
 
-_NUM_LOOKS = 10
+_NUM_CHECKS = 10
 
 
 class Watchdog:
     """Waits for an engine that has work but sends nothing for `limit_s` seconds.
 
-    Counts wake-ups instead of reading the clock, because a suspended machine gives the engine no
-    time either.
+    Counts its own wake-ups instead of reading the clock: while the machine is suspended, the engine
+    does not run either.
     """
 
     def __init__(self, limit_s: float, has_work: Callable[[], bool]) -> None:
-        self._every_s = limit_s / _NUM_LOOKS
+        self._interval_s = limit_s / _NUM_CHECKS
         self._has_work = has_work
         self._num_silent = 0
 
-    def hear(self) -> None:
-        """The engine sent a message."""
+    def reset(self) -> None:
+        """Starts the count again: the engine sent a message."""
         self._num_silent = 0
 
     async def engine_hangs(self) -> None:
-        """Returns once the engine hangs."""
-        while self._num_silent < _NUM_LOOKS:
-            await asyncio.sleep(self._every_s)
+        """Returns when the engine hangs."""
+        while self._num_silent < _NUM_CHECKS:
+            await asyncio.sleep(self._interval_s)
             self._num_silent = self._num_silent + 1 if self._has_work() else 0

@@ -1,6 +1,6 @@
-"""A job that this worker holds: the text of its choices, and output not yet in the log.
+"""A job that this worker holds: turns the engine's tokens into text and log events.
 
-Knows neither Redis nor the engine: tokens go in, log events come out.
+Uses neither Redis nor the engine.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from workers.supervisor.text import ChoiceText
 
 @dataclass(slots=True)
 class _Choice:
-    """Output of one choice that has not been logged yet."""
+    """One choice: all its tokens, and the output that is not logged yet."""
 
     text: ChoiceText
-    token_ids: list[int]  # all output
+    token_ids: list[int]  # logged or not
     finish_reason: FinishReason | None = None
     num_logged: int = 0
     new_text: str = ""
@@ -28,7 +28,7 @@ class _Choice:
     has_news: bool = False
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """Adds a token and returns the text it releases. A stop token's own text is not shown."""
+        """Adds a token and returns the text it releases. A stop token has no text."""
         self.token_ids.append(token_id)
         if finish_reason is FinishReason.STOP:
             return self.end(finish_reason)
@@ -48,12 +48,12 @@ class _Choice:
 class _Scores:
     """Log probabilities of one prompt: how many are logged, and those that are not."""
 
-    num_missing: int  # of those requested
+    num_missing: int  # requested and not yet computed
     num_logged: int = 0
     new: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Skips what is already known: an engine repeats it after a preemption or a resume."""
+        """Adds scores; ignores known ones, which an engine repeats after a preemption or resume."""
         next_position = 1 + self.num_logged + len(self.new)
         assert start <= next_position, "the engine skipped a position"
         unknown = logprobs[next_position - start :]
@@ -78,14 +78,14 @@ class HeldJob:
     def __init__(self, claimed: Claimed, tokenizer: Tokenizer) -> None:
         params = claimed.job.params
         self.job = claimed.job
-        self.lane = claimed.job.lane  # until its caller moves it
+        self.lane = claimed.job.lane  # its caller may change it
         self.epoch = claimed.epoch
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone
-        self.was_kept = False  # its log was offered to the object store
-        self.is_being_kept = False  # the store has not answered yet
-        self.result: ObjectRef | None = None  # where the store put it
-        self.token_times_s: dict[int, float] = {}  # by choice: its last token (engine clock)
+        self.was_stored = False  # storing its result was begun
+        self.is_storing = False  # the object store has not answered yet
+        self.result: ObjectRef | None = None  # the stored result
+        self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._deadline_s = claimed.deadline_s
         self._cost_tokens = claimed.cost_tokens
         prompts, asks = self.job.prompts, params.prompt_logprobs is not None
@@ -126,7 +126,7 @@ class HeldJob:
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended; only logging remains."""
+        """Whether every choice has ended; only logging remains."""
         # These run for every job in every step: loops and lists are faster than generators here.
         for choice in self._choices:  # noqa: SIM110
             if choice.finish_reason is None:
@@ -144,7 +144,7 @@ class HeldJob:
         return sum([choice.finish_reason is None for choice in self._choices])
 
     @property
-    def num_going_on(self) -> int:
+    def num_continuing(self) -> int:
         """Choices that need a place in the next step. Excludes choices whose final token is being
         computed. A choice without output counts, because its prompt may take several steps."""
         most, num = self.job.params.max_tokens, 0
@@ -161,12 +161,12 @@ class HeldJob:
                 return True
         for choice in self._choices:
             if choice.has_news:
-                return not self._scores or bool(self._speaking())
+                return not self._scores or bool(self._loggable_choices())
         return False
 
-    def _speaking(self) -> list[int]:
+    def _loggable_choices(self) -> list[int]:
         """The choices with output to log. Output waits until its whole prompt is scored, so that
-        the prompt's events come first in the log."""
+        the prompt's events precede it in the log."""
         with_news = [index for index, choice in enumerate(self._choices) if choice.has_news]
         if not self._scores or self.is_complete:
             return with_news
@@ -206,8 +206,8 @@ class HeldJob:
         )
 
     def take(self, out: TokenOut | ChoiceEnded) -> bool:
-        """Takes engine output. Returns True if it completes a stop string: the engine must then be
-        stopped, as it sees no text."""
+        """Takes engine output. Returns whether it completes a stop string: the caller must stop the
+        choice in the engine, which has no text."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
             return False  # computed before the engine received the stop
@@ -221,8 +221,8 @@ class HeldJob:
             choice.new_logprobs.append(out.logprob)
         return choice.text.is_stopped
 
-    def take_prompt(self, said: PromptLogprobs) -> None:
-        self._scores[said.prompt].take(said.start, said.logprobs)
+    def take_prompt(self, message: PromptLogprobs) -> None:
+        self._scores[message.prompt].take(message.start, message.logprobs)
 
     def take_event(self) -> tuple[Prompt | Tokens | None, int]:
         """The unlogged output as one event, and its number of output tokens. Prompt scores come
@@ -231,7 +231,7 @@ class HeldJob:
             if scores.new:
                 return scores.take_event(prompt), 0
         deltas, num_tokens = [], 0
-        for index in self._speaking():
+        for index in self._loggable_choices():
             choice = self._choices[index]
             num_tokens += len(choice.token_ids) - choice.num_logged
             deltas.append(self._take_delta(index, choice))

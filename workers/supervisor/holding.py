@@ -1,6 +1,6 @@
 """The jobs that this worker holds, and its connection to the engine that runs them.
 
-Shared by the supervisor's tasks; does not use Redis.
+The supervisor's tasks share both. Does not use Redis.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from workers.supervisor.speed import Speed
 from workers.supervisor.step_clock import StepClock
 
 # Most outputs end before their cap, and the engine can preempt. So a worker claims up to twice the
-# jobs that its KV cache could hold if every one of them ran to its cap.
+# tokens that its KV cache holds, counting each job up to its cap.
 _OVERCOMMIT = 2
 _MAX_CLAIM = 64  # jobs per call
 _MAX_EPOCHS = 10_000  # remembered at most
-_MAX_CANCELLED = 1024  # remembered at most, until the engine has stopped each
+_MAX_CANCELLED = 1024  # remembered at most
 _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 
@@ -70,7 +70,7 @@ class Holding:
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
-    _num_drained: int = 0  # of jobs that have left, less what others drained of those that came
+    _num_drained: int = 0  # served of jobs that left, less what others served before they came
     _cancelled: LRUCache[tuple[str, int], bool] = field(
         default_factory=lambda: LRUCache(_MAX_CANCELLED)
     )
@@ -78,15 +78,15 @@ class Holding:
     _epochs: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_MAX_EPOCHS))
 
     def start(self, job: HeldJob, *, is_first: bool = False) -> None:
-        """Holds a job. `is_first`: no worker has run it before."""
+        """Adds a job. `is_first`: no worker has run it before."""
         self.jobs[job.job.id] = job
         self.spans.note_claim(job, is_first=is_first)
         self._num_drained -= job.num_drained
         self._epochs[job.job.id] = job.epoch
 
     def has_started(self, job_id: str, epoch: int) -> bool:
-        """Whether the job was started here under this or a later epoch: output of that run may
-        still arrive, and its epoch would look valid."""
+        """Whether the job was started here under this or a later epoch. Output of that run may
+        still arrive and would seem to belong to the new run."""
         return epoch <= self._epochs.get(job_id, 0)
 
     def get(self, job_id: str, epoch: int) -> HeldJob | None:
@@ -100,7 +100,7 @@ class Holding:
         return self._num_drained + sum(job.num_drained for job in self.jobs.values())
 
     def end(self, job: HeldJob, status: JobStatus | str, num_unlogged: int = 0) -> None:
-        """Drops a job that was ended elsewhere; `num_unlogged` of its tokens were refused."""
+        """Drops a job that ended in Redis. `num_unlogged`: tokens of its refused append."""
         if status == JobStatus.CANCELLED:
             self.tokens_after_cancel += num_unlogged
             if self.get(job.job.id, job.epoch) is not None:
@@ -125,7 +125,7 @@ class Holding:
         self.job_left.set()
 
     def clear(self) -> list[HeldJob]:
-        """Forgets and returns all jobs, without telling the engine."""
+        """Forgets and returns all jobs without stopping them in the engine."""
         jobs = list(self.jobs.values())
         self._num_drained = self.num_drained
         for job in jobs:
@@ -140,23 +140,23 @@ class Holding:
         ready = self.engine.ready
         return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
 
-    def rest_s(self, now_s: float, looked_s: float) -> float:
-        """Seconds until the last call for places that the current step frees; infinite if it frees
-        none, or if room was already looked for after that call, at `looked_s`."""
-        last_call_s = self.engine.steps.last_call_s
-        has_ending = any(job.num_going_on < job.num_open for job in self.jobs.values())
-        return last_call_s - now_s if has_ending and looked_s < last_call_s else math.inf
+    def rest_s(self, now_s: float, checked_s: float) -> float:
+        """Seconds until the places that the current step frees must be claimed; infinite if it
+        frees none, or if room was checked after that time, at `checked_s`."""
+        claim_deadline_s = self.engine.steps.claim_deadline_s
+        has_ending = any(job.num_continuing < job.num_open for job in self.jobs.values())
+        return claim_deadline_s - now_s if has_ending and checked_s < claim_deadline_s else math.inf
 
     def room(self, now_s: float) -> LaneRoom | None:
-        """What this worker could start now; None if it should wait. After the last call of a step,
-        the places that the step frees count as room."""
+        """What this worker could start now; None if it should not claim. After the claim deadline
+        of a step, the places that the step frees count as room."""
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
         max_jobs = self.engine.options.max_num_seqs
         if not self.jobs:
-            # Claim a job even if it can never fit: the engine refuses it, which is better than
-            # waiting.
+            # An idle worker claims a job of any size. The engine fails a job that can never fit,
+            # which would otherwise wait for ever.
             return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
         if any(job.is_alone for job in self.jobs.values()):
             return None
@@ -186,9 +186,9 @@ class Holding:
         }
 
     def _places(self, now_s: float) -> dict[str, int]:
-        """Places each job occupies; after the last call, its places in the next step."""
-        if now_s >= self.engine.steps.last_call_s:
-            return {job_id: job.num_going_on for job_id, job in self.jobs.items()}
+        """Places that each job occupies; after the claim deadline, its places in the next step."""
+        if now_s >= self.engine.steps.claim_deadline_s:
+            return {job_id: job.num_continuing for job_id, job in self.jobs.items()}
         return {job_id: job.num_open for job_id, job in self.jobs.items()}
 
     @property

@@ -1,6 +1,6 @@
-"""Trace spans of the jobs that a worker runs: queue, prefill, decode, publish. No content.
+"""Trace spans of the jobs that a worker runs: queue, prefill, decode, publish. Without content.
 
-Collects figures while a job runs and creates the spans when it leaves.
+Times and counts are collected while a job runs; the spans are created when the worker drops it.
 """
 
 import time
@@ -15,12 +15,12 @@ from workers.supervisor.held_job import HeldJob
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-MAX_CHUNKS = 64  # events of a prefill span
+_MAX_CHUNKS = 64  # events of a prefill span
 
 
 @dataclass(slots=True)
-class _Course:
-    """Figures of one traced job. Nanoseconds of the wall clock; 0: not yet."""
+class _JobRecord:
+    """Times and counts of one traced job. Nanoseconds of the wall clock; 0: not yet."""
 
     job: HeldJob
     claimed_ns: int
@@ -43,7 +43,7 @@ class JobSpans:
     def __init__(self, tracing: Tracing, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracing = tracing
         self._now_ns = now_ns
-        self._courses: dict[tuple[str, int], _Course] = {}
+        self._records: dict[tuple[str, int], _JobRecord] = {}
 
     def note_claim(self, job: HeldJob, *, is_first: bool) -> None:
         """Starts recording a job; a first claim also ends its queue span."""
@@ -51,59 +51,59 @@ class JobSpans:
         if tracer is None or trace is None:
             return
         now_ns = self._now_ns()
-        course = _Course(job, now_ns, num_before=job.num_output_tokens)
-        self._courses[(job.job.id, job.epoch)] = course
+        record = _JobRecord(job, now_ns, num_before=job.num_output_tokens)
+        self._records[(job.job.id, job.epoch)] = record
         if is_first:
             _span(tracer, "queue", parent_of(trace.traceparent), trace.submitted_ns, now_ns,
                   {"batchway.lane": job.job.lane})  # fmt: skip
 
     def note_running(self, job_ids: Iterable[str]) -> None:
-        """Notes which jobs are in the step that begins."""
-        if self._courses:
+        """Records which jobs are in the step that begins."""
+        if self._records:
             ids = set(job_ids)
-            for (job_id, _), course in self._courses.items():
-                if job_id in ids and not course.computed_ns:
-                    course.computed_ns = self._now_ns()
+            for (job_id, _), record in self._records.items():
+                if job_id in ids and not record.computed_ns:
+                    record.computed_ns = self._now_ns()
 
     def note_token(self, job: HeldJob) -> None:
-        """Notes a token of the step whose load comes next."""
-        if self._courses and (course := self._courses.get((job.job.id, job.epoch))) is not None:
-            course.has_token = True
+        """Records a token; `note_step` for its step follows."""
+        if self._records and (record := self._records.get((job.job.id, job.epoch))) is not None:
+            record.has_token = True
 
     def note_step(self, load: EngineLoad) -> None:
-        for course in self._courses.values():
-            if not course.computed_ns:
+        for record in self._records.values():
+            if not record.computed_ns:
                 continue
             now_ns = self._now_ns()
-            if not course.first_ns and load.num_step_tokens:
-                course.num_chunks += 1
-                if len(course.chunks_ns) < MAX_CHUNKS:
-                    course.chunks_ns.append(now_ns)
-            if course.has_token:
-                course.has_token = False
-                course.first_ns = course.first_ns or now_ns
-                course.last_ns = now_ns
-                course.num_steps += 1
-                course.num_step_seqs += load.num_step_seqs
-                course.step_s += load.step_s
-                course.longest_step_s = max(course.longest_step_s, load.step_s)
+            if not record.first_ns and load.num_step_tokens:
+                record.num_chunks += 1
+                if len(record.chunks_ns) < _MAX_CHUNKS:
+                    record.chunks_ns.append(now_ns)
+            if record.has_token:
+                record.has_token = False
+                record.first_ns = record.first_ns or now_ns
+                record.last_ns = now_ns
+                record.num_steps += 1
+                record.num_step_seqs += load.num_step_seqs
+                record.step_s += load.step_s
+                record.longest_step_s = max(record.longest_step_s, load.step_s)
 
     def note_end(self, job: HeldJob, how: str) -> None:
-        """Turns the figures of a leaving job into spans."""
-        course = self._courses.pop((job.job.id, job.epoch), None)
-        if course is None or self._tracing.tracer is None or job.job.trace is None:
+        """Creates the spans of a job that leaves the worker. `how`: its status, or the reason."""
+        record = self._records.pop((job.job.id, job.epoch), None)
+        if record is None or self._tracing.tracer is None or job.job.trace is None:
             return
-        _emit(self._tracing.tracer, course, how, self._now_ns())
+        _emit(self._tracing.tracer, record, how, self._now_ns())
 
 
-def _emit(tracer: "Tracer", course: _Course, how: str, now_ns: int) -> None:
+def _emit(tracer: "Tracer", record: _JobRecord, how: str, now_ns: int) -> None:
     from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
-    job = course.job
+    job = record.job
     trace = job.job.trace
     assert trace is not None
     attributes = job_attributes(job.job)
-    num_tokens = job.num_output_tokens - course.num_before
+    num_tokens = job.num_output_tokens - record.num_before
     run = tracer.start_span(
         f"{attributes['gen_ai.operation.name']} {job.job.model}",
         parent_of(trace.traceparent),
@@ -116,26 +116,26 @@ def _emit(tracer: "Tracer", course: _Course, how: str, now_ns: int) -> None:
             "batchway.epoch": job.epoch,
             "batchway.end": how,
         },
-        start_time=course.claimed_ns,
+        start_time=record.claimed_ns,
     )
     if how == "failed":
         run.set_status(StatusCode.ERROR)
     within = set_span_in_context(run)
-    if course.computed_ns and course.first_ns:
-        prefill = {"batchway.chunks": course.num_chunks, "batchway.resumed_at": course.num_before}
-        chunks = [("chunk", at_ns) for at_ns in course.chunks_ns]
-        _span(tracer, "prefill", within, course.computed_ns, course.first_ns, prefill, chunks)
-    if course.num_steps:
+    if record.computed_ns and record.first_ns:
+        prefill = {"batchway.chunks": record.num_chunks, "batchway.resumed_at": record.num_before}
+        chunks = [("chunk", at_ns) for at_ns in record.chunks_ns]
+        _span(tracer, "prefill", within, record.computed_ns, record.first_ns, prefill, chunks)
+    if record.num_steps:
         decode = {
-            "batchway.steps": course.num_steps,
+            "batchway.steps": record.num_steps,
             "batchway.tokens": num_tokens,
-            "batchway.batch_size.mean": course.num_step_seqs / course.num_steps,
-            "batchway.step_s.mean": course.step_s / course.num_steps,
-            "batchway.step_s.max": course.longest_step_s,
+            "batchway.batch_size.mean": record.num_step_seqs / record.num_steps,
+            "batchway.step_s.mean": record.step_s / record.num_steps,
+            "batchway.step_s.max": record.longest_step_s,
         }
-        _span(tracer, "decode", within, course.first_ns, course.last_ns, decode)
+        _span(tracer, "decode", within, record.first_ns, record.last_ns, decode)
         published = {"batchway.events": job.next_number - 1}
-        _span(tracer, "publish", within, course.last_ns, now_ns, published)
+        _span(tracer, "publish", within, record.last_ns, now_ns, published)
     run.end(now_ns)
 
 

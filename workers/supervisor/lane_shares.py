@@ -1,7 +1,6 @@
-"""The lanes a worker claims from, most urgent first, and their guaranteed shares.
+"""The lanes that a worker claims from, most urgent first, and their guaranteed shares.
 
-The engine has its own copy for its steps (workers/engine/lanes.py), which the supervisor does not
-import.
+The engine has the same defaults (workers/engine/lanes.py); the supervisor does not import them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ _OTHERS_PRIORITY = _PRIORITY["standard"]
 
 @dataclass(frozen=True, slots=True)
 class LaneTerms:
-    """Lanes with the smallest priority are claimed first; the share is of claimed tokens."""
+    """The smallest priority is claimed first. The share is of claimed tokens, from 0 to 1."""
 
     priority: int
     min_share: float
@@ -28,10 +27,10 @@ UNKNOWN_LANE = LaneTerms(_OTHERS_PRIORITY, 0.0)  # as in the engine
 def lane_terms(
     served: Sequence[str], given: Sequence[LaneOptions], *, adds_given: bool
 ) -> dict[str, LaneTerms]:
-    """Terms by lane, in claiming order; lanes of equal priority keep the order of `served`.
+    """Terms by lane, in the order of claims; lanes of equal priority keep the order of `served`.
 
-    `adds_given`: also serve the lanes that the operator defined. If any share is given, the default
-    shares do not apply, as in the engine.
+    `given`: the lanes of batching.yaml; `adds_given`: whether to claim from all of them. If any
+    share is given, the default shares do not apply, as in the engine.
     """
     options = {lane.name: lane for lane in given}
     names = [*served, *(name for name in options if adds_given and name not in served)]

@@ -1,4 +1,4 @@
-"""Keeps a worker's leases: heartbeats, self-fencing, sweeps and control messages."""
+"""Renews a worker's leases: heartbeats, self-fencing, sweeps and control messages."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerCapacity, WorkerState
 from workers.ipc.messages import Ready, Reprioritise
-from workers.logs import Complaint
+from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
 from workers.supervisor.drain import Drain
 from workers.supervisor.holding import EngineLink, Holding
@@ -26,42 +26,42 @@ _MS = re.compile(r"-?[0-9]{1,16}", re.ASCII)
 
 
 class LeaseKeeper:
-    """The tasks that keep this worker's jobs its own."""
+    """The tasks by which this worker keeps, or drops, the leases of its jobs."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        lane: WorkerBroker,
+        broker: WorkerBroker,
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
         meter: Meter,
         drain: Drain,
-        on_order: Callable[[], None],
+        on_drain_order: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._lane = lane
+        self._broker = broker
         self._engine = engine
         self._holding = holding
         self._publisher = publisher
         self._meter = meter
         self._drain = drain
-        self._on_order = on_order  # starts a drain
+        self._on_drain_order = on_drain_order
         self._is_published = False
         self._control: asyncio.Queue[str] = asyncio.Queue()
 
     def duties(self) -> list[Coroutine[None, None, None]]:
-        """The tasks to run side by side for the worker's lifetime."""
+        """The coroutines to run concurrently while the worker lives."""
         return [
             self._beat(),
             self._watch_fence(),
             self._sweep(),
-            self._lane.listen(self._holding.wake, self._control),
-            self._hear(),
+            self._broker.listen(self._holding.wake, self._control),
+            self._handle_control(),
         ]
 
-    async def say_draining(self) -> None:
-        """Sends a heartbeat at once, so that gateways stop counting on this worker."""
+    async def report_draining(self) -> None:
+        """Sends a heartbeat at once, so that gateways stop counting this worker's capacity."""
         if self._engine.ready is not None and self._is_published:
             with contextlib.suppress(BrokerUnavailable, WireError):
                 await self._beat_once(self._engine.ready)
@@ -77,10 +77,10 @@ class LeaseKeeper:
                 try:
                     await self._beat_once(self._engine.ready)
                 except BrokerUnfit:
-                    raise  # Redis may not hold jobs, so this worker must stop
+                    raise  # this Redis must not hold jobs, so the worker ends
                 except (BrokerUnavailable, WireError) as exc:
                     log.warning("heartbeat failed: %s", exc)
-                    self._is_published = False  # Redis may come back empty
+                    self._is_published = False  # Redis may have lost its data
 
     async def _beat_once(self, ready: Ready) -> None:
         was_published, self._is_published = self._is_published, True
@@ -89,36 +89,37 @@ class LeaseKeeper:
         lanes = {name: lane.min_share for name, lane in terms.items()}
         if not was_published:
             try:
-                await self._lane.ensure_library()
-                await self._lane.publish_model(
+                await self._broker.ensure_library()
+                await self._broker.publish_model(
                     make_card(name, ready, tuple(lanes)), ready.tokenizer
                 )
-            except BrokerFull as exc:  # its functions still run, and free memory
+            except BrokerFull as exc:  # functions still run, and free memory
                 log.warning("model not published: %s", exc)
                 self._is_published = False
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
         state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
-        says = (self._info(), state, self._capacity(lanes), self.counted())
-        for job_id in await self._lane.heartbeat(held, *says):
+        report = (self._info(), state, self._capacity(lanes), self.counted())
+        for job_id in await self._broker.heartbeat(held, *report):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
-        if state == "up" and await self._lane.is_to_drain():
-            self._on_order()
+        if state == "up" and await self._broker.is_to_drain():
+            self._on_drain_order()
         if not was_published and self._is_published:
             kv_tokens = ready.num_blocks * ready.block_size
             log.info(
                 "ready model=%s incarnation=%s kv_tokens=%d",
                 name,
-                self._lane.incarnation,
+                self._broker.incarnation,
                 kv_tokens,
             )
 
     async def _watch_fence(self) -> None:
-        """Drops all jobs after most of a lease without an answer: another worker may hold them."""
+        """Drops all jobs before their leases expire, if Redis has not renewed them: another worker
+        may run them then."""
         while True:
-            silent_s = time.monotonic() - self._lane.last_contact_s
+            silent_s = time.monotonic() - self._broker.last_contact_s
             if self._holding.jobs and silent_s > self._settings.self_fence_s:
                 jobs = list(self._holding.jobs.values())
                 log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
@@ -128,20 +129,20 @@ class LeaseKeeper:
             await asyncio.sleep(self._settings.lease_s / 20)
 
     async def _sweep(self) -> None:
-        complaint = Complaint(log, "no sweep")
+        errors = ErrorOnce(log, "sweep failed")
         while True:
             try:
-                await self._lane.sweep()
-                complaint.clear()
+                await self._broker.sweep()
+                errors.clear()
             except BrokerUnavailable:
                 pass
             except (WireError, CommandDenied) as exc:
-                complaint.note(exc)
+                errors.note(exc)
             await asyncio.sleep(_SWEEP_S)
 
-    async def _hear(self) -> None:
-        """Acts on changes to held jobs before their next append reports them. Unknown messages are
-        ignored."""
+    async def _handle_control(self) -> None:
+        """Handles control messages: changes of held jobs arrive here earlier than in the reply to
+        an append. Ignores unknown messages."""
         while True:
             match (await self._control.get()).split():
                 case ["ended", job_id, status] if job_id in self._holding.jobs:
@@ -154,7 +155,7 @@ class LeaseKeeper:
                     deadline_s = int(deadline_ms) / 1000
                     self._engine.send([Reprioritise(job_id, epoch, lane, deadline_s)])
                 case ["drain"]:
-                    self._on_order()
+                    self._on_drain_order()
 
     def _capacity(self, lanes: Mapping[str, float]) -> WorkerCapacity:
         holding, speed, now_s = self._holding, self._engine.speed, time.monotonic()
@@ -162,7 +163,7 @@ class LeaseKeeper:
         return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
 
     def counted(self) -> dict[str, int]:
-        """What this worker has counted for metrics since it started."""
+        """Totals for metrics since this worker started."""
         counts = self._meter.counts
         counts.set_total("tokens_after_cancel_total", self._holding.tokens_after_cancel)
         return dict(counts.fields)

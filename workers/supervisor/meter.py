@@ -1,6 +1,6 @@
 """Counts the engine's steps for metrics.
 
-All times are from the engine's clock: clocks of two processes cannot be subtracted.
+All times are from the engine process's clock, as clocks of two processes are not comparable.
 """
 
 from contract.telemetry.counts import Counts
@@ -9,15 +9,15 @@ from workers.supervisor.held_job import HeldJob
 
 
 class Meter:
-    """Counts since the worker started; they survive the engine."""
+    """Counts since the worker started, over all its engine processes."""
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self._heard: list[tuple[HeldJob, int]] = []  # choices with a token in the current step
+        self._tokens: list[tuple[HeldJob, int]] = []  # choices with a token in the current step
 
     def note_token(self, job: HeldJob, choice: int) -> None:
-        """Notes a token of the step whose load comes next."""
-        self._heard.append((job, choice))
+        """Records a token; `note_step` for its step follows."""
+        self._tokens.append((job, choice))
 
     def note_step(self, load: EngineLoad) -> None:
         """Counts a step; ignores steps without tokens."""
@@ -40,18 +40,18 @@ class Meter:
         counts.add("prefix_cache_hits_total", value=load.num_prefix_hits)
 
     def note_engine_failure(self) -> None:
-        self._heard.clear()
+        self._tokens.clear()
         self.counts.add("engine_failures_total")
 
     def _note_intervals(self, ended_s: float) -> None:
-        """Groups equal gaps: most choices got their last token in the step before."""
+        """Counts the times between tokens; most are equal, and are counted together."""
         gaps: dict[tuple[str, float], int] = {}
-        for job, choice in self._heard:
+        for job, choice in self._tokens:
             last_s = job.token_times_s.get(choice)
             job.token_times_s[choice] = ended_s
             if last_s is not None:
                 gap = (job.job.lane, ended_s - last_s)
                 gaps[gap] = gaps.get(gap, 0) + 1
-        self._heard.clear()
+        self._tokens.clear()
         for (lane, gap_s), times in gaps.items():
             self.counts.observe("inter_token_latency_seconds", lane, value=gap_s, times=times)

@@ -1,6 +1,6 @@
-"""A worker's own page of metrics, `/metrics` on a port of its own. Counts, and no content.
+"""Serves a worker's metrics at `/metrics`: counts, no content.
 
-It asks for no key, so it listens on loopback alone. It ends with the worker.
+Requests need no key, so the server listens on loopback only.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ _HOST = "127.0.0.1"
 
 
 class MetricsUnservable(Exception):
-    """The page's address cannot be listened on."""
+    """The server cannot listen on its port."""
 
 
 class _Counted(Collector):
-    """What this worker has counted, as it is when the page is asked for."""
+    """Collects this worker's counts for each request."""
 
     def __init__(self, model: str, meter: Meter) -> None:
         self._model = model
         self._meter = meter
 
     def collect(self) -> Iterable[Metric]:
-        # A copy, because the server reads it in a thread of its own.
+        # A copy, because the server runs in another thread.
         fields = {self._model: dict(self._meter.counts.fields)}
         return counted_families(fields, Source.ENGINES)
 
 
 async def serve_metrics(settings: WorkerSettings, meter: Meter) -> None:
-    """Serves until cancelled, where the settings name a port. Raises MetricsUnservable."""
+    """Serves until cancelled, if the settings name a port. Raises MetricsUnservable."""
     port = settings.metrics_port
     if port is None:
         await asyncio.Event().wait()

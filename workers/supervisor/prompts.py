@@ -1,7 +1,8 @@
-"""Fetches prompts from the object store. Their jobs are held meanwhile, so that leases are renewed
-and room is kept. A prompt that cannot be fetched fails its own job only."""
+"""Fetches prompts from the object store. Jobs are held meanwhile, so their leases are renewed and
+their places are kept. A prompt that cannot be fetched fails only its job."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -26,18 +27,18 @@ _RETRY_S = 0.5
 
 
 class PromptFetcher:
-    """Calls `run` with each claim once its job has its prompt."""
+    """Calls `run` with each claim when its prompt is fetched."""
 
     def __init__(
         self,
         store: ObjectStore | None,
-        lane: WorkerBroker,
+        broker: WorkerBroker,
         holding: Holding,
         publisher: Publisher,
         run: Callable[[Claimed], Awaitable[None]],
     ) -> None:
         self._store = store
-        self._lane = lane
+        self._broker = broker
         self._holding = holding
         self._publisher = publisher
         self._run = run
@@ -45,7 +46,7 @@ class PromptFetcher:
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def begin(self, claimed: Claimed, place: HeldJob) -> None:
-        """Fetches a job's prompt; `place` is held for it meanwhile."""
+        """Fetches a job's prompt; holds `place` meanwhile."""
         self._holding.jobs[claimed.job.id] = place
         task = asyncio.create_task(self._fetch(claimed, place))
         self._tasks.add(task)
@@ -67,36 +68,36 @@ class PromptFetcher:
             self._publisher.fail(place, ErrorCode.PAYLOAD_LOST, "its prompt is lost")
         except PayloadUnavailable as exc:
             log.warning("no prompt job_id=%s: %s", job.id, exc)
-            await self._give_back(place)
+            await self._release(place)
         except BrokerUnavailable:
             self._holding.drop(place)  # its lease will expire
         except (CommandDenied, WireError) as exc:
             log.error("job dropped: %s job_id=%s", exc, job.id)
             self._holding.drop(place)
         except Exception as exc:  # the record or the prompt is invalid
-            log.error("not started: failed job_id=%s error=%s", job.id, type(exc).__name__)
+            log.error("job not started, failed job_id=%s error=%s", job.id, type(exc).__name__)
             self._publisher.fail(place, ErrorCode.POISON, "the job could not be started")
 
     async def _whole(self, job: Job) -> Job:
         """The job with its prompt. Raises PayloadError."""
         assert job.stored_prompt is not None
         if self._store is None:
-            raise PayloadUnavailable("this worker is given no object store")
-        for attempt in range(1, _ATTEMPTS + 1):
+            raise PayloadUnavailable("this worker has no object store")
+        for attempt in itertools.count(1):
             try:
                 data = await asyncio.to_thread(self._store.get, job.stored_prompt.ref)
-                return with_prompts(job, data)
+                break
             except PayloadUnavailable:
                 if attempt == _ATTEMPTS:
                     raise
                 await asyncio.sleep(_RETRY_S * attempt)
-        raise AssertionError("the last attempt returns or raises")
+        return with_prompts(job, data)
 
-    async def _give_back(self, place: HeldJob) -> None:
-        """Uses up an attempt; after the last one the job fails."""
+    async def _release(self, place: HeldJob) -> None:
+        """Releases the job at the cost of an attempt; after its last attempt the job fails."""
         text = "its prompt could not be read from the object store"
         release = Release(place.job.id, place.epoch, "error", ErrorCode.PAYLOAD_UNAVAILABLE, text)
         try:
-            await self._lane.release([release])
+            await self._broker.release([release])
         finally:
             self._holding.drop(place)

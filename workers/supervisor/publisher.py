@@ -1,7 +1,7 @@
 """Appends engine output to the jobs' logs, one call for all jobs.
 
-Output gathers while a call is under way, so a slow Redis makes larger events, not more calls. A
-call without an answer is repeated unchanged; event numbers make that harmless.
+Output accumulates during a call, so a slow Redis makes events larger, not calls more frequent. A
+call without an answer is repeated unchanged; event numbers prevent duplicates.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from workers.supervisor.worker_broker import WorkerBroker
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
-_MAX_ENDS = 8  # in one call: Redis packs each log, and other jobs' tokens wait meanwhile
+_MAX_ENDS = 8  # per call: Redis packs the log of each ended job, which delays other tokens
 
 
 class Publisher:
-    """Appends the output of held jobs, and drops jobs that have ended."""
+    """Appends the output of held jobs and drops jobs that have ended."""
 
-    def __init__(self, lane: WorkerBroker, holding: Holding, results: ResultKeeper) -> None:
-        self._lane = lane
+    def __init__(self, broker: WorkerBroker, holding: Holding, results: ResultKeeper) -> None:
+        self._broker = broker
         self._holding = holding
         self._results = results
         self._news: dict[str, HeldJob] = {}
@@ -36,7 +36,7 @@ class Publisher:
         self._generation = 0
 
     def note(self, job: HeldJob) -> None:
-        """The job has output, or an end, that is not in its log yet."""
+        """Schedules an append: the job has unlogged output or has ended."""
         self._news[job.job.id] = job
         self._has_news.set()
 
@@ -46,7 +46,7 @@ class Publisher:
         self.note(job)
 
     def clear(self) -> None:
-        """Forgets all output: the jobs are no longer ours to write."""
+        """Discards all output: this worker may no longer write to the jobs' logs."""
         self._news.clear()
         self._failures.clear()
         self._generation += 1
@@ -60,7 +60,7 @@ class Publisher:
                 await self._publish(jobs, items, self._generation)
 
     def _gather(self) -> tuple[list[HeldJob], list[Append]]:
-        """At most one event per job; the rest waits for the next call."""
+        """Takes at most one event per job; the rest waits for the next call."""
         jobs, items, num_ends = [], [], 0
         news, self._news = self._news, {}
         for job_id, job in news.items():
@@ -76,11 +76,11 @@ class Publisher:
                 self.note(job)
             elif job.is_complete:
                 if not self._results.is_due(job):
-                    fin = "" if job.is_being_kept else JobStatus.SUCCEEDED
+                    fin = "" if job.is_storing else JobStatus.SUCCEEDED
                 elif event is None:
                     self._results.begin(job, self.note)
                 else:
-                    self.note(job)  # after this event is in its log
+                    self.note(job)  # store the result after this event is logged
             num_ends += bool(fin)
             if event is not None or fin:
                 jobs.append(job)
@@ -94,7 +94,7 @@ class Publisher:
     async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:
         while generation == self._generation:
             try:
-                verdicts = await self._lane.append(items)
+                verdicts = await self._broker.append(items)
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -105,13 +105,13 @@ class Publisher:
                 if verdict is Verdict.OK and not item.fin:
                     job.next_number = number
                 else:
-                    await self._judge(job, item, verdict, number)
+                    await self._apply_verdict(job, item, verdict, number)
             return
 
     async def _publish_alone(
         self, jobs: list[HeldJob], items: list[Append], generation: int, exc: Exception
     ) -> None:
-        """Finds the job whose keys append cannot work with and drops it; its lease expires."""
+        """Appends job by job and drops the job whose append fails; its lease expires."""
         if len(jobs) == 1:
             log.error("job dropped: %s job_id=%s", exc, jobs[0].job.id)
             self._holding.drop(jobs[0])
@@ -119,13 +119,13 @@ class Publisher:
         for job, item in zip(jobs, items, strict=True):
             await self._publish([job], [item], generation)
 
-    async def _judge(
+    async def _apply_verdict(
         self, job: HeldJob, item: Append, verdict: Verdict | JobStatus, number: int
     ) -> None:
-        """Acts on one job's verdict, unless the job simply continues."""
+        """Handles the verdict of an append after which the job does not simply continue."""
         if verdict is Verdict.OK:
             job.next_number = number
-            assert item.fin, "it has ended"
+            assert item.fin, "only an ended job gets here"
             self._holding.drop(job, item.fin)
             return
         if isinstance(verdict, JobStatus):
@@ -133,15 +133,15 @@ class Publisher:
             return
         if verdict in (Verdict.GAP, Verdict.OVER):
             log.warning("append refused job_id=%s verdict=%s", job.job.id, verdict)
-            # If this fails, its lease expires.
+            # If this fails, the lease expires.
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
-                await self._lane.release([_give_back(job, verdict)])
+                await self._broker.release([_release_of(job, verdict)])
         self._holding.drop(job)
 
 
-def _give_back(job: HeldJob, verdict: Verdict) -> Release:
-    """Releases a job to where its log ends. Events that Redis lost are not the job's fault and cost
-    it no attempt; output beyond its cap is an error."""
+def _release_of(job: HeldJob, verdict: Verdict) -> Release:
+    """The release of a job whose append was refused. If Redis lost events, the job keeps its
+    attempt; output beyond its cap is an error."""
     if verdict is Verdict.GAP:
         return Release(job.job.id, job.epoch, "drain")
     message = "more output than its cap"

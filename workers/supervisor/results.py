@@ -1,7 +1,7 @@
 """Moves long results to the object store, and deletes objects that no job needs.
 
-A result is stored before its job ends; the end carries the pointer, so an object written by a
-fenced worker is never read. If the store does not answer, the log stays in Redis.
+A result is stored before its job ends. The end refers to the object, so an object written by a
+fenced worker is never read. If the store does not answer, the result stays in Redis.
 """
 
 import asyncio
@@ -24,31 +24,31 @@ from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
 
-_TOKEN_BYTES = 32  # lower bound per logged token
+_TOKEN_BYTES = 32  # of a logged token, at least
 _TIMEOUT_S = 10.0
-_MAX_AT_ONCE = 4  # reads of logs, which Redis does before any append that comes after them
+_MAX_AT_ONCE = 4  # concurrent reads of logs, which delay appends in Redis
 
 
 class ResultKeeper:
-    """`store` is None if no results are stored."""
+    """Stores long results; none if `store` is None."""
 
-    def __init__(self, store: ObjectStore | None, min_bytes: int, lane: WorkerBroker) -> None:
+    def __init__(self, store: ObjectStore | None, min_bytes: int, broker: WorkerBroker) -> None:
         self._store = store
         self._min_bytes = min_bytes
-        self._lane = lane
+        self._broker = broker
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def is_due(self, job: HeldJob) -> bool:
-        """Whether a job that has all its output should be stored before it ends."""
-        if self._store is None or job.was_kept:
+        """Whether the result of a complete job should be stored before the job ends."""
+        if self._store is None or job.was_stored:
             return False
         num_scores = job.num_output_tokens * (1 + (job.job.params.logprobs or 0))
         return num_scores * _TOKEN_BYTES >= self._min_bytes
 
     def begin(self, job: HeldJob, note: Callable[[HeldJob], None]) -> None:
         """Stores a job's result; calls `note` when the job may end."""
-        job.was_kept = job.is_being_kept = True
+        job.was_stored = job.is_storing = True
         task = asyncio.create_task(self._keep(job, note))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -60,8 +60,8 @@ class ResultKeeper:
     async def _keep(self, job: HeldJob, note: Callable[[HeldJob], None]) -> None:
         assert self._store is not None
         try:
-            async with self._turns:
-                entries = await self._lane.read_log(job.job.id, job.job.tenant)
+            async with self._slots:
+                entries = await self._broker.read_log(job.job.id, job.job.tenant)
             if not entries or entries[-1].number != job.next_number - 1:
                 return
             async with asyncio.timeout(_TIMEOUT_S):
@@ -72,24 +72,24 @@ class ResultKeeper:
         except (PayloadError, BrokerUnavailable, CommandDenied, WireError, TimeoutError) as exc:
             log.warning("result stays in Redis job_id=%s: %s", job.job.id, exc or "timeout")
         finally:
-            job.is_being_kept = False
+            job.is_storing = False
             note(job)
 
 
 _TIDY_S = 1.0
-_LOOK_S = 3600.0  # between searches for objects without a job, which crashes leave
+_SEARCH_S = 3600.0  # between searches for old objects, which crashes leave without a job
 
 
-async def tidy(store: ObjectStore | None, lane: WorkerBroker) -> None:
-    """Deletes orphaned objects for ever; does nothing without a store."""
-    looked_s = -_LOOK_S
+async def tidy(store: ObjectStore | None, broker: WorkerBroker) -> None:
+    """Deletes orphaned objects until cancelled; does nothing without a store."""
+    searched_s = -_SEARCH_S
     while store is not None:
         try:
-            await lane.delete_orphaned_objects(store)
-            if time.monotonic() - looked_s > _LOOK_S:
-                looked_s = time.monotonic()
+            await broker.delete_orphaned_objects(store)
+            if time.monotonic() - searched_s > _SEARCH_S:
+                searched_s = time.monotonic()
                 await asyncio.to_thread(store.delete_older, MAX_AGE_S)
         except (BrokerUnavailable, CommandDenied, WireError, PayloadUnavailable) as exc:
-            log.warning("objects not tidied: %s", exc)
+            log.warning("orphaned objects not deleted: %s", exc)
         await asyncio.sleep(_TIDY_S)
-    await asyncio.Event().wait()  # the other tasks go on
+    await asyncio.Event().wait()  # the supervisor ends with the first task that returns

@@ -1,6 +1,6 @@
-"""Measures how fast this worker is; gateways predict waiting times from it.
+"""Measures the speed of this worker, from which gateways predict waiting times.
 
-The clock is passed in.
+Callers pass the time.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ _NEWEST_STEP = 0.05
 
 
 class Speed:
-    """The rate at which job costs are served while the worker is full.
+    """The rate at which a full worker serves the cost of jobs, in tokens per second.
 
-    A worker with room only raises the rate, never lowers it.
+    A measurement with room left can raise the rate but not lower it.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class Speed:
         self._had_room = True
 
     def note_step(self, step_s: float) -> None:
-        """A step has ended and gave each stream one token."""
+        """Records a step, which gave each stream one token."""
         share = _NEWEST_STEP if self._step_s else 1.0
         self._step_s += share * (step_s - self._step_s)
 
     def note_room(self) -> None:
-        """There is room and nothing to fill it."""
+        """Records that there was room and no job to fill it."""
         self._had_room = True
 
     def measure(self, now_s: float, num_drained: int, *, has_room: bool) -> None:
-        """Ends a window unless it is too short. `num_drained` is a running total."""
+        """Ends the window unless it is too short. `num_drained`: tokens served since the start."""
         if self._window is not None:
             start_s, drained_before = self._window
             if now_s - start_s < _MIN_WINDOW_S:

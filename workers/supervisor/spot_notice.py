@@ -1,8 +1,8 @@
-"""Watches for the notice that this machine will be taken away: a file, or an HTTP address.
+"""Watches for the notice that this machine will be reclaimed: a file, or an HTTP address.
 
-A file is a notice once it exists. An address gives notice while it answers 200, as EC2's
-`http://169.254.169.254/latest/meta-data/spot/instance-action` does; any other answer, or none, is
-no notice. If it asks for a session token (IMDSv2: 401), one is fetched from the same host.
+There is a notice if the file exists, or if the address answers 200, as EC2's
+`http://169.254.169.254/latest/meta-data/spot/instance-action` does. If the address requires a
+session token (IMDSv2: status 401), one is requested from the same host.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ _TOKEN_TTL_S = 21_600
 
 
 class BadNoticeSource(ValueError):
-    """Neither a path nor an address that can be watched."""
+    """The source is neither a path nor an http:// address."""
 
 
 class SpotNotice:
-    """One source, polled. Raises BadNoticeSource."""
+    """Polls one source. Raises BadNoticeSource."""
 
     def __init__(self, source: str, poll_s: float = POLL_S) -> None:
         self._poll_s = poll_s
@@ -44,8 +44,8 @@ class SpotNotice:
             self._path = Path(source)
 
     async def wait(self) -> None:
-        """Returns once there is a notice."""
-        while not await self._is_there():  # noqa: ASYNC110 - nobody here sets an event
+        """Returns when there is a notice."""
+        while not await self._is_there():  # noqa: ASYNC110 - a file sets no event
             await asyncio.sleep(self._poll_s)
 
     async def _is_there(self) -> bool:

@@ -1,17 +1,18 @@
-"""Decides how long a claim for the places that a step frees may wait.
+"""Decides how long to delay the claim for the places that a step frees.
 
-A job claimed during a step starts in the next one, no matter when in the step it was claimed. The
-clock is passed in.
+A job claimed during a step starts in the next step, no matter when in the step it was claimed.
+Callers pass the time.
 """
 
 import math
 from collections import deque
 
-_NUM_STEPS = 8  # the shortest of the latest steps is used
-_LEAST_LEAD_S = 0.02  # lead before the end of the step
-_LEAD = 0.1  # the same, as a share of the step
-_CLAIMS = 3.0  # the same, in recent claim durations
-_FADING = 0.9  # decay of a long claim with each later one
+_NUM_STEPS = 8  # the shortest of the last steps predicts the current one
+# The claim is made before the end of the step by the largest of:
+_MIN_LEAD_S = 0.02
+_LEAD_SHARE = 0.1  # of the step
+_LEAD_CLAIMS = 3.0  # recent claim durations
+_CLAIM_DECAY = 0.9  # of the recent claim duration, with each shorter claim
 
 
 class StepClock:
@@ -32,15 +33,15 @@ class StepClock:
         self._steps_s.append(step_s)
 
     def note_claim(self, took_s: float) -> None:
-        """A claim took so long, up to the last message to the engine."""
-        self._claim_s = max(took_s, _FADING * self._claim_s)
+        """Records a claim's duration, including the messages to the engine."""
+        self._claim_s = max(took_s, _CLAIM_DECAY * self._claim_s)
 
     @property
-    def last_call_s(self) -> float:
-        """Latest time to claim so that the engine is told before its next step; in the past if no
-        step is under way or its length is unknown."""
+    def claim_deadline_s(self) -> float:
+        """Latest time to claim a job that starts in the next step; -inf if no step is running or
+        the length of steps is unknown."""
         if self._began_s is None or not self._steps_s:
             return -math.inf
         step_s = min(self._steps_s)
-        lead_s = max(_LEAST_LEAD_S, _LEAD * step_s, _CLAIMS * self._claim_s)
+        lead_s = max(_MIN_LEAD_S, _LEAD_SHARE * step_s, _LEAD_CLAIMS * self._claim_s)
         return self._began_s + step_s - lead_s

@@ -1,7 +1,7 @@
-"""The supervisor of a worker: owns Redis, leases, text and signals. Does not import torch.
+"""The supervisor process of a worker: Redis, leases, text and signals. Does not import torch.
 
-Claims jobs while there is room and hands them to the engine process. Other tasks are in
-engine_keeper, publisher and leases. Over 300 lines: the life of a worker from first claim to exit.
+Claims jobs while there is room and sends them to the engine process. Over 300 lines: the life of a
+worker from its first claim to its exit. Its other tasks are in engine_keeper, publisher and leases.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_LOAD_FAILED = 3
 
-_POLL_S = 1.0  # wake-up messages may be lost
-_RETRY_S = 0.2  # while Redis is unreachable
-_LEAST_GRACE_S = 0.5  # for releasing jobs, even without budget left
+_POLL_S = 1.0  # between claims without a wake-up message, as messages may be lost
+_RETRY_S = 0.2  # between attempts while Redis is unreachable
+_MIN_GRACE_S = 0.5  # for releasing jobs, even if the budget is spent
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -66,29 +66,29 @@ class Supervisor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._lane = WorkerBroker(settings, new_incarnation())
+        self._broker = WorkerBroker(settings, new_incarnation())
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
         self._tracing = Tracing("batchway-worker")
         self._holding = Holding(self._engine, spans=JobSpans(self._tracing))
         self._store = open_store(settings.object_store)
-        self._results = ResultKeeper(self._store, settings.object_min_bytes, self._lane)
-        self._publisher = Publisher(self._lane, self._holding, self._results)
+        self._results = ResultKeeper(self._store, settings.object_min_bytes, self._broker)
+        self._publisher = Publisher(self._broker, self._holding, self._results)
         self._prompts = PromptFetcher(
-            self._store, self._lane, self._holding, self._publisher, self._run
+            self._store, self._broker, self._holding, self._publisher, self._run
         )
         self._drain = Drain(settings.drain_s, settings.drain_release_s)
         self._meter = Meter()
-        parts = (settings, self._lane, self._engine, self._holding, self._publisher, self._meter)
+        parts = (settings, self._broker, self._engine, self._holding, self._publisher, self._meter)
         self._keeper = EngineKeeper(*parts)
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
-        self._looked_s = 0.0  # when room was last looked for
+        self._checked_s = 0.0  # when room was last checked
         self._terms = settings.lane_terms(self._engine.options)
 
     def drain(self, why: str = "signal") -> None:
-        """Stops claiming; the worker ends when its jobs have ended or the budget is spent."""
+        """Stops claiming. The worker ends when its jobs have ended or the budget is spent."""
         if self._drain.begin():
             num_held, budget_s = len(self._holding.jobs), self._drain.budget_s
             log.info("draining why=%s jobs_held=%d budget_s=%.1f", why, num_held, budget_s)
@@ -99,16 +99,16 @@ class Supervisor:
         try:
             options = self._settings.engine_options()
         except ConfigurationError as exc:
-            log.error("not reloaded: %s", exc)
+            log.error("batching.yaml not reloaded: %s", exc)
             return
         self._engine.options = options
         self._terms = self._settings.lane_terms(options)
         logs.stamp(options.batching_version)
-        log.info("reloaded")
+        log.info("batching.yaml reloaded")
         self._engine.send([Reconfigure(options)])
 
     async def run(self) -> int:
-        """Serves until drained. Returns the exit status."""
+        """Serves until drained, or until a task raises. Returns the exit status."""
         self._tracing.open()
         duties: list[Coroutine[None, None, None]] = [
             self._keeper.run(),
@@ -116,7 +116,7 @@ class Supervisor:
             self._publisher.run(),
             *self._leases.duties(),
             self._watch_notice(),
-            tidy(self._store, self._lane),
+            tidy(self._store, self._broker),
             serve_metrics(self._settings, self._meter),
             self._drained(),
         ]
@@ -136,31 +136,31 @@ class Supervisor:
     # --- claiming -----------------------------------------------------------------------------
 
     async def _claim_jobs(self) -> None:
-        has_lost_reply, complaint = False, logs.Complaint(log, "no claim")
+        has_lost_reply, errors = False, logs.ErrorOnce(log, "claim failed")
         while not self._drain.begun.is_set():
-            await self._woken()
+            await self._wait_for_wake()
             try:
                 if has_lost_reply and self._engine.ready is not None:
-                    await self._start_all(await self._lane.mine(list(self._holding.jobs)))
+                    await self._start_all(await self._broker.mine(list(self._holding.jobs)))
                     has_lost_reply = False
                 await self._claim_while_room()
-                complaint.clear()
+                errors.clear()
             except BrokerUnavailable:
-                has_lost_reply = True  # the call may have claimed jobs all the same
+                has_lost_reply = True  # the call may have claimed jobs
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
-                complaint.note(exc)
+                errors.note(exc)
                 await asyncio.sleep(_POLL_S)
         self._claims_over.set()
-        await asyncio.Event().wait()  # the other tasks go on
+        await asyncio.Event().wait()  # `run` ends with the first task that returns
 
     async def _claim_while_room(self) -> None:
         while not self._drain.begun.is_set():
-            started_s = self._looked_s = time.monotonic()
+            started_s = self._checked_s = time.monotonic()
             rooms = self._holding.rooms(self._terms, started_s)
             if not rooms:
                 return
-            claimed = await self._lane.claim(
+            claimed = await self._broker.claim(
                 lanes={name: lane.min_share for name, lane in self._terms.items()},
                 rooms=rooms,
                 is_idle=not self._holding.jobs,
@@ -172,10 +172,10 @@ class Supervisor:
             if num_places < max(1, *(room.max_jobs for room in rooms.values())):
                 if self._holding.room(time.monotonic()) is not None:
                     self._engine.speed.note_room()
-                return  # nothing that waits fits
+                return  # no other waiting job fits
 
-    async def _woken(self) -> None:
-        wake, rest_s = self._holding.wake, self._holding.rest_s(time.monotonic(), self._looked_s)
+    async def _wait_for_wake(self) -> None:
+        wake, rest_s = self._holding.wake, self._holding.rest_s(time.monotonic(), self._checked_s)
         poll = asyncio.get_running_loop().call_later(min(_POLL_S, rest_s), wake.set)
         await wake.wait()
         poll.cancel()
@@ -187,20 +187,22 @@ class Supervisor:
                 await self._start(job)
             except (BrokerUnavailable, CommandDenied, WireError):
                 raise
-            except Exception as exc:  # readable, but not runnable
+            except Exception as exc:  # the record is readable, but the job cannot be started
                 await self._poison(job, exc)
 
     async def _poison(self, claimed: Claimed, exc: Exception) -> None:
         job_id, epoch = claimed.job.id, claimed.epoch
-        log.error("not started: failed as poison job_id=%s error=%s", job_id, type(exc).__name__)
+        log.error(
+            "job not started, failed as poison job_id=%s error=%s", job_id, type(exc).__name__
+        )
         if (held := self._holding.get(job_id, epoch)) is not None:
             self._holding.drop(held)
-        await self._lane.append([poisoned(job_id, epoch, claimed.next_number)])
+        await self._broker.append([poisoned(job_id, epoch, claimed.next_number)])
 
     async def _start(self, claimed: Claimed) -> None:
         assert self._keeper.tokenizer is not None
         if self._holding.has_started(claimed.job.id, claimed.epoch):
-            await self._give_back_known(claimed)
+            await self._release_known(claimed)
         elif claimed.job.stored_prompt is None:
             await self._run(claimed)
         else:
@@ -214,8 +216,8 @@ class Supervisor:
             log.info("resuming job_id=%s attempt=%d", job_id, claimed.attempt)
             if not await self._replay(job):
                 return
-        if self._engine.client is None:  # it has died
-            await self._lane.release([Release(job_id, claimed.epoch, "drain")])
+        if self._engine.client is None:  # the engine has died
+            await self._broker.release([Release(job_id, claimed.epoch, "drain")])
             return
         self._holding.start(job, is_first=claimed.attempt == 1 and claimed.next_number == 1)
         if job.is_complete:
@@ -223,26 +225,28 @@ class Supervisor:
         else:
             self._engine.send([job.start_message()])
 
-    async def _give_back_known(self, claimed: Claimed) -> None:
-        """Releases a job claimed twice: Redis lost our claim in a power cut, or we had dropped a
-        job that was still ours. The next claim gets a new epoch."""
+    async def _release_known(self, claimed: Claimed) -> None:
+        """Releases a job that was claimed twice: Redis lost the first claim in a power cut, or this
+        worker dropped the job while still owning it. The next claim gets a new epoch."""
         log.warning("claimed again under epoch=%d job_id=%s", claimed.epoch, claimed.job.id)
         held = self._holding.jobs.get(claimed.job.id)
         if held is not None:
             self._holding.drop(held)
-        await self._lane.release([Release(claimed.job.id, claimed.epoch, "drain")])
+        await self._broker.release([Release(claimed.job.id, claimed.epoch, "drain")])
 
     async def _replay(self, job: HeldJob) -> bool:
         """Replays a job's log; an unreadable log fails this job only."""
         try:
-            job.replay(await self._lane.read_log(job.job.id, job.job.tenant))
+            job.replay(await self._broker.read_log(job.job.id, job.job.tenant))
         except (BrokerUnavailable, CommandDenied):
             raise
         except Exception as exc:
-            log.error("log not understood job_id=%s error=%s", job.job.id, type(exc).__name__)
+            log.error(
+                "log could not be replayed job_id=%s error=%s", job.job.id, type(exc).__name__
+            )
             message = "its log could not be read"
             release = Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
-            await self._lane.release([release])
+            await self._broker.release([release])
             return False
         return True
 
@@ -252,7 +256,7 @@ class Supervisor:
         if self._notice is not None:
             await self._notice.wait()
             self.drain("spot notice")
-        await asyncio.Event().wait()  # the other tasks go on
+        await asyncio.Event().wait()  # `run` ends with the first task that returns
 
     async def _drained(self) -> None:
         """Returns when draining and either nothing is held or the time is up."""
@@ -260,24 +264,24 @@ class Supervisor:
         await _within(self._drain.running_s, self._all_left())
 
     async def _all_left(self) -> None:
-        await self._leases.say_draining()
+        await self._leases.report_draining()
         await self._claims_over.wait()
         while self._holding.jobs:
             self._holding.job_left.clear()
             await self._holding.job_left.wait()
 
     async def _close(self) -> None:
-        """Exits within the budget: releases jobs, stops the engine, deregisters."""
+        """Within the budget: releases jobs, stops the engine, deregisters the worker."""
         await self._prompts.aclose()
         await self._results.aclose()
         self._publisher.clear()
         held = self._holding.clear()
         client = self._engine.client
         stopping = asyncio.create_task(client.stop(self._grace_s())) if client else None
-        await _within(max(_LEAST_GRACE_S, self._drain.left_s), self._leave(held))
+        await _within(max(_MIN_GRACE_S, self._drain.left_s), self._leave(held))
         if stopping is not None:
             await stopping
-        await self._lane.aclose()
+        await self._broker.aclose()
         await asyncio.to_thread(self._tracing.close)
         log.info(
             "ended jobs_released=%d tokens_after_cancel=%d",
@@ -286,26 +290,26 @@ class Supervisor:
         )
 
     def _grace_s(self) -> float:
-        """Time for the engine to end its step; it is never killed at once."""
-        return max(_LEAST_GRACE_S, min(GRACE_S, self._drain.left_s))
+        """Seconds for the engine to finish its step."""
+        return max(_MIN_GRACE_S, min(GRACE_S, self._drain.left_s))
 
     async def _leave(self, held: list[HeldJob]) -> None:
-        """Releases unfinished jobs, including those of a lost claim reply. If Redis stays
-        unreachable, the leases expire."""
+        """Releases unfinished jobs, also those of a claim whose reply was lost, and deregisters. If
+        Redis stays unreachable, the leases expire."""
         while True:
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
-                unknown = await self._lane.mine([job.job.id for job in held])
+                unknown = await self._broker.mine([job.job.id for job in held])
                 claims = [(job.job.id, job.epoch) for job in held]
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
-                    await self._lane.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await self._lane.say_goodbye(self._leases.counted())
+                    await self._broker.release([Release(i, epoch, "drain") for i, epoch in claims])
+                await self._broker.deregister(self._leases.counted())
                 return
             await asyncio.sleep(_RETRY_S)
 
 
 async def _within(budget_s: float, work: Coroutine[None, None, None]) -> None:
-    """Runs `work` until it ends or the time is up."""
+    """Runs `work`; cancels it after `budget_s` seconds. Raises what `work` raises."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({task}, timeout=budget_s)

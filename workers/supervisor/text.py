@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# A token such as "▁world" keeps its leading space only after other tokens.
+# A token such as "▁world" decodes with its leading space only after other tokens.
 _NUM_CONTEXT_IDS = 6
 
 
@@ -37,7 +37,7 @@ class ChoiceText:
         self.is_stopped = False
 
     def push(self, token_id: int) -> str:
-        """Returns the text this token releases; sets `is_stopped` if a stop string is complete."""
+        """Returns the text that this token releases. Sets `is_stopped` after a stop string."""
         assert not self.is_stopped
         self._num_tokens += 1
         self._undecoded.append(token_id)
@@ -50,14 +50,14 @@ class ChoiceText:
         return self._release(self._held + piece)
 
     def flush(self) -> str:
-        """What is still held back, at the end of a choice that met no stop string."""
+        """Returns the text held back, when a choice ends without a stop string."""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         text, self._held = self._held + rest, ""
         self._undecoded.clear()
         return text
 
     def _release(self, text: str) -> str:
-        """Cuts `text` before its first stop string, or holds back what may begin one."""
+        """Returns `text` up to its first stop string, or up to what may begin one."""
         starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
         if starts:
             self.is_stopped, self._held = True, ""
@@ -69,6 +69,6 @@ class ChoiceText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Everything a worker says to Redis: claims, appends, heartbeats, releases, subscriptions."""
+"""A worker's calls of Redis: claims, appends, heartbeats, releases, subscriptions."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _READ_EVENTS = 500
 _ORPHANED_JOBS = 20  # per call
-_RENEWED_SHARE = 0.05  # of a lease: an append this soon after the last renewal does not renew
+_RENEWAL_INTERVAL = 0.05  # of a lease: appends renew leases at most this often
 
 
 class WorkerBroker:
@@ -69,7 +69,7 @@ class WorkerBroker:
         await ensure_library(self._client)
 
     async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
-        """Publishes what gateways need to accept jobs for this model."""
+        """Publishes the model card and tokenizer, so that gateways accept jobs for the model."""
         await Catalogue(self._client, self._keys).publish(card, tokenizer)
 
     async def claim(
@@ -122,9 +122,9 @@ class WorkerBroker:
                 return entries
 
     async def append(self, items: Sequence[Append]) -> list[tuple[Verdict | JobStatus, int]]:
-        """Also renews the jobs' leases, unless that was done recently."""
+        """Appends events to logs; also renews the jobs' leases unless an append did so recently."""
         sent_s, lease_s = self._clock(), self._settings.lease_s
-        renews = sent_s - self._appends_renewed_s >= _RENEWED_SHARE * lease_s
+        renews = sent_s - self._appends_renewed_s >= _RENEWAL_INTERVAL * lease_s
         verdicts = await self._functions.append(
             self.incarnation, items, lease_s=lease_s if renews else 0.0
         )
@@ -141,6 +141,7 @@ class WorkerBroker:
         capacity: WorkerCapacity,
         counted: Mapping[str, int],
     ) -> list[str]:
+        """Renews the leases of the held jobs. Returns the ids of jobs that this worker has lost."""
         sent_s = self._clock()
         lost = await self._functions.heartbeat(
             self.incarnation,
@@ -161,7 +162,7 @@ class WorkerBroker:
         load than a lease lasts would drop its first jobs: it sends no heartbeats meanwhile."""
         self.last_contact_s = max(self.last_contact_s, sent_s)
 
-    async def say_goodbye(self, counted: Mapping[str, int]) -> None:
+    async def deregister(self, counted: Mapping[str, int]) -> None:
         """Deregisters this worker and reports its final counts."""
         await self._functions.heartbeat(
             self.incarnation,
@@ -203,33 +204,33 @@ class WorkerBroker:
             )
 
     async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        """Subscribes for ever: sets `wake` when a job waits, queues control messages. Messages may
-        be lost, so callers also poll."""
+        """Subscribes until cancelled: sets `wake` when a job waits, and queues control messages.
+        Messages may be lost, so callers must also poll."""
         while True:
             with contextlib.suppress(BrokerUnavailable):
-                await self._follow(wake, control)
+                await self._subscribe(wake, control)
             await asyncio.sleep(_POLL_S)
 
-    async def _follow(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
+    async def _subscribe(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
         control_channel = self._keys.control_channel(self.incarnation)
 
-        def hear(message: dict[str, Any]) -> None:
+        def handle(message: dict[str, Any]) -> None:
             if message["type"] == "message" and message["channel"] == control_channel.encode():
                 control.put_nowait(message["data"].decode(errors="replace"))
             elif message["type"] != "pong":
-                wake.set()  # also where a subscription begins: jobs may have come before it
+                wake.set()  # also when a subscription begins: jobs may have been queued before
 
         wake_channel = self._keys.wake_channel(self._settings.served_model_name)
         with broker_errors(self._client, "SUBSCRIBE"):
             async with self._client.pubsub() as pubsub:
                 await pubsub.subscribe(wake_channel, control_channel)
-                listener = Listener(pubsub, hear)
+                listener = Listener(pubsub, handle)
                 while True:
                     await listener.listen()
 
 
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
-    """The model card that gateways need."""
+    """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     return ModelCard(
         name=name,
