@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from contract.connection import broker_errors, repeated
+from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import wire_errors
 from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
 _PREFIX_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # none that is mistaken for another
 _PREFIX_CHARS = 8
@@ -163,7 +162,7 @@ class ApiKeys:
         prefix = "".join(secrets.choice(_PREFIX_ALPHABET) for _ in range(_PREFIX_CHARS))
         key = f"bw-{prefix}-{secrets.token_hex(_SECRET_BYTES)}"
         pepper = await self._some_pepper()
-        created_ms = await now_ms(self._client, self._keys)
+        created_ms = await now_ms(self._client)
         stored = _Stored(
             digest=pepper.digest(key), pepper_id=pepper.id, terms=terms, created_ms=created_ms
         )
@@ -188,7 +187,7 @@ class ApiKeys:
         raw, expires, revoked = values
         if raw is None:
             return None
-        read_ms = await now_ms(self._client, self._keys)
+        read_ms = await now_ms(self._client)
         with wire_errors("API key record"):
             stored = msgspec.msgpack.decode(raw, type=_Stored)
             return ApiKey(
@@ -215,7 +214,7 @@ class ApiKeys:
             return False
         with broker_errors(self._client, "HSETNX"):
             await self._client.hsetnx(
-                self._keys.api_key(prefix), "revoked", await now_ms(self._client, self._keys)
+                self._keys.api_key(prefix), "revoked", await now_ms(self._client)
             )
         return True
 

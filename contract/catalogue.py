@@ -9,11 +9,10 @@ from typing import Any
 import redis.asyncio
 
 from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
-from contract.connection import broker_errors, repeated
+from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
 from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class Catalogue:
 
     async def num_live_workers(self, model: str) -> int:
         """Workers of a model that were heard of lately. Raises WireError."""
-        since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
+        since_ms = await now_ms(self._client) - int(WORKER_TTL_S * 1000)
         with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
             key = self._keys.workers(model)
             return await repeated(lambda: self._client.zcount(key, since_ms, "+inf"))

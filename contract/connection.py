@@ -67,6 +67,13 @@ async def _ignore(_: Exception) -> None:
     """redis-py has closed the connection that failed."""
 
 
+async def now_ms(client: redis.asyncio.Redis) -> int:
+    """Unix milliseconds by the clock of Redis, which all parts share. Raises BrokerUnavailable."""
+    with broker_errors(client, "TIME"):
+        seconds, microseconds = await repeated(client.time)
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
 class Listener:
     """Hands the messages of one PubSub to `hear`. Only one task may use the PubSub.
 

@@ -187,11 +187,6 @@ class Keys(msgspec.Struct, frozen=True):
     def run_id(self) -> str:
         return f"{self.tag}:runid"
 
-    @property
-    def clock_offset(self) -> str:
-        """Milliseconds added to Redis TIME, or `=` and the time itself; set by tests only."""
-        return f"{self.tag}:clock_offset"
-
     def events_channel(self, job_id: str) -> str:
         return f"{self.tag}:ev:{job_id}"
 

@@ -8,9 +8,8 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors
+from contract.connection import broker_errors, now_ms
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class PoolWatch:
     lanes: Sequence[str]
 
     async def look(self) -> PoolSight:
-        since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
+        since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
         with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
             queued = {}
             for lane in self.lanes:

@@ -70,12 +70,9 @@ local recount = {}  -- holds counters and lists against the records; _recount.lu
 local running = {}  -- how far jobs are that run; _running.lua
 local totals = {}  -- what metrics count; _totals.lua
 
--- Tests move the clock by an offset, or stop it: '=1700000000000'.
-local function now_ms(tag)
-  local offset = redis.call('GET', tag .. ':clock_offset') or '0'
-  if string.sub(offset, 1, 1) == '=' then return tonumber(string.sub(offset, 2)) end
+local function now_ms()
   local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
+  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
 -- The whole number that a text is, or nil: neither infinite nor NaN, which Lua reads too.

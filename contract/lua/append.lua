@@ -140,7 +140,7 @@ local function count(tag, said)
 end
 
 local function append(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
   local odd, said, renewed = {}, {}, {}  -- said: gains by place
   local place_of_count = recount.place(tag)

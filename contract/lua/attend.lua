@@ -3,7 +3,7 @@
 -- ARGV  job ids
 -- reply how many of them are attended
 local function attend(keys, argv)
-  local tag, now, attended = keys[1], now_ms(keys[1]), 0
+  local tag, now, attended = keys[1], now_ms(), 0
   for _, id in ipairs(argv) do
     local attendance = tonumber(redis.call('HGET', tag .. ':job:' .. id, 'attendance') or 0)
     if attendance > 0 then

@@ -33,7 +33,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
 end
 
 local function blame(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local verdicts = {}
   for i = 3, #argv, 3 do
     table.insert(verdicts, blame_one(tag, now, argv[1], tonumber(argv[2]), argv[i], argv[i + 1],

@@ -7,7 +7,7 @@ local function cancel(keys, argv)
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
-  terminate(tag, job, 'cancelled', now_ms(tag))
+  terminate(tag, job, 'cancelled', now_ms())
   return {'CANCELLED'}
 end
 redis.register_function{

@@ -149,7 +149,7 @@ end
 
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
-  local now, lanes = now_ms(tag), lanes_of(tag, argv)
+  local now, lanes = now_ms(), lanes_of(tag, argv)
   if has_turn(tag, model, incarnation, lease_ms, now) then
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
       or {}

@@ -4,7 +4,7 @@
 --       more than the job has
 -- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
 local function detach(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end

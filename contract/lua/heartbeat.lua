@@ -41,7 +41,7 @@ end
 local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
-  local now, counted = now_ms(tag), argv[11] ~= '' and cmsgpack.unpack(argv[11])
+  local now, counted = now_ms(), argv[11] ~= '' and cmsgpack.unpack(argv[11])
   if counted then totals.take_in(tag, model, incarnation, counted) end
   if argv[4] == 'gone' then
     redis.call('ZREM', workers, incarnation)

@@ -3,7 +3,7 @@
 -- ARGV  1 incarnation  2 lease (ms)  3… ids of the jobs it knows
 -- reply as claim
 local function mine(keys, argv)
-  local tag, now, lease_ms = keys[1], now_ms(keys[1]), tonumber(argv[2])
+  local tag, now, lease_ms = keys[1], now_ms(), tonumber(argv[2])
   local known, found = {}, {}
   for i = 3, #argv do known[argv[i]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', tag .. ':own:' .. argv[1])) do

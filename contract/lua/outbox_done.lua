@@ -33,7 +33,7 @@ local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
 end
 
 local function outbox_done(keys, argv)
-  local tag, id, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, id, now = keys[1], argv[1], now_ms()
   local key = tag .. ':out:' .. id
   local record = {}
   local names = {'state', 'attempt', 'number', 'taken', 'kind', 'to', 'tenant'}

@@ -3,7 +3,7 @@
 -- ARGV  1 job id  2 tenant
 -- reply {'OK'}   {'NOT_FOUND'} or not theirs   {state} it is not dead: due, taken, idle, delivered
 local function outbox_replay(keys, argv)
-  local tag, id, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, id, now = keys[1], argv[1], now_ms()
   local key = tag .. ':out:' .. id
   local record = redis.call('HMGET', key, 'state', 'tenant', 'to')
   if record[2] ~= argv[2] then return {'NOT_FOUND'} end

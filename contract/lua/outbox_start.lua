@@ -12,7 +12,7 @@ local function outbox_start(keys, argv)
   if not record[1] then return {'GONE'} end
   if record[1] ~= 'taken' or record[2] ~= argv[2] then return {'FENCED'} end
   if argv[4] == 'begin' then redis.call('HSET', key, 'taken', record[3]) end
-  redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms(tag) + tonumber(argv[3]), id)
+  redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms() + tonumber(argv[3]), id)
   return {'OK', redis.call('HGETALL', key)}
 end
 redis.register_function{

@@ -35,7 +35,7 @@ local function take_one(tag, to, id, until_ms)
 end
 
 local function outbox_take(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local lease_ms, room, cap = tonumber(argv[1]), tonumber(argv[2]), tonumber(argv[3])
   local taken = {}
   local destinations = redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,

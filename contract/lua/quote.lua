@@ -5,7 +5,7 @@
 --        {jobs ahead, tokens ahead, ms until it starts (-1: unknown)},
 --        ms that it runs (0: unknown), cost (prompt + predicted output, tokens), rates}
 local function quote(keys, argv)
-  local tag, now, terms = keys[1], now_ms(keys[1]), cmsgpack.unpack(argv[6])
+  local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {tenant = argv[2], model = argv[3], lane = argv[4]}
   local found = admission.weigh(tag, job, terms, now)
   local reason, limit, retry_ms = unpack(found.refusal or {'OK', '', UNKNOWN})

@@ -8,7 +8,7 @@
 local function place(tag, id, key)
   local job = load_job(tag, id)
   if job.state ~= 'queued' or not is_in_line(job) then return {} end
-  local pool = pools.find(tag, job.model, now_ms(tag))
+  local pool = pools.find(tag, job.model, now_ms())
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
   local line = numbers(line_key(tag, job), {'left_jobs', 'left_tokens'})
   job.weight = fairness.weight(tag, job.tenant)

@@ -30,7 +30,7 @@ local function release_one(tag, now, incarnation, id, epoch, kind, code, message
 end
 
 local function release(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local verdicts = {}
   for i = 2, #argv, 5 do
     table.insert(verdicts, release_one(tag, now, argv[1], argv[i], argv[i + 1], argv[i + 2],

@@ -3,7 +3,7 @@
 -- ARGV  1 job id  2 tenant  3 lane ('': as it is)  4 deadline (ms from now, '': as it is)
 -- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
 local function reprioritise(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end

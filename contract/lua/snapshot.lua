@@ -25,7 +25,7 @@ local function oldest_wait(tag, model, lane, now)
 end
 
 local function snapshot(keys, argv)
-  local tag, model, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, model, now = keys[1], argv[1], now_ms()
   local lanes, workers = {}, {}
   for i = 2, #argv do
     local counted = redis.call('HMGET', lane_key(tag, 'counters', model, argv[i]), 'queued_jobs',

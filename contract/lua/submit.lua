@@ -74,7 +74,7 @@ local function accept(tag, job, terms, argv, found, now)
 end
 
 local function submit(keys, argv)
-  local tag, now, terms = keys[1], now_ms(keys[1]), cmsgpack.unpack(argv[6])
+  local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {
     id = argv[1], key = tag .. ':job:' .. argv[1], tenant = argv[2], model = argv[3], lane = argv[4],
   }

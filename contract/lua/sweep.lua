@@ -79,7 +79,7 @@ local function forget_due(tag, now, limit)
 end
 
 local function sweep(keys, argv)
-  local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
+  local tag, now, limit = keys[1], now_ms(), argv[1]
   if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)

@@ -30,6 +30,7 @@ from tests.chaos.oracles import DemoOracle, HashOracle, Oracle, is_near_tie
 from tests.chaos.report import Report
 from tests.chaos.seats import NAMESPACE
 from tests.chaos.tellings import Telling, check_tellings
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fleet import until
 from tests.model.audit import Audit
 
@@ -194,7 +195,8 @@ def _tellings(receiver: Receiver) -> list[Telling]:
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:
     """Moves the clock of Redis until nobody has a right to any record, and sweeps them up."""
-    await client.set(keys.clock_offset, _RETENTION_MS)
+    await client.function_load(library_with_test_clock(), replace=True)
+    await client.set(TEST_CLOCK, _RETENTION_MS)
     for _ in range(1 + await client.zcard(keys.kept) // _SWEEP_JOBS):
         await functions.sweep(_SWEEP_JOBS)
 

@@ -18,6 +18,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import (
     append,
     claim,
@@ -88,7 +89,7 @@ async def test_a_meter_says_exactly_when_it_has_room(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """60 a minute, all at once; then a second's wait, no less and no more."""
-    await redis_client.set(keys.clock_offset, "=1700000000000")
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(requests_per_min=60)
     for left in reversed(range(60)):
         submitted = await functions.submit(make_job(), make_submission(limits=limits))
@@ -96,9 +97,9 @@ async def test_a_meter_says_exactly_when_it_has_room(
         assert submitted.rates.requests.remaining == left
     refused = await refusal(functions, limits=limits)
     assert (refused.limit, refused.retry_after_s) == ("requests_per_min", 1.0)
-    await redis_client.set(keys.clock_offset, "=1700000000999")
+    await redis_client.set(TEST_CLOCK, "=1700000000999")
     await refusal(functions, limits=limits)
-    await redis_client.set(keys.clock_offset, "=1700000001000")
+    await redis_client.set(TEST_CLOCK, "=1700000001000")
     await functions.submit(make_job(), make_submission(limits=limits))
 
 
@@ -106,7 +107,7 @@ async def test_what_was_not_used_of_a_cost_comes_back(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """13 tokens are reserved; 5 are used, 8 come back to the meter and all to what is reserved."""
-    await redis_client.set(keys.clock_offset, "=1700000000000")
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
     job = make_job()
     await functions.submit(job, make_submission(limits=limits))

@@ -12,6 +12,7 @@ from contract.telemetry.families import gateway_families
 from contract.telemetry.text import page
 from gateway.http.metrics import MAX_TENANTS, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.telemetry.test_exactness import page_of, summed
@@ -65,7 +66,7 @@ async def test_what_waits_is_shown_with_its_age(
     body = {"endpoint": "/v1/completions", "body": BODY, "lane": "batch"}
     for _ in range(2):
         (await http.post("/v1/jobs", json=body)).raise_for_status()
-    await redis_client.set(keys.clock_offset, 7000)
+    await redis_client.set(TEST_CLOCK, 7000)
     await idle_worker.beat()
     lane = {"model_name": MODEL, "lane": "batch"}
     shown = await page_of(http)

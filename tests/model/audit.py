@@ -18,6 +18,7 @@ from contract.events import End, LogEntry, Tokens
 from contract.functions import FIRST_HASH
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
+from tests.clock import TEST_CLOCK
 from tests.model.findings import Record, members, same
 from tests.model.reference import MAX_RELEASES
 
@@ -451,7 +452,7 @@ class Audit:
 
     def _now_ms(self) -> float:
         """The clock of the functions, which a test may have moved or stopped."""
-        offset: Any = self.client.get(self.keys.clock_offset) or b"0"
+        offset: Any = self.client.get(TEST_CLOCK) or b"0"
         if offset.startswith(b"="):
             return float(offset[1:])
         seconds, microseconds = self.client.time()

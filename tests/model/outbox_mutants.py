@@ -77,7 +77,7 @@ _TEXTS = [
         "a lease is not renewed",
         (
             "  redis.call('ZADD', tag .. ':flying:' .. record[4], "
-            "now_ms(tag) + tonumber(argv[3]), id)\n"
+            "now_ms() + tonumber(argv[3]), id)\n"
         ),
         "",
     ),

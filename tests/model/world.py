@@ -45,6 +45,7 @@ from contract.jobs import (
 )
 from contract.keys import Keys
 from contract.library import library_source
+from tests.clock import TEST_CLOCK, with_test_clock
 from tests.model.audit import Audit
 from tests.model.postmen import Postmen
 from tests.model.reference import Reference
@@ -90,7 +91,8 @@ class World:
         self.loop = asyncio.new_event_loop()
         self.client = redis.Redis.from_url(self.redis_url)
         self.client.flushall()
-        source = self.source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
+        source = with_test_clock(self.source)
+        source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
         source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
         source = source.replace("RECOUNT_JOBS = 50 ", f"RECOUNT_JOBS = {RECOUNT_JOBS} ")
         source = source.replace("RECOUNT_GAP_MS = 1000 ", "RECOUNT_GAP_MS = 0 ")
@@ -110,6 +112,7 @@ class World:
         self._hints.close()
         self.loop.run_until_complete(self.async_client.aclose())
         self.loop.close()
+        self.client.delete(TEST_CLOCK)
         self.client.close()
 
     # --- time ---------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ class World:
         self.hold_clock()
 
     def hold_clock(self) -> None:
-        self.client.set(self.keys.clock_offset, f"={self.reference.now_ms}")
+        self.client.set(TEST_CLOCK, f"={self.reference.now_ms}")
 
     def pass_time(self, seconds: float) -> None:
         self.reference.now_ms += int(seconds * 1000)

@@ -15,6 +15,7 @@ from contract.payloads.directory import DirectoryStore
 from contract.payloads.opening import open_store
 from contract.payloads.store import PayloadLost
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -230,7 +231,8 @@ async def test_objects_go_with_their_job(
             found = await functions.read(job_id, "default")
             assert found is not None
             assert found[0].result is not None
-            await redis_client.incrby(keys.clock_offset, 61_000)
+            await redis_client.function_load(library_with_test_clock(), replace=True)
+            await redis_client.incrby(TEST_CLOCK, 61_000)
 
             async def is_gone() -> bool:
                 return jobs_in(tmp_path) == []
