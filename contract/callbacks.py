@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from contract.errors import wire_errors
 from contract.jobs import TERMINAL_STATUSES
 
 
@@ -77,20 +76,6 @@ class Callback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         elif self.kind is CallbackKind.S3:
             server = self.target.partition("/")[0]
         return hashlib.sha256(f"{tenant}\n{self.kind}\n{server}".encode()).hexdigest()[:16]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Callback)
-
-
-def encode_callback(callback: Callback) -> bytes:
-    return _encoder.encode(callback)
-
-
-def decode_callback(raw: bytes) -> Callback:
-    """Raises WireError."""
-    with wire_errors("callback"):
-        return _decoder.decode(raw)
 
 
 def is_open_target(callback: Callback, patterns: Sequence[str]) -> bool:

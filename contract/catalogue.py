@@ -8,7 +8,7 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
+from contract.codec import decode_card, decode_tokenizer, encode, encode_tokenizer
 from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
 from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
@@ -35,7 +35,7 @@ class Catalogue:
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
         with broker_errors(self._client, "SET or SADD"):
             await self._client.set(self._keys.tokenizer(sha256), packed)
-            await self._client.set(self._keys.model(card.name), encode_card(card))
+            await self._client.set(self._keys.model(card.name), encode(card))
             await self._client.sadd(self._keys.models, card.name)
 
     async def models(self) -> list[ModelCard]:

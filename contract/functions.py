@@ -12,6 +12,7 @@ import msgspec
 import redis.asyncio
 
 from contract import replies
+from contract.arguments import append_items, lane_argument, submit_arguments
 from contract.codec import decode_entry
 from contract.errors import BrokerFull, ErrorCode, wire_errors
 from contract.events import LogEntry
@@ -36,16 +37,12 @@ from contract.function_types import (
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import call_function
-from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
-from contract.steps import decode_verdicts, encode_items
-from contract.submit_arguments import asked
 
 log = logging.getLogger("batchway.redis")
 
 FIRST_HASH = "00000000"
 
 MAX_LOOKS = 500  # jobs of a list that one call looks at
-_NO_ROOM = LaneRoom(0, 0)
 _Word = str | bytes | int | float  # of a command
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
 
@@ -64,32 +61,32 @@ class Functions:
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
-        reply = await self._call("submit", *asked(job, submission))
+        reply = await self._call("submit", *submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
-                limits = decode_rates(submission, rates)
-                return Submitted(job_id.decode(), True, decode_position(place), limits)
+                limits = replies.decode_rates(submission, rates)
+                return Submitted(job_id.decode(), True, replies.decode_position(place), limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
-                raise idempotency_mismatch()
+                raise replies.idempotency_mismatch()
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
-                limits = decode_rates(submission, rates)
-                raise refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+                limits = replies.decode_rates(submission, rates)
+                raise replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         """What submit would say of a job; queues nothing and charges nothing."""
-        reply = await self._call("quote", *asked(job, submission), reads=True)
+        reply = await self._call("quote", *submit_arguments(job, submission), reads=True)
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
-        limits = decode_rates(submission, rates)
+        limits = replies.decode_rates(submission, rates)
         refused = None
         if reason != b"OK":
-            refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+            refused = replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         service_s = service_ms / 1000 if service_ms else None
-        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
+        return Quote(refused, replies.decode_position(place), service_s, cost_tokens, limits)
 
     async def claim(
         self,
@@ -118,7 +115,7 @@ class Functions:
         says: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
         says += [int(is_idle), config_version]
         for lane in lanes:
-            says += [lane, _claim_terms(lane, min_shares or {}, rooms)]
+            says += [lane, lane_argument(lane, min_shares or {}, rooms)]
         reply = await call_function(self._client, self._tag, "claim", *says, is_repeated=False)
         return await self._readable(incarnation, reply)
 
@@ -147,9 +144,9 @@ class Functions:
         `lease_s`: how long their leases run from now on; 0: they stay as they are.
         """
         ids = [item.job_id for item in items]
-        says = encode_items(items)
+        says = append_items(items)
         reply = await self._call("append", incarnation, int(lease_s * 1000), says, *ids)
-        return decode_verdicts(items, reply)
+        return replies.append_verdicts(items, reply)
 
     async def heartbeat(
         self,
@@ -303,18 +300,3 @@ class Functions:
         """Does what time has done, and sets right what differs from the jobs' records; after a
         restart of Redis it first grants a grace."""
         return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
-
-
-def _claim_terms(
-    lane: str, shares: Mapping[str, float], rooms: Mapping[str, LaneRoom] | None
-) -> str:
-    share = str(shares.get(lane, 0.0))
-    if rooms is None:
-        return share
-    room = rooms.get(lane, _NO_ROOM)
-    words: list[_Word] = [share, room.max_jobs, room.max_tokens, room.max_owed]
-    if room.fair is not None:
-        words += [room.fair.max_jobs, room.fair.max_tokens]
-        for tenant, held in room.fair.held.items():
-            words += [tenant, *held]
-    return " ".join(map(str, words))

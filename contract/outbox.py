@@ -11,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 import redis.asyncio
 
-from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
+from contract.callbacks import Callback, MessageKind, OutboxState
+from contract.codec import decode_callback
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
 from contract.library import call_function

@@ -1,4 +1,4 @@
-"""What the functions answer, from lists of bytes to types. The calls are in functions.py."""
+"""Decodes the replies of the functions. The calls are in functions.py."""
 
 import json
 import logging
@@ -6,13 +6,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.codec import decode_job, decode_metadata, decode_ref
-from contract.errors import ErrorCode, WireError, wire_errors
+from contract.errors import (
+    ErrorCode,
+    JobRefused,
+    RateLimit,
+    RateLimits,
+    WireError,
+    wire_errors,
+)
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
-from contract.function_types import Append, Claimed, Correction, JobView, Swept, Verdict
-from contract.jobs import TERMINAL_STATUSES, JobStatus
-from contract.refusals import decode_position
+from contract.function_types import (
+    Append,
+    Claimed,
+    Correction,
+    JobView,
+    QueuePosition,
+    Submission,
+    Swept,
+    Verdict,
+)
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
 log = logging.getLogger("batchway.recount")
+
+UNKNOWN_MS = -1
+
+_SENTENCES = {
+    "stored_bytes": "what is kept of your jobs takes all the bytes it may: delete jobs that have "
+    "ended, or ask for less retention_s",
+    "requests_per_min": "the limit of requests per minute is reached",
+    "tokens_per_min": "the limit of tokens per minute is reached",
+    "concurrent_tokens": "the limit of tokens in unfinished jobs is reached",
+    "lane_share": "your share of lane {lane!r} is taken by your jobs that wait in it",
+    "lane_tokens": "lane {lane!r} is full",
+    "lane_wait": "the wait in lane {lane!r} is over its bound",
+}
 
 
 def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
@@ -55,13 +83,22 @@ def _claimed(job_id: str, part: list[Any]) -> Claimed:
         )
 
 
-def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
-    """One job's part of a worker's call, with its number where it has one."""
-    if part[0] == b"OK" and len(part) > 1:  # what an append nearly always says
-        return Verdict.OK, part[1]
+def verdict(part: Sequence[Any]) -> tuple[Verdict | JobStatus, int]:
+    """One job's verdict in a worker's call, with its number; 0 where it has none."""
     word = part[0].decode()
     number = part[1] if len(part) > 1 else 0
     return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
+
+
+def append_verdicts(
+    items: Sequence[Append], reply: list[Any]
+) -> list[tuple[Verdict | JobStatus, int]]:
+    """A verdict for each item of an append, with its number. The reply lists the exceptions."""
+    verdicts: list[tuple[Verdict | JobStatus, int]]
+    verdicts = [(Verdict.OK, item.number + 1) for item in items]
+    for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+        verdicts[place - 1] = verdict(part)
+    return verdicts
 
 
 def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
@@ -150,3 +187,45 @@ def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot
 
 def _counts(flat: list[bytes]) -> dict[str, int]:
     return {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+
+
+def decode_position(place: Sequence[int]) -> QueuePosition:
+    """Of {jobs ahead, tokens ahead, ms until it starts}."""
+    jobs, tokens, wait_ms = place
+    return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
+
+
+def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:
+    """Of {requests left, ms until all are there again, tokens left, ms}."""
+    requests_left, requests_ms, tokens_left, tokens_ms = rates
+    limits = submission.limits
+
+    def rate(limit: int, left: int, reset_ms: int) -> RateLimit | None:
+        return RateLimit(limit, left, reset_ms / 1000) if limit else None
+
+    return RateLimits(
+        rate(limits.requests_per_min, requests_left, requests_ms),
+        rate(limits.tokens_per_min, tokens_left, tokens_ms),
+    )
+
+
+def idempotency_mismatch() -> JobRefused:
+    message = "this Idempotency-Key was used with another body"
+    return JobRefused(ErrorCode.IDEMPOTENCY_MISMATCH, message)
+
+
+def refusal(job: Job, reason: str, limit: str, retry_ms: int, rates: RateLimits) -> JobRefused:
+    """A refusal as the functions word it: reason, limit, ms until another try may do."""
+    code = ErrorCode(reason)
+    if code is ErrorCode.NO_WORKERS:
+        message = f"no worker of model {job.model!r} is alive"
+    elif code is ErrorCode.UNKNOWN_LANE:
+        message = f"lane {job.lane!r} is none of {', '.join(limit.split())}"
+    elif code is ErrorCode.STORAGE_FULL:
+        message = "what is kept of all jobs takes all the bytes it may"
+    elif code is ErrorCode.DEADLINE_INFEASIBLE:
+        message = "the job could not end before its deadline"
+    else:
+        message = _SENTENCES[limit].format(lane=job.lane)
+    retry_after_s = None if retry_ms == UNKNOWN_MS else retry_ms / 1000
+    return JobRefused(code, message, limit=limit, retry_after_s=retry_after_s, rates=rates)

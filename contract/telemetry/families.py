@@ -1,14 +1,18 @@
-"""Makes Prometheus families of counted fields and fleet snapshots."""
+"""Makes Prometheus families of counted fields and fleet snapshots, and pages of families."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from contract.fleet_snapshot import FleetSnapshot
 from contract.function_types import CORRECTION_KINDS
 from contract.jobs import JobStatus
 from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # every Prometheus reads it
 
 Labels = tuple[str, ...]
 
@@ -120,3 +124,18 @@ def deadline_kept_ratio(snapshot: FleetSnapshot, lane: str) -> float | None:
         for status in (JobStatus.SUCCEEDED, JobStatus.EXPIRED)
     )
     return succeeded / (succeeded + expired) if succeeded + expired else None
+
+
+class _Given(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def page(families: Iterable[Family]) -> bytes:
+    """The families as the text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Given(families))
+    return generate_latest(registry)

@@ -4,6 +4,8 @@ Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is 
 Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -166,3 +168,32 @@ def exported_names() -> frozenset[str]:
         else:
             names.add(metric.full_name)
     return frozenset(names)
+
+
+class Counts:
+    """What one process has counted since it began: whole numbers that only grow, by field.
+
+    A field is `metric:label:…`, for a histogram followed by `:bucket` or `:sum`, as in the totals
+    in Redis, to which a worker's counts are added.
+    """
+
+    def __init__(self) -> None:
+        self.fields: Counter[str] = Counter()
+
+    def add(self, name: str, *labels: str, value: int = 1) -> None:
+        if value:
+            self.fields[":".join((name, *labels))] += value
+
+    def set_total(self, name: str, value: int) -> None:
+        """A total that is counted elsewhere."""
+        if value:
+            self.fields[name] = value
+
+    def observe(self, name: str, *labels: str, value: float, times: int = 1) -> None:
+        """A histogram's next value, in the metric's unit; so many of the same."""
+        metric = METRICS[name]
+        series = ":".join((name, *labels))
+        bucket = bisect_left(metric.bounds, value) + 1
+        self.fields[f"{series}:{bucket}"] += times
+        if sum_ := round(value / metric.scale) * times:
+            self.fields[f"{series}:sum"] += sum_

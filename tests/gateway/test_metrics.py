@@ -8,8 +8,7 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
-from contract.telemetry.families import gateway_families
-from contract.telemetry.text import page
+from contract.telemetry.families import gateway_families, page
 from gateway.http.metrics import MAX_TENANTS, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK

@@ -14,7 +14,7 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import MAX_CARD_BYTES, Catalogue
-from contract.codec import encode_card, encode_tokenizer
+from contract.codec import encode, encode_tokenizer
 from contract.errors import WireError
 from contract.jobs import MAX_TOKENIZER_BYTES, TokenizerFiles
 from contract.keys import Keys
@@ -169,7 +169,7 @@ async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
     sha256, packed = TOKENIZERS[name]
     card = await publish_model(redis_client, keys, SPOILED + name.replace(" ", ""))
     await redis_client.set(keys.tokenizer(sha256), packed)
-    spoiled = encode_card(replace(card, tokenizer_sha256=sha256))
+    spoiled = encode(replace(card, tokenizer_sha256=sha256))
     await redis_client.set(keys.model(card.name), spoiled)
     await worker_of(worker, card.name)
 

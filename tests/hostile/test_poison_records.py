@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from contract.codec import encode_job
+from contract.codec import encode
 from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
@@ -23,7 +23,7 @@ def absurd() -> list[bytes]:
     job = make_job()
     many = msgspec.structs.replace(job.params, n=2**30)
     other = msgspec.structs.replace(job, params=many)
-    return [encode_job(job), encode_job(other), encode_job(other)[:-3]]
+    return [encode(job), encode(other), encode(other)[:-3]]
 
 
 async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from contract.arguments import stored_bytes
 from contract.callbacks import MessageKind
-from contract.codec import decode_entry, encode_event
+from contract.codec import decode_entry, encode
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
 from contract.function_types import (
@@ -37,14 +38,13 @@ from contract.function_types import (
 )
 from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
-from contract.refusals import (
+from contract.replies import (
     UNKNOWN_MS,
     decode_position,
     decode_rates,
     idempotency_mismatch,
     refusal,
 )
-from contract.submit_arguments import stored_bytes
 from tests.model.reference_admission import (
     MIN_LENGTHS,
     Ahead,
@@ -937,7 +937,7 @@ def _passes_progress(record: Record, num_new: int) -> bool:
 
 
 def _log(record: Record, event: LogEvent) -> None:
-    raw = encode_event(event)
+    raw = encode(event)
     digest = hashlib.sha1(record.hash.encode() + raw, usedforsecurity=False).hexdigest()[:8]
     record.log.append(decode_entry(record.next_number, digest.encode(), raw))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from contract.errors import ErrorCode
 from contract.function_types import Submission
-from contract.refusals import UNKNOWN_MS
+from contract.replies import UNKNOWN_MS
 from tests.model.reference_pools import LaneRates, Pool, drain_ms
 from tests.model.reference_promises import FIRST_COMERS, Line, Promises
 

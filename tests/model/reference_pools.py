@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.function_types import WorkerCapacity
-from contract.refusals import UNKNOWN_MS
+from contract.replies import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
 WINDOW_MS = 10_000

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.store import PayloadLost
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock

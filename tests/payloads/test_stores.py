@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from contract.jobs import ObjectRef
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.s3 import S3Store
 from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
 
