@@ -139,7 +139,7 @@ async def _rest(fleet: Fleet) -> None:
     async with fleet.redis.client() as client:
 
         async def is_at_rest() -> bool:
-            if await client.zcard(keys.deadlines) or await client.zcard(keys.leases):
+            if await client.zcard(keys.of("deadlines")) or await client.zcard(keys.of("leases")):
                 return False
             records: Any = await client.keys(keys.outbox_record("*"))
             return {await client.hget(key, "state") for key in records} <= set(_TOLD)
@@ -170,7 +170,7 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
         ledger.check_log(job_id, view.status, entries)
     check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
     await _judge_differences(ledger, callers)
-    corrections: Any = await client.hgetall(keys.corrections)
+    corrections: Any = await client.hgetall(keys.of("corrections"))
     for kind, number in corrections.items():
         detail = f"sweeps had to correct {number.decode()} of kind {kind.decode()}"
         ledger.violations.append(Violation(Kind.LOST, "recount", detail))
@@ -197,7 +197,7 @@ async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, 
     """Moves the clock of Redis until nobody has a right to any record, and sweeps them up."""
     await client.function_load(library_with_test_clock(), replace=True)
     await client.set(TEST_CLOCK, _RETENTION_MS)
-    for _ in range(1 + await client.zcard(keys.kept) // _SWEEP_JOBS):
+    for _ in range(1 + await client.zcard(keys.of("kept")) // _SWEEP_JOBS):
         await functions.sweep(_SWEEP_JOBS)
 
 

@@ -73,13 +73,17 @@ async def test_a_refused_job_leaves_nothing_behind(
     """No record, no key of idempotency, no charge: the same call is new when it comes again."""
     limits = TenantLimits(requests_per_min=1)
     await functions.submit(make_job(), make_submission(limits=limits))
-    before = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    before = {
+        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
+    }
     again = make_submission(limits=limits, idempotency_key="k", body_hash="b")
     with pytest.raises(JobRefused):
         await functions.submit(make_job(), again)
 
-    assert not await redis_client.exists(keys.idempotency("t", "k"))
-    after = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    assert not await redis_client.exists(keys.of("idem", "t", "k"))
+    after = {
+        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
+    }
     assert after == before
     await pass_time(redis_client, keys, 60)
     assert (await functions.submit(make_job(), again)).is_new
@@ -111,11 +115,11 @@ async def test_what_was_not_used_of_a_cost_comes_back(
     limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
     job = make_job()
     await functions.submit(job, make_submission(limits=limits))
-    assert await redis_client.hget(keys.tenant("t"), "reserved") == b"13"
+    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"13"
     await functions.claim("w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99)
     await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7, 8), 2, JobStatus.SUCCEEDED))
 
-    figures: Any = await redis_client.hmget(keys.tenant("t"), "tokens", "reserved")
+    figures: Any = await redis_client.hmget(keys.of("tenant", "t"), "tokens", "reserved")
     assert [float(figure) for figure in figures] == [5.0, 0.0]
     assert await redis_client.hmget(keys.job(job.id), "cost", "charge", "refund") == [
         b"13",

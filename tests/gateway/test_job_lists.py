@@ -231,7 +231,7 @@ async def test_a_job_is_deleted_with_all_that_it_held(
     assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 404
     assert ids(await listed(http)) == []
     assert await redis_client.keys(f"*{job_id}*") == []
-    assert await redis_client.zcard(keys.kept) == 0
+    assert await redis_client.zcard(keys.of("kept")) == 0
 
 
 def job_routes() -> list[tuple[str, str]]:

@@ -159,7 +159,7 @@ async def test_deliveries_are_shown(
     keys: Keys,
 ) -> None:
     """What relays have counted, by outcome."""
-    await redis_client.hset(keys.deliveries, mapping={"delivered": 3, "dead": 1})
+    await redis_client.hset(keys.of("deliveries"), mapping={"delivered": 3, "dead": 1})
     shown = await page_of(http)
     assert summed(shown, "webhook_deliveries_total", outcome="delivered") == 3
     assert summed(shown, "webhook_deliveries_total") == 4
@@ -176,7 +176,7 @@ async def test_corrections_are_shown_from_zero_on(
     shown = await page_of(http)
     assert summed(shown, "corrections_total", kind="tenant") == 0
     assert ("batchway_corrections_total", (("kind", "lane"),)) in shown
-    await redis_client.hset(keys.corrections, "tenant", 2)
+    await redis_client.hset(keys.of("corrections"), "tenant", 2)
     shown = await page_of(http)
     assert summed(shown, "corrections_total", kind="tenant") == 2
 

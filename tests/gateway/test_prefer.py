@@ -236,6 +236,6 @@ async def test_an_idempotency_key_is_kept_for_a_day(
         headers = headers | {"idempotency-key": key}
         one, two = [(await http.post(path, json=body, headers=headers)).json() for _ in range(2)]
         assert one["id"] == two["id"]
-        assert 86_300 < await redis_client.ttl(keys.idempotency("default", key)) <= 86_400
+        assert 86_300 < await redis_client.ttl(keys.of("idem", "default", key)) <= 86_400
         answer = await http.post(path, json=body | {"metadata": {"a": "b"}}, headers=headers)
         assert answer.status_code == 422

@@ -177,7 +177,7 @@ async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
     found = await idle_worker.functions.read(claimed.job.id, claimed.job.tenant)
     assert found is not None
     assert found[0].status is status
-    attended = await redis_client.zscore(keys.attended, claimed.job.id)
+    attended = await redis_client.zscore(keys.of("attended"), claimed.job.id)
     assert attended is None, "nobody waits for it any more, or nobody had to"
 
 

@@ -111,7 +111,7 @@ class Postmen:
         """Whether Redis looked at a destination, some of whose leases were over."""
         now_ms = self._world.reference.now_ms
         flying: Any = self._world.client.zrange(
-            self._world.keys.flying(to), 0, now_ms, byscore=True
+            self._world.keys.of("flying", to), 0, now_ms, byscore=True
         )
         return not flying
 

@@ -320,13 +320,13 @@ class World:
 
     def restart(self) -> None:
         """As if Redis had been restarted: the next sweep meets another run id."""
-        if self.client.exists(self.keys.run_id):
-            self.client.set(self.keys.run_id, "another")
+        if self.client.exists(self.keys.of("runid")):
+            self.client.set(self.keys.of("runid"), "another")
             self.reference.restart()
 
     def fill_memory(self, *, is_full: bool) -> None:
         """As if memory had been found full, or not; in a world of its own it never is."""
-        self.client.set(self.keys.memory, "full" if is_full else "free")
+        self.client.set(self.keys.of("memory"), "full" if is_full else "free")
         self.reference.memory_is_full = is_full
 
     # --- the comparison -----------------------------------------------------------------------
@@ -421,7 +421,7 @@ class World:
             }
             assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
         for of, known in self.reference.lengths.items():
-            raw: Any = self.client.get(self.keys.lengths(*of))
+            raw: Any = self.client.get(self.keys.of("lengths", *of))
             estimate, num_seen = raw.split()
             assert (float(estimate), int(num_seen)) == (known.estimate, known.num_seen), of
         for lane in LANES:

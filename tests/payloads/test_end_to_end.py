@@ -106,7 +106,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert len(shown) == len(asked)
                 assert await redis_client.hstrlen(keys.job(job_id), "job") < 600
                 assert await redis_client.hstrlen(keys.job(in_redis), "job") > 1000
-                assert await redis_client.xlen(keys.log(job_id)) == 1
+                assert await redis_client.xlen(keys.of("log", job_id)) == 1
 
                 whole = await stream(http, job_id)
                 numbered = [p for p in whole if "id: " in p]
