@@ -23,7 +23,7 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
     lane_running_tokens = lane.running_tokens,
     other_weight = others,
-    running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
+    running_jobs = 0, remaining_tokens = 0, running_tokens = 0, young_tokens = 0,
     own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
   local used, kept = 0, 0
@@ -45,9 +45,9 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     end
     ahead.running_jobs = ahead.running_jobs + load.running_jobs
     ahead.running_tokens = ahead.running_tokens + load.running_tokens
-    ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
+    ahead.remaining_tokens = ahead.remaining_tokens + load.running_tokens - load.done_tokens
   end
-  ahead.rates = pools.count_on(pool, job.lane, used, kept)
+  ahead.rates = pools.available_rates(pool, job.lane, used, kept)
   return ahead
 end
 
@@ -62,7 +62,7 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
     and ahead.tokens + ahead.running_tokens + cost <= pool.max_tokens * pool.live)
   if pool.live > 0 and has_room then return 0 end
   if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
-  local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
+  local rest = ahead.running_jobs > 0 and ahead.remaining_tokens / ahead.running_jobs or 0
   if pool.rate == 0 then return UNKNOWN end
   local wait = math.max(pools.drain_ms(ahead.rates.left, ahead.tokens + rest),
     pools.drain_ms(pool.rate, ahead.young_tokens))
@@ -143,7 +143,7 @@ end
 -- ms by which a job's wait is over the lane's bound in seconds; nil where it is not. The cold start
 -- does not count: a pool that starts for its jobs would never start. Before a rate is measured, as
 -- much may wait as the workers hold at once.
-local function over_wait_ms(pool, ahead, wait, terms)
+local function excess_wait_ms(pool, ahead, wait, terms)
   if terms.lane_wait_ms == 0 then return nil end
   if wait ~= UNKNOWN then
     local over = wait - (pool.live == 0 and terms.cold_ms or 0) - terms.lane_wait_ms
@@ -161,18 +161,18 @@ local function lane_refusal(pool, lane_rate, ahead, wait, cost, terms)
     return 'lane_tokens',
       cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
   end
-  local over_ms = over_wait_ms(pool, ahead, wait, terms)
+  local over_ms = excess_wait_ms(pool, ahead, wait, terms)
   if over_ms then return 'lane_wait', over_ms end
 end
 
-local function knows_lane(pool, lane)
+local function serves_lane(pool, lane)
   return pool.lanes == '' or string.find(' ' .. pool.lanes .. ' ', ' ' .. lane .. ' ', 1, true)
 end
 
 -- What would become of a job (id, tenant, model, lane, cost): the tenant's meters, its place in
 -- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused;
 -- `promised` is then the time from which the next of its line may come.
-function admission.weigh(tag, job, terms, now)
+function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
@@ -187,7 +187,7 @@ function admission.weigh(tag, job, terms, now)
   local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
   local function refused(reason, limit, retry_ms)
-    local gap_ms = pools.drain_ms(pool.rate, FIRST_COMERS * job.cost)
+    local gap_ms = pools.drain_ms(pool.rate, UNPROMISED_RATIO * job.cost)
     if retry_ms ~= UNKNOWN and gap_ms ~= UNKNOWN and not METERS[limit] then
       local at
       at, found.promised = promises.next(tag, job, gap_ms, retry_ms, now)
@@ -196,7 +196,7 @@ function admission.weigh(tag, job, terms, now)
     found.refusal = {reason, limit, retry_ms}
     return found
   end
-  if not knows_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
+  if not serves_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
   if terms.max_bytes > 0 and tenant.all_stored + terms.stored_bytes > terms.max_bytes then
     return refused('storage_full', '', UNKNOWN)

@@ -8,11 +8,11 @@ local MAX_CALIBRATIONS = 1000
 local MIN_LENGTHS = 5  -- outputs seen before their length says anything
 
 -- Whether the job waits in its tenant's own line: not given back, not under suspicion.
-local function is_in_line(job)
+local function is_in_tenant_queue(job)
   return job.stream == 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
-local function line_key(tag, job)
+local function tenant_queue_key(tag, job)
   return tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
@@ -28,12 +28,12 @@ function ledger.progress(tag, job, tokens)
   redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
 end
 
-local function count_in_line(tag, job, sign)
-  local line = line_key(tag, job)
+local function count_in_tenant_queue(tag, job, sign)
+  local line = tenant_queue_key(tag, job)
   local jobs = redis.call('HINCRBY', line, 'jobs', sign)
   if jobs == 0 then
     redis.call('DEL', line)
-    fairness.retire(tag, job.model, job.lane, job.tenant)
+    fairness.deactivate(tag, job.model, job.lane, job.tenant)
     return
   end
   redis.call('HINCRBY', line, 'tokens', sign * job.cost)
@@ -41,18 +41,18 @@ local function count_in_line(tag, job, sign)
     redis.call('HINCRBY', line, 'left_jobs', 1)
     redis.call('HINCRBY', line, 'left_tokens', job.cost)
   elseif jobs == 1 then
-    fairness.join(tag, job.model, job.lane, job.tenant)
+    fairness.activate(tag, job.model, job.lane, job.tenant)
   end
 end
 
 -- What a job adds to the counters, as one that is 'queued' or 'running': {key after the tag and
 -- field, value, …}.
-local function shares(job, what)
+local function state_contributions(job, what)
   local lane = 'counters:' .. job.model .. ':' .. job.lane
   local added = {lane .. ' ' .. what .. '_jobs', 1, lane .. ' ' .. what .. '_tokens', job.cost}
   if what == 'running' then
     added[5], added[6] = lane .. ' done_tokens', ledger.done(job)
-  elseif is_in_line(job) then
+  elseif is_in_tenant_queue(job) then
     local line = 'line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
     added[5], added[6], added[7], added[8] = line .. ' jobs', 1, line .. ' tokens', job.cost
   end
@@ -64,15 +64,15 @@ local function reservation(job)
 end
 
 -- All that an unfinished job adds to counters.
-function ledger.shares_of(job)
-  local added, reserved = shares(job, job.state == 'queued' and 'queued' or 'running'), reservation(job)
+function ledger.contributions(job)
+  local added, reserved = state_contributions(job, job.state == 'queued' and 'queued' or 'running'), reservation(job)
   table.insert(added, reserved[1])
   table.insert(added, reserved[2])
   return added
 end
 
 -- All that is counted of a job's lane, line and tenant, whether or not it adds to it.
-function ledger.all_sums(job)
+function ledger.zero_sums(job)
   local found = {}
   local lane = job.model .. ':' .. job.lane
   for _, name in ipairs({'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens',
@@ -112,14 +112,14 @@ end
 function ledger.start(tag, job)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
   local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
-  local is = redis.call('HMGET', key, unpack(names))
-  redis.call('HSET', key, names[1], (is[1] or 0) - 1, names[2], (is[2] or 0) - job.cost,
-    names[3], (is[3] or 0) + 1, names[4], (is[4] or 0) + job.cost)
+  local counts = redis.call('HMGET', key, unpack(names))
+  redis.call('HSET', key, names[1], (counts[1] or 0) - 1, names[2], (counts[2] or 0) - job.cost,
+    names[3], (counts[3] or 0) + 1, names[4], (counts[4] or 0) + job.cost)
   ledger.progress(tag, job, ledger.done(job))
-  if is_in_line(job) then count_in_line(tag, job, -1) end
-  if recount.has(tag, job.deadline) then
-    recount.add(tag, shares(job, 'queued'), -1)
-    recount.add(tag, shares(job, 'running'), 1)
+  if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
+  if recount.includes(tag, job.deadline) then
+    recount.add(tag, state_contributions(job, 'queued'), -1)
+    recount.add(tag, state_contributions(job, 'running'), 1)
   end
 end
 
@@ -130,17 +130,17 @@ function ledger.count(tag, job, what, sign)
   redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
   if what == 'running' then
     ledger.progress(tag, job, sign * ledger.done(job))
-  elseif is_in_line(job) then
-    count_in_line(tag, job, sign)
+  elseif is_in_tenant_queue(job) then
+    count_in_tenant_queue(tag, job, sign)
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, shares(job, what), sign) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, state_contributions(job, what), sign) end
 end
 
 -- Notes in its record where a job enters its tenant's line: how much will have left it when its
 -- turn comes.
-function ledger.line_up(tag, job, record)
-  if not is_in_line(job) then return end
-  local line = redis.call('HMGET', line_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
+function ledger.note_position(tag, job, record)
+  if not is_in_tenant_queue(job) then return end
+  local line = redis.call('HMGET', tenant_queue_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
   for _, word in ipairs({'turn_jobs', (line[1] or 0) + (line[3] or 0),
     'turn_tokens', (line[2] or 0) + (line[4] or 0)}) do
     table.insert(record, word)
@@ -190,7 +190,7 @@ function ledger.reserve(tag, job)
   if redis.call('HINCRBY', tenant, 'reserved', job.cost) == job.cost then
     redis.call('PERSIST', tenant)  -- nothing was reserved: it was to expire
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
 end
 
 -- The bill at a job's end: what it has used is charged, the rest of its cost refunded (more than
@@ -208,7 +208,7 @@ function ledger.settle(tag, job, status)
   if redis.call('HINCRBY', tenant, 'reserved', -job.cost) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
   if status == 'succeeded' then
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')
@@ -226,10 +226,10 @@ end
 
 -- A job is forgotten.
 function ledger.unstore(tag, id)
-  local noted = redis.call('HGET', tag .. ':stored:jobs', id)
-  if not noted then return end
+  local stored = redis.call('HGET', tag .. ':stored:jobs', id)
+  if not stored then return end
   redis.call('HDEL', tag .. ':stored:jobs', id)
-  local bytes, tenant = string.match(noted, '^(%d+) (.+)$')
+  local bytes, tenant = string.match(stored, '^(%d+) (.+)$')
   if not bytes or #bytes > 15 then return end  -- no function has written this
   for _, name in ipairs({tenant, ''}) do
     if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then

@@ -12,9 +12,9 @@ end
 -- `cap` messages are on their way, not before one of them is done.
 function outbox.reschedule(tag, to, now, cap)
   local due = redis.call('ZRANGE', tag .. ':due:' .. to, 0, 0, 'WITHSCORES')[2]
-  local flying = tag .. ':flying:' .. to
-  local lapse = redis.call('ZRANGE', flying, 0, 0, 'WITHSCORES')[2]
-  if redis.call('ZCARD', flying) >= cap then due = nil end
+  local in_flight = tag .. ':flying:' .. to
+  local lapse = redis.call('ZRANGE', in_flight, 0, 0, 'WITHSCORES')[2]
+  if redis.call('ZCARD', in_flight) >= cap then due = nil end
   -- What is due goes to the end of the line, so that destinations take turns.
   local at = math.min(due and math.max(due, now) or math.huge, lapse or math.huge)
   if at == math.huge then

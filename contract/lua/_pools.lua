@@ -20,7 +20,7 @@ local function numbers(key, names)
 end
 
 -- What was handed out of a lane in the present window, and in the one before.
-local function rolled(used, now)
+local function current_windows(used, now)
   local window, tokens, before = string.match(used or '', '^(%d+) (%d+) (%d+)$')
   local passed = math.floor(now / WINDOW_MS) - tonumber(window or 0)
   if passed > 1 then return 0, 0 end
@@ -40,7 +40,7 @@ function pools.find(tag, model, now)
   pool.rate = pool.tokens_per_s * math.max(1, pool.live)  -- of the first, where it has yet to come
   local shares = string.gmatch(known.shares or '', '%S+')
   for name in string.gmatch(pool.lanes, '%S+') do
-    local tokens, before = rolled(known['used:' .. name], now)
+    local tokens, before = current_windows(known['used:' .. name], now)
     pool.shares[name] = tonumber(shares() or 0)
     pool.used[name] = (tokens + before * (WINDOW_MS - now % WINDOW_MS) / WINDOW_MS) * 1000 / WINDOW_MS
   end
@@ -48,9 +48,9 @@ function pools.find(tag, model, now)
 end
 
 -- Tokens of a lane's jobs have been handed out.
-function pools.note_use(tag, model, lane, num_tokens, now)
+function pools.record_use(tag, model, lane, num_tokens, now)
   local key, field = tag .. ':pool:' .. model, 'used:' .. lane
-  local tokens, before = rolled(redis.call('HGET', key, field), now)
+  local tokens, before = current_windows(redis.call('HGET', key, field), now)
   local window = math.floor(now / WINDOW_MS)
   redis.call('HSET', key, field, string.format('%d %d %d', window, tokens + num_tokens, before))
 end
@@ -63,7 +63,7 @@ end
 
 -- What a lane can count on, in tokens per second: `left` for it and what is before it, once more
 -- urgent lanes have had as much as lately and the others with work their shares; `own`, its share.
-function pools.count_on(pool, lane, used, kept)
+function pools.available_rates(pool, lane, used, kept)
   return {
     left = math.max(pool.rate * (1 - kept) - used, LEAST_SHARE * pool.rate),
     own = (pool.shares[lane] or 0) * pool.rate,

@@ -2,7 +2,7 @@
 -- them comes, the lines (a tenant in a lane) in turns. tests/model/reference_promises.py says the same in Python.
 -- `promised:<model>` has for each line when the next of it may come (ms); what is past is no more.
 
-local FIRST_COMERS = 2  -- half of the drain rate is theirs; the other half is promised
+local UNPROMISED_RATIO = 2  -- half of the drain rate is theirs; the other half is promised
 local MAX_PROMISE_MS = 3600 * 1000
 
 local promises = {}

@@ -4,7 +4,7 @@
 local MAX_PASSED = 8   -- jobs that may be handed out before one that waits in front of them
 local MAX_SKIPPED = 4  -- jobs of one stream that are passed over in a search
 local WINDOW = 16      -- entries looked at: as many, those that they let pass, and one that fits
-local MAX_BACK = 64     -- entries looked at for jobs of tenants below their share
+local FAIR_WINDOW = 64     -- entries looked at for jobs of tenants below their share
 local MAX_TENANTS = 8  -- of a lane, whose lines are searched
 
 local function last_delivered(key)
@@ -16,7 +16,7 @@ local function last_delivered(key)
 end
 
 -- Takes an entry out of a stream that stands for no job that can be run.
-local function discard(key, entry)
+local function discard_entry(key, entry)
   redis.call('XACK', key, GROUP, entry)
   redis.call('XDEL', key, entry)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
@@ -31,7 +31,7 @@ end
 local function find_fit(tag, key, room, skipped, fair)
   if redis.call('EXISTS', key) == 0 then return nil end
   local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT',
-    fair and MAX_BACK or WINDOW)
+    fair and FAIR_WINDOW or WINDOW)
   local num_skipped, is_first = 0, true
   for _, entry in ipairs(entries) do
     local id, cost = entry[2][2], whole_number(entry[2][4])
@@ -39,9 +39,9 @@ local function find_fit(tag, key, room, skipped, fair)
       'tenant')
     local choices = math.max(1, whole_number(job[4] or 1) or 1)
     local is_here = cost and job[1] and job[2] == entry[1]
-    if fair then room = fairness.room_of(tag, fair, job[5] or '') end
+    if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
     if not is_here then
-      discard(key, entry[1])
+      discard_entry(key, entry[1])
     elseif job[1] == 'queued' and cost / choices <= room then
       return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
         is_first = is_first,
@@ -71,7 +71,7 @@ local function next_in_lane(tag, model, lane, room, skipped)
 end
 
 -- Makes an entry pending, out of turn where it is not the first.
-local function deliver(found)
+local function mark_pending(found)
   if found.is_first then
     redis.call('XCLAIM', found.key, GROUP, CONSUMER, 0, found.entry, 'FORCE', 'JUSTID',
       'LASTID', found.entry)
@@ -81,22 +81,22 @@ local function deliver(found)
 end
 
 -- Takes a job that was found; nil where it has expired meanwhile.
-local function take(tag, found, incarnation, lease_ms, now, config)
+local function claim_job(tag, found, incarnation, lease_ms, now, config)
   if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
     redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')
   end
-  deliver(found)
+  mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then
-    discard(found.key, found.entry)
-    if not job then forget_half(tag, found.id) end
+    discard_entry(found.key, found.entry)
+    if not job then forget_unreadable(tag, found.id) end
     return nil
   end
   if now >= job.deadline then
     terminal(tag, job, 'expired', '', '', now)
     return nil
   end
-  if is_in_line(job) then fairness.charge(tag, job) end
+  if is_in_tenant_queue(job) then fairness.charge(tag, job) end
   ledger.start(tag, job)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   local is_first = not job.claimed
@@ -110,5 +110,5 @@ local function take(tag, found, incarnation, lease_ms, now, config)
   end
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
   redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
-  return handed_out(tag, job, now)
+  return claim_reply(tag, job, now)
 end

@@ -37,13 +37,13 @@ local function cursor_of(tag, field)
 end
 
 -- Up to which deadline jobs are in the count; below all of them while none is.
-function recount.place(tag)
+function recount.position(tag)
   return whole_number(redis.call('HGET', tag .. ':recount:place', 'deadline') or -1) or -1
 end
 
 -- Whether a job with this deadline is in the count.
-function recount.has(tag, deadline)
-  return deadline <= recount.place(tag)
+function recount.includes(tag, deadline)
+  return deadline <= recount.position(tag)
 end
 
 -- Adds shares to the sums so many times: {sum, value, …}. A sum is named after its key and field.
@@ -56,24 +56,24 @@ end
 
 -- A job gets another deadline.
 function recount.move(tag, job, deadline)
-  local was, is = recount.has(tag, job.deadline), recount.has(tag, deadline)
-  if was ~= is then recount.add(tag, ledger.shares_of(job), is and 1 or -1) end
+  local was, is = recount.includes(tag, job.deadline), recount.includes(tag, deadline)
+  if was ~= is then recount.add(tag, ledger.contributions(job), is and 1 or -1) end
 end
 
 -- Has what is counted of a job's lane, tenant and line compared, though no job of theirs be found.
-function recount.expect(tag, job)
-  local sums = ledger.all_sums(job)
+function recount.include_sums(tag, job)
+  local sums = ledger.zero_sums(job)
   if redis.call('HEXISTS', tag .. ':recount:sums', sums[#sums - 1]) == 0 then
     recount.add(tag, sums, 0)
   end
 end
 
 -- A correction: {kind, key after the tag, field or member, what it held, what it holds}.
-local function corrected(found, kind, key, field, held, holds)
+local function add_correction(found, kind, key, field, held, holds)
   table.insert(found, {kind, key, field, tostring(held or 'nothing'), tostring(holds or 'nothing')})
 end
 
-local function add_to(sums, shares, times)
+local function add_local(sums, shares, times)
   for i = 1, #shares, 2 do sums[shares[i]] = (sums[shares[i]] or 0) + times * shares[i + 1] end
 end
 
@@ -81,29 +81,29 @@ end
 local function list_unfinished(tag, job, now, found)
   local list = 'jobs:' .. job.tenant
   if redis.call('ZADD', tag .. ':' .. list, 'NX', job.created, job.id) == 1 then
-    corrected(found, 'list', list, job.id, nil, job.created)
+    add_correction(found, 'list', list, job.id, nil, job.created)
   end
   if job.state == 'queued' then
     local key = tag .. ':' .. job.stream
     if #redis.call('XRANGE', key, job.entry, job.entry) == 0 then
       local entry = add_entry(key, job)
       redis.call('HSET', job.key, 'entry', entry)
-      corrected(found, 'list', job.stream, job.id, nil, entry)
+      add_correction(found, 'list', job.stream, job.id, nil, entry)
     end
     return
   end
   if redis.call('ZADD', tag .. ':leases', 'NX', now, job.id) == 1 then
-    corrected(found, 'list', 'leases', job.id, nil, now)
+    add_correction(found, 'list', 'leases', job.id, nil, now)
   end
   if redis.call('SADD', tag .. ':own:' .. job.owner, job.id) == 1 then
-    corrected(found, 'list', 'own:' .. job.owner, job.id, nil, job.id)
+    add_correction(found, 'list', 'own:' .. job.owner, job.id, nil, job.id)
   end
 end
 
 -- Takes the next jobs into the count. Returns the new place; nil where `deadlines` was wrong.
 local function count_some(tag, now, limit, sums, found)
   local deadlines = tag .. ':deadlines'
-  local after = string.format('(%d', recount.place(tag))
+  local after = string.format('(%d', recount.position(tag))
   local rows = redis.call('ZRANGE', deadlines, after, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
     'WITHSCORES')
   local place = ALL
@@ -115,15 +115,15 @@ local function count_some(tag, now, limit, sums, found)
     local id, job = rows[i], load_job(tag, rows[i])
     if not job or TERMINAL[job.state] then
       redis.call('ZREM', deadlines, id)
-      if not job then forget_half(tag, id) end
-      corrected(found, 'list', 'deadlines', id, rows[i + 1], nil)
+      if not job then forget_unreadable(tag, id) end
+      add_correction(found, 'list', 'deadlines', id, rows[i + 1], nil)
       place = nil
     elseif job.deadline ~= tonumber(rows[i + 1]) then
       redis.call('ZADD', deadlines, job.deadline, id)
-      corrected(found, 'list', 'deadlines', id, rows[i + 1], job.deadline)
+      add_correction(found, 'list', 'deadlines', id, rows[i + 1], job.deadline)
       place = nil
     else
-      add_to(sums, ledger.shares_of(job), 1)
+      add_local(sums, ledger.contributions(job), 1)
       list_unfinished(tag, job, now, found)
     end
   end
@@ -142,16 +142,16 @@ local function compare(tag, name, sum, found)
   if kind == 'tenant' then redis.call('ZADD', tag .. ':recount:lists', 'NX', 0, string.sub(key, 8)) end
   if tonumber(held or 0) ~= sum then
     ledger.correct(tag, key, field, sum, tonumber(held or 0))
-    corrected(found, kind == 'counters' and 'lane' or kind, key, field, held, sum)
+    add_correction(found, kind == 'counters' and 'lane' or kind, key, field, held, sum)
   end
   if kind == 'line' and field == 'jobs' then
     local model, lane, tenant = string.match(key, '^line:([^:]*):([^:]*):(.*)$')
     local active = lane_key(tag, 'active', model, lane)
     local score = redis.call('ZSCORE', active, tenant)
-    if sum > 0 and not score then fairness.join(tag, model, lane, tenant) end
-    if sum == 0 and score then fairness.retire(tag, model, lane, tenant) end
+    if sum > 0 and not score then fairness.activate(tag, model, lane, tenant) end
+    if sum == 0 and score then fairness.deactivate(tag, model, lane, tenant) end
     if (sum > 0) ~= (score and true or false) then
-      corrected(found, 'line', string.format('active:%s:%s', model, lane), tenant, score,
+      add_correction(found, 'line', string.format('active:%s:%s', model, lane), tenant, score,
         redis.call('ZSCORE', active, tenant))
     end
   end
@@ -167,7 +167,7 @@ local function compare_some(tag, limit, found)
 end
 
 -- Looks through jobs that have ended; their lanes and tenants get a sum.
-local function look_at_kept(tag, now, limit, sums, found)
+local function check_kept(tag, now, limit, sums, found)
   local place = tag .. ':recount:place'
   local reply = redis.call('ZSCAN', tag .. ':kept', cursor_of(tag, 'kept'), 'COUNT', limit)
   if reply[1] ~= '0' then
@@ -185,17 +185,17 @@ local function look_at_kept(tag, now, limit, sums, found)
     end
     if not id then
       redis.call('ZREM', tag .. ':kept', entry)  -- no function has written this
-      corrected(found, 'list', 'kept', entry, score, nil)
+      add_correction(found, 'list', 'kept', entry, score, nil)
     elseif not state and score > now + EXPIRY_MS then
       forget(tag, id, tenant, has_objects == '1', entry)
-      corrected(found, 'list', 'kept', entry, score, nil)
+      add_correction(found, 'list', 'kept', entry, score, nil)
     elseif state and not TERMINAL[state] then
       redis.call('ZREM', tag .. ':kept', entry)
-      corrected(found, 'list', 'kept', entry, score, nil)
+      add_correction(found, 'list', 'kept', entry, score, nil)
     elseif model and lane and created then
-      add_to(sums, ledger.all_sums({tenant = tenant, model = model, lane = lane}), 0)
+      add_local(sums, ledger.zero_sums({tenant = tenant, model = model, lane = lane}), 0)
       if redis.call('ZADD', tag .. ':jobs:' .. tenant, 'NX', created, id) == 1 then
-        corrected(found, 'list', 'jobs:' .. tenant, id, nil, created)
+        add_correction(found, 'list', 'jobs:' .. tenant, id, nil, created)
       end
     end
   end
@@ -203,7 +203,7 @@ end
 
 -- Looks at some entries of a tenant's list: each needs a record, and a place in `deadlines` or `kept`.
 -- Returns the cursor to go on from, '0' at the end, and how many were looked at.
-local function look_at_list(tag, tenant, cursor, limit, found)
+local function check_list(tag, tenant, cursor, limit, found)
   local list = 'jobs:' .. tenant
   local reply = redis.call('ZSCAN', tag .. ':' .. list, cursor, 'COUNT', limit)
   for i = 1, #reply[2], 2 do
@@ -216,22 +216,22 @@ local function look_at_list(tag, tenant, cursor, limit, found)
       if not redis.call('ZSCORE', tag .. ':kept', entry)
         and not redis.call('ZSCORE', tag .. ':kept', other) then
         redis.call('ZREM', tag .. ':' .. list, id)
-        corrected(found, 'list', list, id, reply[2][i + 1], nil)
+        add_correction(found, 'list', list, id, reply[2][i + 1], nil)
       end
     elseif TERMINAL[state] then
       local until_ms = (finished or 0) + (ttl_ms or 0)
       if redis.call('ZADD', tag .. ':kept', 'NX', until_ms, entry) == 1 then
-        corrected(found, 'list', 'kept', entry, nil, until_ms)
+        add_correction(found, 'list', 'kept', entry, nil, until_ms)
       end
     elseif redis.call('ZADD', tag .. ':deadlines', 'NX', deadline or 0, id) == 1 then
-      corrected(found, 'list', 'deadlines', id, nil, deadline)
+      add_correction(found, 'list', 'deadlines', id, nil, deadline)
     end
   end
   return reply[1], #reply[2] / 2
 end
 
 -- Looks at the lists of the tenants that the last count met. True once it has seen all of them.
-local function look_at_lists(tag, limit, found)
+local function check_lists(tag, limit, found)
   local lists, place = tag .. ':recount:lists', tag .. ':recount:place'
   local cursor = cursor_of(tag, 'listed')
   while limit > 0 do
@@ -241,7 +241,7 @@ local function look_at_lists(tag, limit, found)
       return true
     end
     local num_seen
-    cursor, num_seen = look_at_list(tag, tenant, cursor, limit, found)
+    cursor, num_seen = check_list(tag, tenant, cursor, limit, found)
     limit = limit - math.max(1, num_seen)
     if cursor == '0' then redis.call('ZREM', lists, tenant) end
   end
@@ -269,14 +269,14 @@ local function count(tag, now, limit, sums, found)
 end
 
 -- Looks at some entries of the lists, then goes on with the count; returns all corrections.
-function recount.some(tag, now)
+function recount.step(tag, now)
   local limit, place, found, sums = RECOUNT_JOBS, tag .. ':recount:place', {}, {}
   local wait = (whole_number(redis.call('HGET', place, 'next') or 0) or 0) - now
   if wait > 0 and wait <= RECOUNT_GAP_MS then return found end
   redis.call('HSET', place, 'next', now + RECOUNT_GAP_MS)
-  look_at_kept(tag, now, limit, sums, found)
+  check_kept(tag, now, limit, sums, found)
   local is_under_way = redis.call('HEXISTS', place, 'deadline') == 1
-  if is_under_way or look_at_lists(tag, limit, found) then
+  if is_under_way or check_lists(tag, limit, found) then
     count(tag, now, limit, sums, found)
   else
     for name in pairs(sums) do recount.add(tag, {name, 0}, 1) end

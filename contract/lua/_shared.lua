@@ -27,6 +27,13 @@ function redis.call(name, ...)
   return server().call(name, ...)
 end
 
+-- Registers a function of the library with one flag of Redis.
+local function register(name, callback, flag)
+  redis.register_function{
+    function_name = 'batchway_v1_' .. name, callback = callback, flags = {flag},
+  }
+end
+
 -- Runs a function on what one record says: its result, nil and false where it fails on that. What the
 -- user may not do is raised all the same.
 local function try(act, ...)
@@ -119,9 +126,9 @@ end
 -- to be made.
 local function write_event(tag, id, number, hash, event)
   hash = string.sub(server().sha1hex(hash .. event), 1, 8)
-  local call, said = redis.call, number .. ' ' .. hash .. ' ' .. event
-  call('XADD', tag .. ':log:' .. id, number, 's', said)
-  call('PUBLISH', tag .. ':ev:' .. id, said)
+  local call, message = redis.call, number .. ' ' .. hash .. ' ' .. event
+  call('XADD', tag .. ':log:' .. id, number, 's', message)
+  call('PUBLISH', tag .. ':ev:' .. id, message)
   return hash
 end
 
@@ -140,7 +147,7 @@ local function log_event(tag, job, event)
 end
 
 -- What a worker is told of a job that it now holds.
-local function handed_out(tag, job, now)
+local function claim_reply(tag, job, now)
   return {job.id, job.epoch, job.attempt, job.next, job.hash, job.tokens, job.deadline - now,
     job.crashes + job.lapses > 0 and string.find(job.stream, ':suspect$') and 1 or 0, job.cost,
     redis.call('HGET', job.key, 'job')}
@@ -166,15 +173,15 @@ local function enqueue(tag, job, stream, record)
   for _, word in ipairs({'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry}) do
     table.insert(record, word)
   end
-  ledger.line_up(tag, job, record)
+  ledger.note_position(tag, job, record)
   redis.call('HSET', job.key, unpack(record))
   ledger.count(tag, job, 'queued', 1)
   redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
 end
 
 -- Takes a job out of its stream, and its lease and its owner from it.
-local function leave(tag, job)
-  running.put_back(tag, job)
+local function dequeue(tag, job)
+  running.write_back(tag, job)
   local key = tag .. ':' .. job.stream
   redis.call('XACK', key, GROUP, job.entry)
   redis.call('XDEL', key, job.entry)
@@ -226,7 +233,7 @@ local function forget(tag, id, tenant, has_objects, entry)
 end
 
 -- Forgets a job whose record load_job cannot read: no function could do anything with it.
-local function forget_half(tag, id)
+local function forget_unreadable(tag, id)
   local record = redis.call('HMGET', tag .. ':job:' .. id, 'tenant', 'has_objects')
   forget(tag, id, record[1] or '', record[2] == '1', '')
 end
@@ -245,7 +252,7 @@ local function terminal(tag, job, status, code, message, now, result)
   end
   ledger.settle(tag, job, status)
   totals.ended(tag, job, status, now)
-  leave(tag, job)
+  dequeue(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,
@@ -265,14 +272,14 @@ local function terminate(tag, job, status, now)
 end
 
 -- Gives a running job back to the front of its lane.
-local function give_back(tag, job)
-  leave(tag, job)
+local function requeue(tag, job)
+  dequeue(tag, job)
   enqueue(tag, job, 'back:' .. job.model .. ':' .. job.lane)
 end
 
 -- Gives a running job back to be run alone, so that it can harm no other.
-local function isolate(tag, job)
-  leave(tag, job)
+local function requeue_as_suspect(tag, job)
+  dequeue(tag, job)
   enqueue(tag, job, 'q:' .. job.model .. ':suspect')
 end
 

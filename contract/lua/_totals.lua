@@ -3,7 +3,7 @@
 -- from 1 on, the one past the last bound being +Inf, and `…:sum` (us). contract/telemetry/metrics.py names
 -- them all. Counted where it happens, so that neither a worker's nor a gateway's death loses any.
 local TOTALS_TTL_MS = 30 * 24 * 3600 * 1000
-local TOLD_TTL_MS = 24 * 3600 * 1000
+local REPORTED_TTL_MS = 24 * 3600 * 1000
 local LATENCY_BOUNDS_MS = {
   5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000, 60000, 300000, 1800000, 7200000,
 }
@@ -44,7 +44,7 @@ function totals.claimed(tag, job, now, is_first)
 end
 
 -- Output came into a job's log, its first.
-function totals.began(tag, job, now)
+function totals.first_output(tag, job, now)
   observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now),
     'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
 end
@@ -60,17 +60,17 @@ end
 
 -- Adds what a worker has counted since it last said so: {field: its own total}. Each counts once,
 -- also where a heartbeat comes twice, or late.
-function totals.take_in(tag, model, incarnation, counted)
+function totals.merge(tag, model, incarnation, counted)
   local key = tag .. ':told:' .. incarnation
   local raw = redis.call('GET', key)
-  local told = raw and cmsgpack.unpack(raw) or {}
+  local reported = raw and cmsgpack.unpack(raw) or {}
   for field, value in pairs(counted) do
-    local gained = value - (told[field] or 0)
+    local gained = value - (reported[field] or 0)
     if gained > 0 then
       totals.add(tag, model, field, gained)
-      told[field] = value
+      reported[field] = value
     end
   end
-  redis.call('SET', key, cmsgpack.pack(told), 'PX', TOLD_TTL_MS)
+  redis.call('SET', key, cmsgpack.pack(reported), 'PX', REPORTED_TTL_MS)
   redis.call('PEXPIRE', tag .. ':totals:' .. model, TOTALS_TTL_MS)
 end

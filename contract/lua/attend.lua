@@ -13,6 +13,5 @@ local function attend(keys, argv)
   end
   return attended
 end
-redis.register_function{
-  function_name = 'batchway_v1_attend', callback = attend, flags = {'allow-oom'},
-}
+
+register('attend', attend, 'allow-oom')

@@ -18,7 +18,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
   job.crashes = job.crashes + 1
   redis.call('HSET', job.key, 'crashes', job.crashes)
   if job.crashes < max_crashes then
-    isolate(tag, job)
+    requeue_as_suspect(tag, job)
     return {'OK'}
   end
   terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',
@@ -41,6 +41,5 @@ local function blame(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_blame', callback = blame, flags = {'allow-oom'},
-}
+
+register('blame', blame, 'allow-oom')

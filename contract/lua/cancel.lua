@@ -10,6 +10,5 @@ local function cancel(keys, argv)
   terminate(tag, job, 'cancelled', now_ms())
   return {'CANCELLED'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_cancel', callback = cancel, flags = {'allow-oom'},
-}
+
+register('cancel', cancel, 'allow-oom')

@@ -19,7 +19,7 @@
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
-local MAX_OWED = 2 ^ 20  -- tokens
+local MAX_DEFICIT = 2 ^ 20  -- tokens
 
 -- Whether this worker has the turn to run a suspect of the model; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now)
@@ -41,7 +41,7 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   local queue = tag .. ':q:' .. model .. ':suspect'
   local found = find_fit(tag, queue, ANY, {})
   while found do
-    local job = take(tag, found, incarnation, lease_ms, now, config)
+    local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then
       redis.call('SADD', tag .. ':alone:' .. model, found.id)
       redis.call('DEL', tag .. ':turn:' .. model)
@@ -59,9 +59,9 @@ local function lanes_of(tag, argv)
     local words = {}
     for word in string.gmatch(argv[i + 1], '%S+') do table.insert(words, word) end
     table.insert(lanes, {
-      name = argv[i], share = tonumber(words[1]), places = tonumber(words[2] or argv[4]),
-      room = tonumber(words[3] or argv[5]), owed = tonumber(words[4]) or ANY, taken = 0,
-      fair = words[5] and fairness.places(tag, words),
+      name = argv[i], share = tonumber(words[1]), slots = tonumber(words[2] or argv[4]),
+      room = tonumber(words[3] or argv[5]), max_deficit_slots = tonumber(words[4]) or ANY, num_taken = 0,
+      fair = words[5] and fairness.parse_slots(tag, words),
     })
   end
   return lanes
@@ -81,15 +81,15 @@ end
 -- The next job of a tenant with less than its share of a lane's places, given back ones first; those
 -- that it passes over, in `skipped`.
 local function next_below_share(tag, model, lane, skipped)
-  local returned = {}
-  local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, returned, lane.fair)
+  local passed = {}
+  local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, passed, lane.fair)
   if found then
-    for _, id in ipairs(returned) do table.insert(skipped, id) end
+    for _, id in ipairs(passed) do table.insert(skipped, id) end
     return found
   end
   local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane.name), 0, MAX_TENANTS - 1)
   for _, tenant in ipairs(tenants) do
-    local room = fairness.room_of(tag, lane.fair, tenant)
+    local room = fairness.tenant_room(tag, lane.fair, tenant)
     if room > 0 then
       local passed, line = {}, lane_key(tag, 'q', model, lane.name) .. ':' .. tenant
       found = find_fit(tag, line, room, passed)
@@ -105,25 +105,25 @@ end
 -- The job to hand out next, and its lane; those that it passes over, in `skipped`.
 local function choose(tag, model, lanes, num_filled, skipped)
   for _, lane in ipairs(lanes) do
-    local owed = 0
-    if num_filled < lane.places and lane.taken < lane.owed and lane.share > 0 then
-      owed = tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
+    local deficit = 0
+    if num_filled < lane.slots and lane.num_taken < lane.max_deficit_slots and lane.share > 0 then
+      deficit = tonumber(redis.call('HGET', tag .. ':owed:' .. model, lane.name) or 0)
     end
-    if owed > 0 then
+    if deficit > 0 then
       local passed = {}
       local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed)
       if is_blocked then return nil end
-      if found and found.cost <= owed then
+      if found and found.cost <= deficit then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
         return found, lane.name
       end
     end
   end
   for _, lane in ipairs(lanes) do
-    if lane.places > num_filled then
+    if lane.slots > num_filled then
       local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped)
       if found or is_blocked then return found, lane.name end
-    elseif lane.places == 0 and lane.fair then
+    elseif lane.slots == 0 and lane.fair then
       local found = next_below_share(tag, model, lane, skipped)
       if found then return found, lane.name end
     end
@@ -131,18 +131,18 @@ local function choose(tag, model, lanes, num_filled, skipped)
 end
 
 -- Books tokens handed out in a lane: every lane with work is owed its share of them.
-local function book(tag, model, lanes, name, tokens, now)
-  pools.note_use(tag, model, name, tokens, now)
+local function record_claim(tag, model, lanes, name, tokens, now)
+  pools.record_use(tag, model, name, tokens, now)
   for _, lane in ipairs(lanes) do
     if lane.share > 0 then
       local key = tag .. ':owed:' .. model
       local before = tonumber(redis.call('HGET', key, lane.name) or 0)
-      local owed = before + lane.share * tokens
-      if lane.name == name then owed = owed - tokens end
+      local deficit = before + lane.share * tokens
+      if lane.name == name then deficit = deficit - tokens end
       local queued = redis.call('HGET', lane_key(tag, 'counters', model, lane.name), 'queued_jobs')
-      if tonumber(queued or 0) == 0 then owed = 0 end
-      owed = math.max(0, math.min(MAX_OWED, owed))
-      if owed ~= before then redis.call('HSET', key, lane.name, owed) end
+      if tonumber(queued or 0) == 0 then deficit = 0 end
+      deficit = math.max(0, math.min(MAX_DEFICIT, deficit))
+      if deficit ~= before then redis.call('HSET', key, lane.name, deficit) end
     end
   end
 end
@@ -159,25 +159,24 @@ local function claim(keys, argv)
     local skipped = {}
     local found, lane = choose(tag, model, lanes, num_filled, skipped)
     if not found then break end
-    local job = take(tag, found, incarnation, lease_ms, now, argv[7])
+    local job = claim_job(tag, found, incarnation, lease_ms, now, argv[7])
     if job then
       for _, served in ipairs(lanes) do
         served.room = served.room - found.cost
         if served.name == lane then
-          served.taken = served.taken + found.choices
+          served.num_taken = served.num_taken + found.choices
           if found.tenant then
-            fairness.hold(tag, served.fair, found.tenant, found.choices, found.cost)
+            fairness.add_held(tag, served.fair, found.tenant, found.choices, found.cost)
           end
         end
       end
       num_filled = num_filled + found.choices
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
-      book(tag, model, lanes, lane, found.cost, now)
+      record_claim(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
     end
   end
   return claimed
 end
-redis.register_function{
-  function_name = 'batchway_v1_claim', callback = claim, flags = {'allow-oom'},
-}
+
+register('claim', claim, 'allow-oom')

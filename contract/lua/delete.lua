@@ -11,6 +11,5 @@ local function delete(keys, argv)
   forget(tag, job.id, job.tenant, job.has_objects, kept_entry(job))
   return {'DELETED'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_delete', callback = delete, flags = {'allow-oom'},
-}
+
+register('delete', delete, 'allow-oom')

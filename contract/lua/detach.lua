@@ -8,7 +8,7 @@ local function detach(keys, argv)
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
-  running.put_back(tag, job)
+  running.write_back(tag, job)
   local deadline = math.max(job.deadline, now + tonumber(argv[3]))
   recount.move(tag, job, deadline)
   redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
@@ -21,6 +21,5 @@ local function detach(keys, argv)
   end
   return {'OK'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_detach', callback = detach, flags = {'allow-oom'},
-}
+
+register('detach', detach, 'allow-oom')

@@ -18,6 +18,5 @@ local function drain(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_drain', callback = drain, flags = {'allow-oom'},
-}
+
+register('drain', drain, 'allow-oom')

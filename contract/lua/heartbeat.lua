@@ -28,9 +28,9 @@ local function measure_pool(tag, model, now)
 end
 
 -- Keeps the lanes that a worker says it serves, and their shares.
-local function keep_lanes(tag, model, said)
+local function keep_lanes(tag, model, served)
   local names, shares = {}, {}
-  for name, share in string.gmatch(said, '([^%s=]+)=?(%S*)') do
+  for name, share in string.gmatch(served, '([^%s=]+)=?(%S*)') do
     table.insert(names, name)
     table.insert(shares, share ~= '' and share or '0')
   end
@@ -42,7 +42,7 @@ local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
   local now, counted = now_ms(), argv[11] ~= '' and cmsgpack.unpack(argv[11])
-  if counted then totals.take_in(tag, model, incarnation, counted) end
+  if counted then totals.merge(tag, model, incarnation, counted) end
   if argv[4] == 'gone' then
     redis.call('ZREM', workers, incarnation)
     redis.call('DEL', worker)
@@ -69,6 +69,5 @@ local function heartbeat(keys, argv)
   end
   return lost
 end
-redis.register_function{
-  function_name = 'batchway_v1_heartbeat', callback = heartbeat, flags = {'allow-oom'},
-}
+
+register('heartbeat', heartbeat, 'allow-oom')

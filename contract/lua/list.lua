@@ -45,6 +45,5 @@ local function list(keys, argv)
   end
   return {'OK', #rows == 2 * max_looks and rows[#rows - 1] or '', found}
 end
-redis.register_function{
-  function_name = 'batchway_v1_list', callback = list, flags = {'no-writes'},
-}
+
+register('list', list, 'no-writes')

@@ -10,11 +10,10 @@ local function mine(keys, argv)
     local job = not known[id] and load_job(tag, id)
     if job and job.owner == argv[1] then
       redis.call('ZADD', tag .. ':leases', now + lease_ms, id)
-      table.insert(found, handed_out(tag, job, now))
+      table.insert(found, claim_reply(tag, job, now))
     end
   end
   return found
 end
-redis.register_function{
-  function_name = 'batchway_v1_mine', callback = mine, flags = {'allow-oom'},
-}
+
+register('mine', mine, 'allow-oom')

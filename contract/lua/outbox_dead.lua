@@ -21,6 +21,5 @@ local function outbox_dead(keys, argv)
   end
   return letters
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_dead', callback = outbox_dead, flags = {'no-writes'},
-}
+
+register('outbox_dead', outbox_dead, 'no-writes')

@@ -6,7 +6,7 @@
 --       {'SUPERSEDED'}  another message came meanwhile, which is due now
 --       {'FENCED'}      a later attempt has begun
 --       {'GONE'}        no such record
-local function bury(tag, id, tenant, now)
+local function add_dead_letter(tag, id, tenant, now)
   local dead = tag .. ':dead:' .. tenant
   redis.call('ZADD', dead, now, id)
   redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - OUTBOX_KEEP_MS)
@@ -24,7 +24,7 @@ local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
   end
   if not TERMINAL[record.kind] then return 'idle' end
   if outcome == 'dead' then
-    bury(tag, id, record.tenant, now)
+    add_dead_letter(tag, id, record.tenant, now)
   else
     redis.call('HDEL', key, 'callback')  -- it may hold a secret
     redis.call('PEXPIRE', key, DELIVERED_KEEP_MS)
@@ -55,6 +55,5 @@ local function outbox_done(keys, argv)
   outbox.reschedule(tag, record.to, now, math.huge)
   return {record.taken == record.number and 'OK' or 'SUPERSEDED'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_done', callback = outbox_done, flags = {'allow-oom'},
-}
+
+register('outbox_done', outbox_done, 'allow-oom')

@@ -15,6 +15,5 @@ local function outbox_replay(keys, argv)
   outbox.wake(tag, record[3], now)
   return {'OK'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_replay', callback = outbox_replay, flags = {'allow-oom'},
-}
+
+register('outbox_replay', outbox_replay, 'allow-oom')

@@ -15,6 +15,5 @@ local function outbox_start(keys, argv)
   redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms() + tonumber(argv[3]), id)
   return {'OK', redis.call('HGETALL', key)}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_start', callback = outbox_start, flags = {'allow-oom'},
-}
+
+register('outbox_start', outbox_start, 'allow-oom')

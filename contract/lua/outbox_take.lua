@@ -6,10 +6,10 @@
 local MAX_DESTINATIONS = 100  -- looked at in one call
 
 -- What was taken for longer than its lease is due again: whoever had it is gone.
-local function recover(tag, to, now)
-  local flying = tag .. ':flying:' .. to
-  for _, id in ipairs(redis.call('ZRANGE', flying, '-inf', now, 'BYSCORE')) do
-    redis.call('ZREM', flying, id)
+local function requeue_lapsed_attempts(tag, to, now)
+  local in_flight = tag .. ':flying:' .. to
+  for _, id in ipairs(redis.call('ZRANGE', in_flight, '-inf', now, 'BYSCORE')) do
+    redis.call('ZREM', in_flight, id)
     if redis.call('EXISTS', tag .. ':out:' .. id) == 1 then
       redis.call('HSET', tag .. ':out:' .. id, 'state', 'due')
       redis.call('ZADD', tag .. ':due:' .. to, now, id)
@@ -41,7 +41,7 @@ local function outbox_take(keys, argv)
   local destinations = redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
     MAX_DESTINATIONS)
   for _, to in ipairs(destinations) do
-    recover(tag, to, now)
+    requeue_lapsed_attempts(tag, to, now)
     local free = math.min(cap - redis.call('ZCARD', tag .. ':flying:' .. to), room - #taken)
     if free > 0 then
       local ids = redis.call('ZRANGE', tag .. ':due:' .. to, '-inf', now, 'BYSCORE', 'LIMIT', 0,
@@ -55,6 +55,5 @@ local function outbox_take(keys, argv)
   end
   return taken
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_take', callback = outbox_take, flags = {'allow-oom'},
-}
+
+register('outbox_take', outbox_take, 'allow-oom')

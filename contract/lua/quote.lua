@@ -7,11 +7,10 @@
 local function quote(keys, argv)
   local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {tenant = argv[2], model = argv[3], lane = argv[4]}
-  local found = admission.weigh(tag, job, terms, now)
+  local found = admission.evaluate(tag, job, terms, now)
   local reason, limit, retry_ms = unpack(found.refusal or {'OK', '', UNKNOWN})
   return {reason, limit, retry_ms, {found.ahead.jobs, found.ahead.tokens, found.wait},
     found.service, job.cost, admission.rates(found.tenant, terms)}
 end
-redis.register_function{
-  function_name = 'batchway_v1_quote', callback = quote, flags = {'no-writes'},
-}
+
+register('quote', quote, 'no-writes')

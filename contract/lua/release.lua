@@ -25,7 +25,7 @@ local function release_one(tag, now, incarnation, id, epoch, kind, code, message
     terminal(tag, job, 'failed', code, message, now)
     return {'failed'}
   end
-  give_back(tag, job)
+  requeue(tag, job)
   return {'OK'}
 end
 
@@ -38,6 +38,5 @@ local function release(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_release', callback = release, flags = {'allow-oom'},
-}
+
+register('release', release, 'allow-oom')

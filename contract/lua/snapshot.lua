@@ -46,6 +46,5 @@ local function snapshot(keys, argv)
   end
   return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries')}
 end
-redis.register_function{
-  function_name = 'batchway_v1_snapshot', callback = snapshot, flags = {'no-writes'},
-}
+
+register('snapshot', snapshot, 'no-writes')

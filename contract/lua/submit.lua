@@ -81,11 +81,11 @@ local function submit(keys, argv)
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   if is_memory_full(tag) then return {'MEMORY_FULL'} end
-  local found = admission.weigh(tag, job, terms, now)
+  local found = admission.evaluate(tag, job, terms, now)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
-    recount.expect(tag, job)
+    recount.include_sums(tag, job)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end

@@ -11,7 +11,7 @@
 --       it holds now}, …}
 
 -- True where another server process was swept last: all whose time ran on meanwhile get a grace.
-local function booted(tag, now, grace_ms)
+local function grant_restart_grace(tag, now, grace_ms)
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local before = redis.call('GET', tag .. ':runid')
   if before == run_id then return false end
@@ -34,7 +34,7 @@ local function each_due(tag, set, now, limit, act)
   local ids = due(tag, set, now, limit)
   for _, id in ipairs(ids) do
     local is_kept, is_done = try(act, id)
-    if not is_done then forget_half(tag, id) end
+    if not is_done then forget_unreadable(tag, id) end
     if not is_kept then redis.call('ZREM', tag .. set, id) end
   end
   return #ids
@@ -48,17 +48,17 @@ local function end_due(tag, set, status, now, limit)
       terminate(tag, job, status, now)
       return true
     end
-    if not job then forget_half(tag, id) end
+    if not job then forget_unreadable(tag, id) end
   end)
 end
 
 -- Gives the jobs back whose leases have lapsed.
-local function lapse_due(tag, now, limit)
+local function requeue_lapsed(tag, now, limit)
   return each_due(tag, ':leases', now, limit, function(id)
     local job = load_job(tag, id)
     if job and (job.state == 'claimed' or job.state == 'streaming') then
       redis.call('HSET', job.key, 'lapses', job.lapses + 1)
-      if job.lapses == 0 then give_back(tag, job) else isolate(tag, job) end
+      if job.lapses == 0 then requeue(tag, job) else requeue_as_suspect(tag, job) end
       return true
     end
   end)
@@ -80,18 +80,17 @@ end
 
 local function sweep(keys, argv)
   local tag, now, limit = keys[1], now_ms(), argv[1]
-  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
+  if grant_restart_grace(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
-  local lapsed = lapse_due(tag, now, limit)
+  local lapsed = requeue_lapsed(tag, now, limit)
   local forgotten = forget_due(tag, now, limit)
-  local corrections = try(recount.some, tag, now)
+  local corrections = try(recount.step, tag, now)
   if not corrections then
     corrections = {}
     redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
   end
   return {lapsed, expired, unattended, forgotten, corrections}
 end
-redis.register_function{
-  function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},
-}
+
+register('sweep', sweep, 'allow-oom')

@@ -123,7 +123,7 @@ _TEXTS = [
     ),
     (
         "a full destination is looked at for ever",
-        "if redis.call('ZCARD', flying) >= cap then due = nil end",
+        "if redis.call('ZCARD', in_flight) >= cap then due = nil end",
         "due = nil",
     ),
 ]
