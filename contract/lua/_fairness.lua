@@ -1,8 +1,8 @@
--- Who goes next among the tenants of a lane: each has a counter of the tokens it was handed out,
--- divided by its weight (`active` while it has a line, `idle` after), and the least goes first. The
--- lane's clock is the counter of the last that went: who comes back starts there at least, so that no
--- credit is saved up, and where it was at least, so that no debt is forgotten by an empty line.
--- `weights` has the tenants' weights, as their latest jobs said them.
+-- Fair sharing of a lane among tenants. Each tenant has a counter of claimed tokens divided by its
+-- weight, in the sorted set `active` while it has waiting jobs and in `idle` afterwards. The tenant with
+-- the lowest counter is served first. The lane's clock is the counter of the tenant served last. A
+-- returning tenant starts at the higher of its own counter and the clock, so it neither saves credit
+-- nor loses debt. The hash `weights` holds each tenant's weight from its latest job.
 
 local fairness = {}
 
@@ -17,7 +17,7 @@ local function lane_clock(tag, model, lane)
   return tonumber(redis.call('GET', lane_key(tag, 'clock', model, lane)) or 0)
 end
 
--- What was said to be a tenant's weight, as a number; 1 where it is none.
+-- A tenant's weight as a number; 1 where the text is not a valid weight.
 local function readable_weight(text)
   local weight = tonumber(text or 1)
   return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
@@ -27,7 +27,7 @@ function fairness.weight(tag, tenant)
   return readable_weight(redis.call('HGET', tag .. ':weights', tenant))
 end
 
--- The tenant has this weight from now on. Only weights other than 1 are stored.
+-- Stores the tenant's weight; 1 is not stored.
 function fairness.set_weight(tag, tenant, weight)
   if weight == fairness.weight(tag, tenant) then return end
   if weight == 1 then
@@ -37,7 +37,7 @@ function fairness.set_weight(tag, tenant, weight)
   end
 end
 
--- The weights of all tenants but this one that wait in a lane, added up.
+-- The sum of the weights of all other tenants with waiting jobs in the lane.
 function fairness.weight_of_others(tag, model, lane, tenant)
   local active = lane_key(tag, 'active', model, lane)
   local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
@@ -50,7 +50,7 @@ function fairness.weight_of_others(tag, model, lane, tenant)
   return sum
 end
 
--- The tenant has a line from now on.
+-- Called when the tenant's first job in the lane starts to wait.
 function fairness.activate(tag, model, lane, tenant)
   local idle = lane_key(tag, 'idle', model, lane)
   local own = tonumber(redis.call('ZSCORE', idle, tenant) or 0)
@@ -59,7 +59,7 @@ function fairness.activate(tag, model, lane, tenant)
     tenant)
 end
 
--- It has none any more; what it is ahead of the clock is kept.
+-- Called when the tenant has no waiting job in the lane; a counter above the clock is kept.
 function fairness.deactivate(tag, model, lane, tenant)
   local active = lane_key(tag, 'active', model, lane)
   local own = tonumber(redis.call('ZSCORE', active, tenant) or 0)
@@ -69,7 +69,7 @@ function fairness.deactivate(tag, model, lane, tenant)
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now)
 end
 
--- Adds tokens to what the tenant was handed out; gives back where they are negative.
+-- Adds tokens to the tenant's counter; a negative number refunds.
 function fairness.add_tokens(tag, model, lane, tenant, tokens)
   if tokens == 0 then return end
   tokens = tokens / fairness.weight(tag, tenant)
@@ -83,7 +83,7 @@ function fairness.add_tokens(tag, model, lane, tenant, tokens)
   if own > now then redis.call('ZADD', idle, own, tenant) else redis.call('ZREM', idle, tenant) end
 end
 
--- A job is handed out from its tenant's line; `charged` is still to be kept in its record.
+-- Charges a job claimed from its tenant queue. The caller must store `job.charged` in the record.
 function fairness.charge(tag, job)
   local active = lane_key(tag, 'active', job.model, job.lane)
   local own = tonumber(redis.call('ZSCORE', active, job.tenant))
@@ -94,14 +94,14 @@ function fairness.charge(tag, job)
   job.charged = job.cost
 end
 
--- The job was worth so much in the end; what it was charged beyond goes back.
+-- Replaces what the job was charged when claimed by its final charge.
 function fairness.settle(tag, job, charge)
   if job.charged > 0 then
     fairness.add_tokens(tag, job.model, job.lane, job.tenant, charge - job.charged)
   end
 end
 
--- A job that was charged moves to another lane, with its charge or, to wait there anew, without.
+-- Moves a charged job to another lane; `keeps` moves its charge too, otherwise the charge is refunded.
 function fairness.move(tag, job, lane, keeps)
   if job.charged == 0 then return end
   fairness.add_tokens(tag, job.model, job.lane, job.tenant, -job.charged)
@@ -113,8 +113,8 @@ function fairness.move(tag, job, lane, keeps)
   end
 end
 
--- The places and tokens of a lane at a worker, and what tenants hold of them, from the words of a
--- claim: from the fifth on {places, tokens, tenant, places, tokens, tenant, …}.
+-- A lane's slots and tokens at a worker, and each tenant's part of them. From the fifth word of a
+-- claim's lane argument on: slots, tokens, then tenant, slots, tokens for each tenant.
 function fairness.parse_slots(tag, words)
   local fair = {slots = tonumber(words[5]), tokens = tonumber(words[6]), weight = 0, held = {}}
   for i = 7, #words, 3 do
@@ -123,8 +123,8 @@ function fairness.parse_slots(tag, words)
   return fair
 end
 
--- The largest job that a tenant may be handed, in tokens: 0 or less where one more place would give
--- it more than its share by weight, among those that hold any and itself.
+-- The tokens of the largest job that the tenant may claim within its share by weight among the tenants
+-- that hold slots and itself. 0 or less where one more slot exceeds that share.
 function fairness.tenant_room(tag, fair, tenant)
   local held = fair.held[tenant]
   local slots, tokens, weight = 0, 0, fairness.weight(tag, tenant)
@@ -134,7 +134,7 @@ function fairness.tenant_room(tag, fair, tenant)
   return math.floor(fair.tokens * weight / sum) - tokens
 end
 
--- The tenant holds places of the lane, for so many choices and tokens.
+-- Adds a claimed job to what the tenant holds of the lane.
 function fairness.add_held(tag, fair, tenant, choices, cost)
   local held = fair.held[tenant]
   if not held then

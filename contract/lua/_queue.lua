@@ -1,11 +1,11 @@
--- Finding the next job that fits, and taking it out of turn where one before it does not. The
--- stream's group says up to where all was handed out; what was taken behind that is pending.
+-- Finds the next waiting job that fits and claims it, out of order where jobs before it do not fit.
+-- All entries up to the consumer group's last delivered id are claimed; later claimed ones are pending.
 
-local MAX_PASSED = 8   -- jobs that may be handed out before one that waits in front of them
-local MAX_SKIPPED = 4  -- jobs of one stream that are passed over in a search
-local WINDOW = 16      -- entries looked at: as many, those that they let pass, and one that fits
-local FAIR_WINDOW = 64     -- entries looked at for jobs of tenants below their share
-local MAX_TENANTS = 8  -- of a lane, whose lines are searched
+local MAX_PASSED = 8   -- jobs that may be claimed ahead of a job that waits in front of them
+local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
+local WINDOW = 16      -- entries that a search reads
+local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
+local MAX_TENANTS = 8  -- of a lane, whose queues are searched
 
 local function last_delivered(key)
   local group = redis.call('XINFO', 'GROUPS', key)[1] or {}
@@ -15,19 +15,19 @@ local function last_delivered(key)
   return '0-0'
 end
 
--- Takes an entry out of a stream that stands for no job that can be run.
+-- Removes an entry whose job cannot run.
 local function discard_entry(key, entry)
   redis.call('XACK', key, GROUP, entry)
   redis.call('XDEL', key, entry)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
 end
 
--- The first waiting job of a stream with room for one of its choices, for the others can wait in the
--- engine: {key, entry, id, cost, choices, is_first}, or nil.
--- Those that do not fit go into `skipped`; the second result is true where one of them has been
--- passed over too often, so that nothing may go before it.
--- With `fair` (see fairness.places), `room` is not looked at: each tenant has what is left of its
--- share, `tenant` of the result says whose the job is, and jobs of others are left where they are.
+-- The first waiting job of a stream with room for one of its choices (the others can wait in the
+-- engine): {key, entry, id, cost, choices, is_first}, or nil.
+-- Adds ids of jobs that do not fit to `skipped`. The second result is true where one of them was
+-- passed over MAX_PASSED times: no job may be claimed ahead of it.
+-- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
+-- names the tenant, and jobs of tenants without room are ignored.
 local function find_fit(tag, key, room, skipped, fair)
   if redis.call('EXISTS', key) == 0 then return nil end
   local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT',
@@ -58,7 +58,7 @@ local function find_fit(tag, key, room, skipped, fair)
   return nil
 end
 
--- The next job of a lane with room for it: given back first, then by tenant; as find_fit.
+-- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
 local function next_in_lane(tag, model, lane, room, skipped)
   local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
   if found or is_blocked then return found, is_blocked end
@@ -70,7 +70,7 @@ local function next_in_lane(tag, model, lane, room, skipped)
   return nil
 end
 
--- Makes an entry pending, out of turn where it is not the first.
+-- Marks an entry as pending; the first one also becomes the last delivered id.
 local function mark_pending(found)
   if found.is_first then
     redis.call('XCLAIM', found.key, GROUP, CONSUMER, 0, found.entry, 'FORCE', 'JUSTID',
@@ -80,7 +80,7 @@ local function mark_pending(found)
   end
 end
 
--- Takes a job that was found; nil where it has expired meanwhile.
+-- Claims a job that was found; nil where it has expired or cannot be read.
 local function claim_job(tag, found, incarnation, lease_ms, now, config)
   if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
     redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')

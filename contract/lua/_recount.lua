@@ -1,66 +1,62 @@
--- Holds what is counted and listed beside the jobs' records against the records, some jobs in each
--- sweep, and sets right what differs. As every function is all or nothing, nothing should.
+-- Checks counters and lists against the jobs' records, a few jobs in each sweep, and corrects
+-- differences. Functions are atomic, so only outside changes to Redis cause differences.
 --
--- Counted are a lane (`counters`), a tenant's line in it (`jobs` and `tokens` of `line`) and what a
--- tenant has `reserved`. Jobs come, move and go while a count goes on over many sweeps. So it takes the
--- unfinished jobs in the order of their deadlines: `recount:place` says up to which deadline they are
--- in the count, `recount:sums` what those add up to. Whoever changes a counter by a job that is in the
--- count changes the sum as much (recount.has, recount.add), and a job whose deadline moves past the
--- place takes its share along (recount.move). So the sums are right for the jobs in the count at every
--- moment. Once all jobs are in it, each sum must equal its counter; they are compared some at a time,
--- while both go on changing alike. Where a sweep can take all jobs at once, it counts and compares
--- them, and no sum is kept.
--- A lane or tenant without unfinished jobs has the sum 0 where a job of it that has ended is still
--- kept, or one was refused (recount.expect).
+-- Counters: of a lane (`counters`), of a tenant's queue in it (`jobs` and `tokens` of `line`) and of a
+-- tenant (`reserved`). A count takes many sweeps while jobs come, move and go, so it visits unfinished
+-- jobs in order of deadline. `recount:place` holds the position, the last deadline counted, and
+-- `recount:sums` the sums over the counted jobs. A function that changes a counter for a counted job
+-- changes the sum too (recount.includes, recount.add), also when a deadline moves across the position
+-- (recount.move). When all jobs are counted, each sum must equal its counter; sweeps compare some at a
+-- time. A sweep that can count all jobs at once compares directly and stores no sums. A lane or tenant
+-- without unfinished jobs has the sum 0 after a job that is still kept or a refusal
+-- (recount.include_sums).
 --
--- Listed is each job in its tenant's list; an unfinished one in `deadlines`, one that has ended in
--- `kept`; one that waits, in its stream; one that runs, in `leases` and among its owner's. `deadlines`
--- is looked through with the count; where it was wrong, the count begins anew. `kept` is looked through
--- from a cursor, and so are, before each count, the lists of the tenants that the last one met: what
--- is not in `deadlines` would not be counted. An unfinished job that lacks what it takes to run it is
--- forgotten: every function would fail on it.
+-- Lists: every job is in its tenant's list, an unfinished job in `deadlines`, an ended one in `kept`, a
+-- waiting one in its stream, a running one in `leases` and its owner's set. The count checks
+-- `deadlines` and starts again after a correction there. Cursors go through `kept` and, before each
+-- count, through the lists of the tenants in the last count, because a job missing from `deadlines`
+-- would not be counted. Unfinished jobs with unreadable records are forgotten.
 --
--- The cost of a sweep is bounded by RECOUNT_JOBS of each of the three, and as many sums. A few more
--- come where several jobs have the very same deadline, and where Redis keeps a small set or hash, of up
--- to 128 members, as one piece.
+-- A sweep handles at most RECOUNT_JOBS of each kind, plus jobs with equal deadlines and small sets and
+-- hashes (up to 128 members), which Redis returns whole.
 
 local COUNTED = {counters = true, line = true, tenant = true}
-local RECOUNT_JOBS = 50  -- that a sweep takes
-local RECOUNT_GAP_MS = 1000  -- between two sweeps that recount, whoever calls them
-local ALL = '9007199254740992'  -- 2^53, a place behind every deadline
-local EXPIRY_MS = 1000  -- a record may be gone so long before it is to be forgotten
+local RECOUNT_JOBS = 50  -- of each kind in a sweep
+local RECOUNT_GAP_MS = 1000  -- between two sweeps that recount
+local ALL = '9007199254740992'  -- 2^53, later than every deadline
+local EXPIRY_MS = 1000  -- a record may expire this long before its entry in `kept` is due
 
--- A cursor that was kept, or the first.
+-- A stored cursor; '0' where there is none.
 local function cursor_of(tag, field)
   local kept = redis.call('HGET', tag .. ':recount:place', field) or '0'
   return string.find(kept, '^%d+$') and #kept < 20 and kept or '0'
 end
 
--- Up to which deadline jobs are in the count; below all of them while none is.
+-- The last deadline counted; -1 where no count is under way.
 function recount.position(tag)
   return whole_number(redis.call('HGET', tag .. ':recount:place', 'deadline') or -1) or -1
 end
 
--- Whether a job with this deadline is in the count.
+-- Whether a job with this deadline is counted.
 function recount.includes(tag, deadline)
   return deadline <= recount.position(tag)
 end
 
--- Adds shares to the sums so many times: {sum, value, …}. A sum is named after its key and field.
+-- Adds `times` the values {sum, value, …} to the sums. A sum is named after its key and field.
 function recount.add(tag, shares, times)
   for i = 1, #shares, 2 do
-    -- + 0 makes a negative zero a plain one, which Redis 7.0 would refuse as no integer.
+    -- + 0 turns -0 into 0; Redis 7.0 refuses -0.
     redis.call('HINCRBY', tag .. ':recount:sums', shares[i], times * shares[i + 1] + 0)
   end
 end
 
--- A job gets another deadline.
+-- Called before a job's deadline changes.
 function recount.move(tag, job, deadline)
   local was, is = recount.includes(tag, job.deadline), recount.includes(tag, deadline)
   if was ~= is then recount.add(tag, ledger.contributions(job), is and 1 or -1) end
 end
 
--- Has what is counted of a job's lane, tenant and line compared, though no job of theirs be found.
+-- Includes the counters of a job's lane, tenant queue and tenant in the comparison.
 function recount.include_sums(tag, job)
   local sums = ledger.zero_sums(job)
   if redis.call('HEXISTS', tag .. ':recount:sums', sums[#sums - 1]) == 0 then
@@ -68,7 +64,7 @@ function recount.include_sums(tag, job)
   end
 end
 
--- A correction: {kind, key after the tag, field or member, what it held, what it holds}.
+-- Adds a correction: {kind, key after the tag, field or member, old value, new value}.
 local function add_correction(found, kind, key, field, held, holds)
   table.insert(found, {kind, key, field, tostring(held or 'nothing'), tostring(holds or 'nothing')})
 end
@@ -77,7 +73,7 @@ local function add_local(sums, shares, times)
   for i = 1, #shares, 2 do sums[shares[i]] = (sums[shares[i]] or 0) + times * shares[i + 1] end
 end
 
--- Lists an unfinished job, that stands in `deadlines`, where else it belongs.
+-- Adds an unfinished job to the lists that lack it, other than `deadlines`.
 local function list_unfinished(tag, job, now, found)
   local list = 'jobs:' .. job.tenant
   if redis.call('ZADD', tag .. ':' .. list, 'NX', job.created, job.id) == 1 then
@@ -100,7 +96,7 @@ local function list_unfinished(tag, job, now, found)
   end
 end
 
--- Takes the next jobs into the count. Returns the new place; nil where `deadlines` was wrong.
+-- Counts the next jobs. Returns the new position; nil after a correction of `deadlines`.
 local function count_some(tag, now, limit, sums, found)
   local deadlines = tag .. ':deadlines'
   local after = string.format('(%d', recount.position(tag))
@@ -130,12 +126,12 @@ local function count_some(tag, now, limit, sums, found)
   return place
 end
 
--- Holds a counter against its sum.
+-- Compares a counter with its sum.
 local function compare(tag, name, sum, found)
   local key, field = string.match(name, '^(%a+:[^:]*.*) (%S+)$')
   if not key or not COUNTED[string.match(key, '^%a+')]
     or string.find(key, '^line:') and not string.find(key, '^line:[^:]*:[^:]*:') then
-    redis.call('HDEL', tag .. ':recount:sums', name)  -- no function has written this
+    redis.call('HDEL', tag .. ':recount:sums', name)  -- not written by these functions
     return
   end
   local kind, held = string.match(key, '^%a+'), redis.call('HGET', tag .. ':' .. key, field)
@@ -166,7 +162,7 @@ local function compare_some(tag, limit, found)
   redis.call('HSET', place, 'compared', reply[1])
 end
 
--- Looks through jobs that have ended; their lanes and tenants get a sum.
+-- Checks entries of `kept`; includes the lanes and tenants of ended jobs in the sums.
 local function check_kept(tag, now, limit, sums, found)
   local place = tag .. ':recount:place'
   local reply = redis.call('ZSCAN', tag .. ':kept', cursor_of(tag, 'kept'), 'COUNT', limit)
@@ -184,7 +180,7 @@ local function check_kept(tag, now, limit, sums, found)
         unpack(redis.call('HMGET', tag .. ':job:' .. id, 'state', 'model', 'lane', 'created'))
     end
     if not id then
-      redis.call('ZREM', tag .. ':kept', entry)  -- no function has written this
+      redis.call('ZREM', tag .. ':kept', entry)  -- not written by these functions
       add_correction(found, 'list', 'kept', entry, score, nil)
     elseif not state and score > now + EXPIRY_MS then
       forget(tag, id, tenant, has_objects == '1', entry)
@@ -201,8 +197,8 @@ local function check_kept(tag, now, limit, sums, found)
   end
 end
 
--- Looks at some entries of a tenant's list: each needs a record, and a place in `deadlines` or `kept`.
--- Returns the cursor to go on from, '0' at the end, and how many were looked at.
+-- Checks entries of a tenant's list: each needs a record and an entry in `deadlines` or `kept`. Returns
+-- the next cursor, '0' at the end, and the number of entries checked.
 local function check_list(tag, tenant, cursor, limit, found)
   local list = 'jobs:' .. tenant
   local reply = redis.call('ZSCAN', tag .. ':' .. list, cursor, 'COUNT', limit)
@@ -230,7 +226,7 @@ local function check_list(tag, tenant, cursor, limit, found)
   return reply[1], #reply[2] / 2
 end
 
--- Looks at the lists of the tenants that the last count met. True once it has seen all of them.
+-- Checks the lists of the tenants in the last count. True when all are checked.
 local function check_lists(tag, limit, found)
   local lists, place = tag .. ':recount:lists', tag .. ':recount:place'
   local cursor = cursor_of(tag, 'listed')
@@ -249,7 +245,7 @@ local function check_lists(tag, limit, found)
   return false
 end
 
--- Counts and compares some more; the count begins where none is under way.
+-- Continues the count and the comparison, or starts a count.
 local function count(tag, now, limit, sums, found)
   local place = tag .. ':recount:place'
   local before = redis.call('HGET', place, 'deadline')
@@ -268,7 +264,7 @@ local function count(tag, now, limit, sums, found)
   end
 end
 
--- Looks at some entries of the lists, then goes on with the count; returns all corrections.
+-- Checks some list entries and continues the count; returns the corrections.
 function recount.step(tag, now)
   local limit, place, found, sums = RECOUNT_JOBS, tag .. ':recount:place', {}, {}
   local wait = (whole_number(redis.call('HGET', place, 'next') or 0) or 0) - now

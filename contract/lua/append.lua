@@ -1,30 +1,28 @@
--- append: one step's output of all of a worker's jobs; ends those that are done. Renews leases.
+-- append: appends one step's output of all of a worker's jobs, ends finished jobs, renews leases.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 what is said of the jobs, packed
---       4… the id of each
--- packed: ITEM for each job: epoch, output tokens in the event, the event (msgpack, '': none), its
---       number (as text), '' or 'succeeded' or 'failed'.
---       After these an END: error code, error message, where its log is kept from now on (msgpack
---       ObjectRef, '': here)
--- reply {} where all was appended: each job's next event has the number after the one it said.
---       Else, of the others: {place of the job among them, verdict, number, place, verdict, …}
---       'OK', next event number    ended beside its event, or appended before
---       'GAP', next event number   events are missing before this one
---       'OVER', output tokens      more output than the job's cap: not appended
---       'FENCED', 0                the job is another worker's, or waits
+-- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 items, packed
+--       4… job ids
+-- items  for each job an ITEM: epoch, output tokens in the event, the event (msgpack, '': none), its
+--       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
+--       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none)
+-- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
+--       simply appended under its number
+--       'OK', next event number    also ended, or appended before
+--       'GAP', next event number   events before this one are missing
+--       'OVER', output tokens      over the job's output cap: not appended
+--       'FENCED', 0                another worker holds the job, or it waits
 --       'GONE', 0                  no such job
 --       status, 0                  the job has ended: succeeded, failed, cancelled, expired
--- A call is made for every step of a worker, so it does little for each job: what it must know of
--- those that go on is read and written for all together, and so are leases and counters; an argument
--- of its own for each thing said would cost more than the thing. The first output of a job, its end
--- and whatever is refused go the long way, by the record.
+-- A worker calls it at every step. Progress, leases and counters of jobs that continue are read and
+-- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
+-- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
 local END = '<sI4c0I4c0'
-local MOST_ARGUMENTS = 1000  -- of one command
+local MAX_ARGUMENTS = 1000  -- arguments of one command
 local FIRST_ID = 4  -- argument
 
--- What the jobs of one place, a lane of a model, have gained in this call: output tokens, and
--- tokens of their cost, all and those of jobs that are in the count (_recount.lua).
+-- What one lane of a model gains in this call: output tokens, computed tokens of the jobs' costs, and
+-- those of jobs that the current recount includes (_recount.lua).
 local function gains_of(gains_by_lane, model_lane)
   local gains = gains_by_lane[model_lane]
   if not gains then
@@ -34,7 +32,7 @@ local function gains_of(gains_by_lane, model_lane)
   return gains
 end
 
--- Appends the event, and writes all that it changes in the record.
+-- Appends an event and updates the job's record.
 local function progress(tag, job, event, num_tokens, now, gains_by_lane)
   local gains, done_before = gains_of(gains_by_lane, running.model_lane(job)), ledger.done(job)
   local is_first = job.tokens == 0 and num_tokens > 0
@@ -54,7 +52,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane)
   running.store(tag, job)
 end
 
--- The long way: a verdict and its number.
+-- Handles one item by the job's record: a verdict and its number.
 local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
   local refusal = fence(job, incarnation, item.epoch)
@@ -82,9 +80,10 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   return 'OK', job.next
 end
 
--- The short way, for a job that goes on with output: how far it is now, packed; nil where it must go
--- the long one.
-local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane, recount_position)
+-- Appends output of a job that continues, without its record: the new packed progress, or nil where
+-- append_one must handle the item.
+local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane,
+  recount_position)
   local known_epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
     running.unpack(packed)
   if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
@@ -100,21 +99,21 @@ local function append_running(tag, now, packed, id, epoch, number, event, num_to
     model_lane)
 end
 
--- How far those of the call's jobs are that go on, packed, by id; false of others.
+-- Packed progress of the call's jobs by id; false for jobs without.
 local function load_running(tag, incarnation, argv)
   local running_jobs = {}
-  for first = FIRST_ID, #argv, MOST_ARGUMENTS do
-    local last = math.min(#argv, first + MOST_ARGUMENTS - 1)
+  for first = FIRST_ID, #argv, MAX_ARGUMENTS do
+    local last = math.min(#argv, first + MAX_ARGUMENTS - 1)
     local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, first, last))
     for i, value in ipairs(values) do running_jobs[argv[first + i - 1]] = value end
   end
   return running_jobs
 end
 
--- Gives a command its arguments, as many at a time as it may have.
+-- Runs a command once for each MAX_ARGUMENTS arguments.
 local function write(name, key, arguments)
-  for first = 1, #arguments, MOST_ARGUMENTS do
-    local last = math.min(#arguments, first + MOST_ARGUMENTS - 1)
+  for first = 1, #arguments, MAX_ARGUMENTS do
+    local last = math.min(#arguments, first + MAX_ARGUMENTS - 1)
     redis.call(name, key, unpack(arguments, first, last))
   end
 end
@@ -125,7 +124,7 @@ local function renew(tag, lapses, ids)
   write('ZADD', tag .. ':leases', leases)
 end
 
--- Adds what was gained to its lanes' counters.
+-- Adds the gains to the lanes' counters.
 local function count(tag, gains_by_lane)
   for model_lane, gains in pairs(gains_by_lane) do
     local lane, model = string.match(model_lane, '^(%S+) +(.*)$')
@@ -142,8 +141,7 @@ end
 local function append(keys, argv)
   local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local exceptions, gains_by_lane, renewed = {}, {}, {}  -- said: gains by place
-  local recount_position = recount.position(tag)
+  local exceptions, gains_by_lane, renewed = {}, {}, {}  local recount_position = recount.position(tag)
   local running_jobs, advanced, num_advanced = load_running(tag, incarnation, argv), {}, 0
   local packed_items, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
@@ -152,9 +150,10 @@ local function append(keys, argv)
     from = after
     local stored = running_jobs[id]
     local packed = stored
-    running_jobs[id] = nil  -- a second event of a job in one call goes the long way
+    running_jobs[id] = nil  -- append_one handles a second event of a job
     if packed and event ~= '' and fin == '' then
-      packed = append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane, recount_position)
+      packed = append_running(tag, now, packed, id, epoch, number, event, num_tokens,
+        gains_by_lane, recount_position)
     else
       packed = nil
     end

@@ -1,7 +1,7 @@
--- attend: a caller still waits for these jobs; without one for long enough they are cancelled.
+-- attend: a caller still waits for these jobs; jobs that nobody attends for too long are cancelled.
 -- KEYS  1 tag
 -- ARGV  job ids
--- reply how many of them are attended
+-- reply the number of jobs that need attendance
 local function attend(keys, argv)
   local tag, now, attended = keys[1], now_ms(), 0
   for _, id in ipairs(argv) do

@@ -1,8 +1,8 @@
--- blame: the engine process died while it computed these jobs. Each is run alone from now on; the
--- third time it is poison, fails, and is put on record.
+-- blame: the engine process died while it computed these jobs. Each job then runs alone; after
+-- argument 2 crashes it fails as poison and enters the quarantine.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 crashes that make poison  then 3 for each job:
---       id, epoch, what is recorded of it (JSON: sizes and hashes, never text)
+-- ARGV  1 incarnation  2 crashes until a job is poison  then 3 for each job:
+--       id, epoch, description for the quarantine (JSON: sizes and hashes, never text)
 -- reply one verdict for each job, in order:
 --       {'OK'} in the queue of suspects   {'failed'} poison   {'FENCED'}, {'GONE'}, {status}
 local QUARANTINE_MAX = 1000

@@ -1,27 +1,25 @@
--- claim: hands waiting jobs to a worker with room, one after another. A lane that is owed as much of
--- its minimum share as its next job costs goes first, then the lanes in the given order; within a
--- lane first what was given back, then tenants by the tokens they have had. A job that does not
--- fit is passed over by jobs that do, eight times at most: then nothing goes before it.
--- A job under suspicion runs alone: one worker in four at most gets the turn to run one, is handed
--- nothing else while it empties itself, and then that job alone.
+-- claim: assigns waiting jobs to a worker with room, one after another. A lane whose deficit of its
+-- minimum share covers its next job goes first, then the lanes in the given order; within a lane
+-- returned jobs, then tenants by fair sharing (_fairness.lua). Jobs that fit may pass a job that does
+-- not fit, at most MAX_PASSED times.
+-- A suspect job runs alone: at most one worker in four gets the turn to run one. It claims nothing else
+-- until it is idle, and then that job alone.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 places at most  5 tokens at most
---       6 '1' where the worker holds nothing  7 version of its configuration
---       8… lanes, most urgent first: name, `<minimum share of the tokens handed out>`, or
---          `<share> <places> <tokens> <owed>`: one of its jobs is handed out only while the call has
---          filled less than so many places, and one choice of it fits into so many tokens, of all
---          lanes together;
---          the lane goes first, where it is owed its share, only while the call has filled less
---          than `owed` places by it. Each choice of a job fills a place. Behind these may stand
---          `<places> <tokens>` of the lane and `<tenant> <places> <tokens>` for each tenant with
---          jobs there: a tenant with less than its share of them, by weight, is handed a job where
---          the lane has no room
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most
+--       6 '1' where the worker is idle  7 version of its configuration
+--       8… lanes, most urgent first: name, then `<minimum share of the claimed tokens>` or
+--          `<share> <slots> <tokens> <deficit slots>`: the call claims a job of the lane only while it
+--          has filled fewer than `slots` over all lanes and one choice of the job fits into the tokens
+--          that are left; the lane goes first because of a deficit only while it has filled fewer than
+--          `deficit slots`. Each choice of a job fills a slot. `<slots> <tokens>` of the lane at the
+--          worker and `<tenant> <slots> <tokens>` for each tenant there may follow: a tenant below its
+--          share by weight is assigned a job although the lane has no room
 -- reply list of {id, epoch, attempt, next event number, hash, output tokens logged,
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 
--- Whether this worker has the turn to run a suspect of the model; a turn is `<worker> <until ms>`.
+-- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now)
   local queue, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
   if not find_fit(tag, queue, ANY, {}) then return false end
@@ -36,7 +34,7 @@ local function has_turn(tag, model, incarnation, lease_ms, now)
   return true
 end
 
--- The suspect that a worker with the turn and nothing else to do runs next; none where all expired.
+-- Claims a suspect for an idle worker with the turn: {job}, or {} where all have expired.
 local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   local queue = tag .. ':q:' .. model .. ':suspect'
   local found = find_fit(tag, queue, ANY, {})
@@ -52,7 +50,7 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
   return {}
 end
 
--- The lanes of the call: {name, share, places, room, owed, taken, fair}, …
+-- The lanes of the call: {name, share, slots, room, max_deficit_slots, num_taken, fair}, …
 local function lanes_of(tag, argv)
   local lanes = {}
   for i = 8, #argv, 2 do
@@ -67,8 +65,8 @@ local function lanes_of(tag, argv)
   return lanes
 end
 
--- Whether a job may wait in one of the lanes: asked in one command, where to search them takes two
--- for each. Mostly none does, once a claim has been handed what there was.
+-- Whether a job may wait in one of the lanes: one command in place of two for each lane. The last
+-- search of a claim mostly finds none.
 local function has_waiting(tag, model, lanes)
   local keys = {}
   for _, lane in ipairs(lanes) do
@@ -78,8 +76,8 @@ local function has_waiting(tag, model, lanes)
   return #keys > 0 and redis.call('EXISTS', unpack(keys)) > 0
 end
 
--- The next job of a tenant with less than its share of a lane's places, given back ones first; those
--- that it passes over, in `skipped`.
+-- The next job of a tenant below its share of a lane's slots, returned jobs first; adds the jobs that it
+-- passes over to `skipped`.
 local function next_below_share(tag, model, lane, skipped)
   local passed = {}
   local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, passed, lane.fair)
@@ -102,7 +100,7 @@ local function next_below_share(tag, model, lane, skipped)
   end
 end
 
--- The job to hand out next, and its lane; those that it passes over, in `skipped`.
+-- The job to claim next, and its lane; adds the jobs that it passes over to `skipped`.
 local function choose(tag, model, lanes, num_filled, skipped)
   for _, lane in ipairs(lanes) do
     local deficit = 0
@@ -130,7 +128,7 @@ local function choose(tag, model, lanes, num_filled, skipped)
   end
 end
 
--- Books tokens handed out in a lane: every lane with work is owed its share of them.
+-- Records tokens claimed from a lane: the deficit of each lane with waiting jobs grows by its share.
 local function record_claim(tag, model, lanes, name, tokens, now)
   pools.record_use(tag, model, name, tokens, now)
   for _, lane in ipairs(lanes) do

@@ -1,8 +1,7 @@
--- detach: its caller waits no longer, and the job goes on without one, under a job's terms.
+-- detach: the caller of a job stops waiting; the job continues with a new deadline and retention.
 -- KEYS  1 tag
--- ARGV  1 job id  2 tenant  3 deadline (ms from now)  4 retention (ms); each counts where it is
---       more than the job has
--- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+-- ARGV  1 job id  2 tenant  3 deadline (ms from now)  4 retention (ms); neither shortens the job's
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} no such job of the tenant
 local function detach(keys, argv)
   local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])

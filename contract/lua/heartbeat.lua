@@ -1,17 +1,17 @@
--- heartbeat: a worker lives; renews the leases of the jobs it runs.
+-- heartbeat: reports that a worker is alive and renews the leases of its jobs.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (takes no more jobs) | 'gone'
---       5 what it says of itself (JSON)
---       6 tokens per second that it drains, 7 that one stream gets (0: not measured)
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (claims no more jobs) | 'gone'
+--       5 status of its jobs and KV blocks (JSON)
+--       6 tokens per second of the worker, 7 of one stream (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)
---       10 lanes that it serves, most urgent first, with a space between; `=` and its share behind
---          one that is guaranteed a share of the tokens
---       11 what it has counted since it began (msgpack {field of the totals: number}, '': nothing)
+--       10 lanes that it serves, most urgent first: `<lane>` or `<lane>=<minimum share>`, separated by
+--          spaces
+--       11 its counts since its start (msgpack {field of the totals: number}, '': none)
 --       then 2 for each job: id, epoch
--- reply ids of the jobs that are no longer its own
-local POOL_TTL_MS = 3600 * 1000  -- a rate that no worker has confirmed for so long is forgotten
+-- reply ids of the jobs that the worker no longer holds
+local POOL_TTL_MS = 3600 * 1000  -- a measured rate is forgotten after this long without a heartbeat
 
--- What one worker of the model does and holds: the mean over those that live and know.
+-- Stores the mean rates and capacities of the live workers that have measured them.
 local function measure_pool(tag, model, now)
   local sums, known = {}, {}
   local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf', 'BYSCORE')
@@ -27,7 +27,7 @@ local function measure_pool(tag, model, now)
   redis.call('PEXPIRE', tag .. ':pool:' .. model, POOL_TTL_MS)
 end
 
--- Keeps the lanes that a worker says it serves, and their shares.
+-- Stores the lanes that a worker serves, and their minimum shares.
 local function keep_lanes(tag, model, served)
   local names, shares = {}, {}
   for name, share in string.gmatch(served, '([^%s=]+)=?(%S*)') do

@@ -1,4 +1,4 @@
--- mine: the running jobs of a worker that it does not know of, for want of a reply to its claim.
+-- mine: running jobs of a worker that it does not know, because the reply to its claim was lost.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 lease (ms)  3… ids of the jobs it knows
 -- reply as claim

@@ -1,4 +1,4 @@
--- outbox_dead: a tenant's dead letters, the youngest first, or one of them; writes nothing.
+-- outbox_dead: a tenant's dead letters, youngest first, or one of them; writes nothing.
 -- KEYS  1 tag
 -- ARGV  1 tenant  2 job id ('': all)  3 records at most  4 that died before this time (ms, '': any)
 -- reply list of {job id, died (ms), {field, value, …}}

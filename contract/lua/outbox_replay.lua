@@ -1,7 +1,8 @@
--- outbox_replay: a dead letter is tried again from the first rung on, with the same message.
+-- outbox_replay: schedules a dead letter for delivery again, with a new series of attempts.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant
--- reply {'OK'}   {'NOT_FOUND'} or not theirs   {state} it is not dead: due, taken, idle, delivered
+-- reply {'OK'}   {'NOT_FOUND'} no such record of the tenant
+--       {state} it is not dead: due, taken, idle, delivered
 local function outbox_replay(keys, argv)
   local tag, id, now = keys[1], argv[1], now_ms()
   local key = tag .. ':out:' .. id

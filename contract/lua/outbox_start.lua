@@ -1,5 +1,5 @@
--- outbox_start: an attempt to deliver begins, or goes on; its lease is renewed. What it delivers is
--- the newest message at its beginning.
+-- outbox_start: begins a delivery attempt or renews its lease. An attempt delivers the newest message
+-- at its beginning.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 attempt  3 lease (ms)  4 'begin' | 'renew'
 -- reply {'OK', {field, value, …}}  the outbox record

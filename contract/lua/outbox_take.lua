@@ -1,11 +1,11 @@
--- outbox_take: hands messages that are due to a relay, for so long as its lease. Destinations take
--- turns, and none is sent more than so many at a time, so that a slow one holds up itself alone.
+-- outbox_take: leases due messages to a relay. Destinations take turns and each has a limit of messages
+-- in flight, so that a slow destination delays no other.
 -- KEYS  1 tag
--- ARGV  1 lease (ms)  2 messages at most  3 on their way to one destination at most
+-- ARGV  1 lease (ms)  2 messages at most  3 messages in flight to one destination at most
 -- reply list of {job id, attempt}
-local MAX_DESTINATIONS = 100  -- looked at in one call
+local MAX_DESTINATIONS = 100  -- checked in one call
 
--- What was taken for longer than its lease is due again: whoever had it is gone.
+-- Makes messages due again whose lease has lapsed.
 local function requeue_lapsed_attempts(tag, to, now)
   local in_flight = tag .. ':flying:' .. to
   for _, id in ipairs(redis.call('ZRANGE', in_flight, '-inf', now, 'BYSCORE')) do
@@ -22,8 +22,8 @@ local function take_one(tag, to, id, until_ms)
   redis.call('ZREM', tag .. ':due:' .. to, id)
   local record = redis.call('HMGET', key, 'number', 'tenant', 'kind', 'to')
   local number, tenant, kind = unpack(record)
-  if not number then return nil end  -- its time to be kept is over
-  if not tenant or not kind or record[4] ~= to then  -- nobody could say what became of it
+  if not number then return nil end  -- the record has expired
+  if not tenant or not kind or record[4] ~= to then  -- malformed: no attempt could be reported
     redis.call('DEL', key)
     redis.call('HINCRBY', tag .. ':deliveries', 'dead', 1)
     return nil

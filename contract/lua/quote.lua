@@ -1,7 +1,7 @@
--- quote: what submit would say, and how long the job would run; queues nothing, writes nothing.
+-- quote: what submit would reply, and how long the job would run; writes nothing.
 -- KEYS  1 tag
--- ARGV  as submit; idempotency key and body hash are not looked at
--- reply {'OK' or its refusal's reason, limit, ms until another try may do (-1: unknown),
+-- ARGV  as submit; idempotency key and body hash are ignored
+-- reply {'OK' or the refusal's reason, limit, ms until a retry may succeed (-1: unknown),
 --        {jobs ahead, tokens ahead, ms until it starts (-1: unknown)},
 --        ms that it runs (0: unknown), cost (prompt + predicted output, tokens), rates}
 local function quote(keys, argv)

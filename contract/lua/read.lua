@@ -1,10 +1,10 @@
--- read: a job's record and its log after a given event, for its owner.
+-- read: a job's record and its log after a given event, for its caller.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
--- reply {'NOT_FOUND'} or not theirs
---       {'OK', {field, value, …}, {{event number, hash, event}, …}, place}
---       place  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
---              its tenant's line, else {}; it costs the same however long the line
+-- reply {'NOT_FOUND'} no such job of the tenant
+--       {'OK', {field, value, …}, {{event number, hash, event}, …}, position}
+--       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
+--              its tenant's queue, else {}; computed in constant time
 local function queue_position(tag, id, key)
   local job = load_job(tag, id)
   if job.state ~= 'queued' or not is_in_tenant_queue(job) then return {} end

@@ -1,10 +1,10 @@
--- release: a worker gives running jobs back to the front of their lanes.
+-- release: returns a worker's running jobs to the front of their lanes.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  then 5 for each job:
 --       id, epoch, 'drain' (the attempt does not count) | 'error' (it does), error code, message
 -- reply one verdict for each job, in order:
---       {'OK'} back in the queue   {'failed'} its last attempt was used up, or it was released too
---       often   {'FENCED'}, {'GONE'}, {status} as for append
+--       {'OK'} queued again   {'failed'} no attempt is left, or it was released too often
+--       {'FENCED'}, {'GONE'}, {status} as for append
 local MAX_RELEASES = 32
 
 local function release_one(tag, now, incarnation, id, epoch, kind, code, message)

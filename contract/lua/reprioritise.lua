@@ -1,7 +1,7 @@
--- reprioritise: its caller moves a queued or running job to another lane, or another deadline.
+-- reprioritise: gives a queued or running job another lane or deadline, for its caller.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 lane ('': as it is)  4 deadline (ms from now, '': as it is)
--- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} no such job of the tenant
 local function reprioritise(keys, argv)
   local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])

@@ -246,7 +246,9 @@ MUTANTS = [
         "return false",
         seed=4,
     ),
-    Mutant("an idle tenant saves up credit", "math.max(own, lane_clock(tag, model, lane)),", "own,"),
+    Mutant(
+        "an idle tenant saves up credit", "math.max(own, lane_clock(tag, model, lane)),", "own,"
+    ),
     Mutant(
         "an empty line forgets a debt",
         "if own > now then redis.call('ZADD', idle, own, tenant) end",
@@ -321,7 +323,9 @@ MUTANTS = [
     Mutant(
         "a share has no bound in tokens", "math.floor(fair.tokens * weight / sum) - tokens", "ANY"
     ),
-    Mutant("what a claim hands out is not held", "held.slots + choices, held.tokens + cost", "0, 0"),
+    Mutant(
+        "what a claim hands out is not held", "held.slots + choices, held.tokens + cost", "0, 0"
+    ),
     Mutant(
         "a lane that is owed takes any place",
         "if num_filled < lane.slots and lane.num_taken",
@@ -331,9 +335,16 @@ MUTANTS = [
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
-    Mutant("what a lane is owed goes before all", "lane.num_taken < lane.max_deficit_slots and ", "", seed=43),
+    Mutant(
+        "what a lane is owed goes before all",
+        "lane.num_taken < lane.max_deficit_slots and ",
+        "",
+        seed=43,
+    ),
     Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
-    Mutant("a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""),
+    Mutant(
+        "a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""
+    ),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
     Mutant("a refund is kept", "math.max(0, used - refund)", "used"),
     Mutant("a reservation is never over", "'reserved', -job.cost)", "'reserved', 0)"),
