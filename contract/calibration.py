@@ -31,7 +31,7 @@ async def calibrations(
     client: redis.asyncio.Redis, keys: Keys, model: str, lanes: Sequence[str]
 ) -> list[Calibration]:
     """Of a model's lanes, in their order. Raises BrokerUnavailable, WireError."""
-    return [_of(lane, await _waits(client, keys.calibration(model, lane))) for lane in lanes]
+    return [_of(lane, await _waits(client, keys.of("calibration", model, lane))) for lane in lanes]
 
 
 async def _waits(client: redis.asyncio.Redis, key: str) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ async def callback_state(
     with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
         job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
         record: Any = await client.hmget(
-            keys.outbox_record(job_id), ["tenant", "state", "attempt", "to"]
+            keys.of("out", job_id), ["tenant", "state", "attempt", "to"]
         )
         if record[0] is None:
             has_one = job[0] == tenant.encode() and job[1]
@@ -38,7 +38,7 @@ async def callback_state(
             return None
         due: Any = None
         if record[1] == b"due" and record[3]:
-            due = await client.zscore(keys.due(record[3].decode()), job_id)
+            due = await client.zscore(keys.of("due", record[3].decode()), job_id)
         state = OutboxState(record[1].decode())
         return CallbackState(
             _SHOWN.get(state, "pending"), int(record[2] or 0), None if due is None else int(due)

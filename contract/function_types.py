@@ -223,26 +223,30 @@ class JobPage(msgspec.Struct, frozen=True):
     position: str
 
 
-class JobView(msgspec.Struct, frozen=True):
-    """A job as its caller may see it. Times are Unix milliseconds of the Redis clock."""
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as its caller may see it. Times are Unix milliseconds of the Redis clock.
+
+    Fields are those of the job's record in Redis, under their `name` where one is given.
+    """
 
     job: Job
-    status: JobStatus
+    status: JobStatus = msgspec.field(name="state")
     lane: str
     attempt: int
-    next_number: int
-    num_output_tokens: int
-    num_prompt_tokens: int
-    created_ms: int
-    claimed_ms: int | None
-    first_token_ms: int | None
-    finished_ms: int | None
-    deadline_ms: int
-    code: str
-    message: str
+    next_number: int = msgspec.field(name="next")
+    num_output_tokens: int = msgspec.field(name="tokens")
+    num_prompt_tokens: int = msgspec.field(name="prompt_tokens")
+    created_ms: int = msgspec.field(name="created")
+    claimed_ms: int | None = msgspec.field(default=None, name="claimed")
+    first_token_ms: int | None = msgspec.field(default=None, name="first_token")
+    finished_ms: int | None = msgspec.field(default=None, name="finished")
+    deadline_ms: int = msgspec.field(name="deadline")
+    code: str = ""
+    message: str = ""
     metadata: Mapping[str, str]
-    result: ObjectRef | None  # where the log before its end is kept; None: here
-    predicted_wait_ms: int | None = None  # at its submission; None: unknown, or it was moved
+    result: ObjectRef | None  # the object that holds the log before its end; None: Redis has it
+    # At its submission; None where unknown or the job was moved.
+    predicted_wait_ms: int | None = msgspec.field(default=None, name="predicted")
     position: QueuePosition | None = None  # of a queued job, where it is known
 
     @property

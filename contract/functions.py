@@ -40,8 +40,6 @@ from contract.library import call_function
 
 log = logging.getLogger("batchway.redis")
 
-FIRST_HASH = "00000000"
-
 MAX_LOOKS = 500  # jobs of a list that one call looks at
 _Word = str | bytes | int | float  # of a command
 BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew

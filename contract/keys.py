@@ -30,15 +30,6 @@ class Keys(msgspec.Struct, frozen=True):
     def job(self, job_id: str) -> str:
         return self.of("job", job_id)
 
-    def calibration(self, model: str, lane: str) -> str:
-        return self.of("calibration", model, lane)
-
-    def counters(self, model: str, lane: str) -> str:
-        return self.of("counters", model, lane)
-
-    def pool(self, model: str) -> str:
-        return self.of("pool", model)
-
     def owned(self, incarnation: str) -> str:
         return self.of("own", incarnation)
 
@@ -80,16 +71,6 @@ class Keys(msgspec.Struct, frozen=True):
     @property
     def quarantine(self) -> str:
         return self.of("quarantine")
-
-    @property
-    def poison(self) -> str:
-        return self.of("poison")
-
-    def outbox_record(self, job_id: str) -> str:
-        return self.of("out", job_id)
-
-    def due(self, destination: str) -> str:
-        return self.of("due", destination)
 
     def events_channel(self, job_id: str) -> str:
         return self.of("ev", job_id)

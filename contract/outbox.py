@@ -26,25 +26,28 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class OutboxRecord(msgspec.Struct, frozen=True):
-    """What a job's caller is to be told, and how that went so far. Times in ms of Redis."""
+    """The message for a job's caller and the state of its delivery. Times in ms of the Redis clock.
+
+    Fields are those of the record in Redis, under their `name` where one is given.
+    """
 
     job_id: str
     tenant: str
     model: str
     lane: str
     kind: MessageKind
-    number: int  # of the job's messages: part of the message's id
-    at_ms: int  # when it happened
-    created_ms: int  # when the job was submitted
-    num_prompt_tokens: int
-    num_output_tokens: int
     code: str
     message: str
     state: OutboxState
-    attempt: int
-    failures: int  # of this message: the rung of the ladder it is on
-    note: str  # what came of the last attempt
-    callback: Callback | None  # None once it is delivered
+    note: str  # outcome of the last attempt
+    number: int = 0  # of the job's messages: part of the message's id
+    at_ms: int = msgspec.field(default=0, name="at")  # time of the event
+    created_ms: int = msgspec.field(default=0, name="created")  # when the job was submitted
+    num_prompt_tokens: int = msgspec.field(default=0, name="prompt_tokens")
+    num_output_tokens: int = msgspec.field(default=0, name="tokens")
+    attempt: int = 0
+    failures: int = 0  # failed attempts of this message
+    callback: Callback | None = None  # None once it is delivered
 
     @property
     def message_id(self) -> str:
@@ -142,34 +145,10 @@ def _of(taken: Taken) -> tuple[str, int]:
 def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:
     """Raises WireError."""
     with wire_errors("record of the outbox"):
-        return _record_of(job_id, flat)
-
-
-def _record_of(job_id: str, flat: list[bytes]) -> OutboxRecord:
-    fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-    def text(name: str) -> str:
-        return fields[name].decode()
-
-    def number(name: str) -> int:
-        return int(fields.get(name, b"0"))
-
-    return OutboxRecord(
-        job_id=job_id,
-        tenant=text("tenant"),
-        model=text("model"),
-        lane=text("lane"),
-        kind=MessageKind(text("kind")),
-        number=number("number"),
-        at_ms=number("at"),
-        created_ms=number("created"),
-        num_prompt_tokens=number("prompt_tokens"),
-        num_output_tokens=number("tokens"),
-        code=text("code"),
-        message=text("message"),
-        state=OutboxState(text("state")),
-        attempt=number("attempt"),
-        failures=number("failures"),
-        note=text("note"),
-        callback=decode_callback(fields["callback"]) if "callback" in fields else None,
-    )
+        raw = dict(zip(flat[::2], flat[1::2], strict=True))
+        callback = raw.pop(b"callback", None)
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        record = msgspec.convert(fields | {"job_id": job_id}, OutboxRecord, strict=False)
+        return msgspec.structs.replace(
+            record, callback=None if callback is None else decode_callback(callback)
+        )

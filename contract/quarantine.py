@@ -100,7 +100,7 @@ class Quarantine:
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
         with wire_errors("record of a poison job"), broker_errors(self.client, "HGET or EXISTS"):
-            about: Any = await self.client.hget(self.keys.poison, job_id)
+            about: Any = await self.client.hget(self.keys.of("poison"), job_id)
             is_readable = bool(await self.client.exists(self.keys.job(job_id)))
             was_requeued = bool(await self.client.exists(self.keys.job(again)))
         return PoisonRecord(

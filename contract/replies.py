@@ -5,6 +5,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from contract.codec import decode_job, decode_metadata, decode_ref
 from contract.errors import (
     ErrorCode,
@@ -101,10 +103,20 @@ def append_verdicts(
     return verdicts
 
 
-def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
-    """A record as `read` and `list` say it: field, value, … Raises WireError."""
+def view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
+    """A record as `read` and `list` reply it: field, value, … Raises WireError."""
     with wire_errors("job record"):
-        return _view(flat, place)
+        raw = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2) if flat[i + 1]}
+        fields: dict[str, Any] = {
+            "job": decode_job(raw.pop("job")),
+            "metadata": decode_metadata(raw.pop("metadata", b"")),
+            "result": decode_ref(raw.pop("result")) if "result" in raw else None,
+            "position": decode_position(position) if position else None,
+        }
+        if raw.get("predicted") == b"-1":
+            del raw["predicted"]
+        fields |= {name: value.decode() for name, value in raw.items()}
+        return msgspec.convert(fields, JobView, strict=False)
 
 
 def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
@@ -116,35 +128,6 @@ def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
         except WireError as exc:
             log.error("a job is left out of a list: %s", exc)
     return tuple(found)
-
-
-def _view(flat: list[bytes], place: Sequence[int]) -> JobView:
-    record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-    def ms(name: str) -> int | None:
-        return int(record[name]) if record[name] else None
-
-    predicted_ms = int(record["predicted"] or -1)
-    return JobView(
-        job=decode_job(record["job"]),
-        status=JobStatus(record["state"].decode()),
-        lane=record["lane"].decode(),
-        attempt=int(record["attempt"]),
-        next_number=int(record["next"]),
-        num_output_tokens=int(record["tokens"]),
-        num_prompt_tokens=int(record["prompt_tokens"]),
-        created_ms=int(record["created"]),
-        claimed_ms=ms("claimed"),
-        first_token_ms=ms("first_token"),
-        finished_ms=ms("finished"),
-        deadline_ms=int(record["deadline"]),
-        code=record["code"].decode(),
-        message=record["message"].decode(),
-        metadata=decode_metadata(record["metadata"]),
-        result=decode_ref(record["result"]) if record["result"] else None,
-        predicted_wait_ms=None if predicted_ms < 0 else predicted_ms,
-        position=decode_position(place) if place else None,
-    )
 
 
 def swept(reply: list[Any]) -> Swept:

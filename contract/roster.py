@@ -66,7 +66,7 @@ class Roster:
             )
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
-        """Tells workers to go; of each, whether there is one to hear it."""
+        """Orders workers to drain; for each, whether it has a record."""
         return await Functions(self.client, self.keys).drain(incarnations)
 
     async def is_to_drain(self, incarnation: str) -> bool:

@@ -46,7 +46,7 @@ class PoolWatch:
         with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
             queued = {}
             for lane in self.lanes:
-                key = self.keys.counters(self.model, lane)
+                key = self.keys.of("counters", self.model, lane)
                 tokens: Any = await self.client.hget(key, "queued_tokens")
                 queued[lane] = max(0, int(tokens or 0))
             names: Any = await self.client.zrangebyscore(
@@ -54,7 +54,7 @@ class PoolWatch:
             )
             incarnations = tuple(name.decode() for name in names)
             seen = [await self._worker(name) for name in incarnations]
-            rate: Any = await self.client.hget(self.keys.pool(self.model), "tokens_per_s")
+            rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
         workers = tuple(worker for worker in seen if worker is not None)
         return PoolSight(queued, workers, float(rate or 0) or None, incarnations)
 

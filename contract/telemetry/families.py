@@ -101,20 +101,16 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
     yield from gauges.values()
     # What follows is not of a model: each snapshot has all of it.
     any_snapshot = next(iter(snapshots.values()), None)
-    yield _counter("webhook_deliveries_total", any_snapshot.deliveries if any_snapshot else {})
     totals = any_snapshot.totals if any_snapshot else {}
     # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
-    corrections = {kind: totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS}
-    yield _counter("corrections_total", corrections)
-
-
-def _counter(name: str, values: Mapping[str, int]) -> Family:
-    """Of one label."""
-    metric = METRICS[name]
-    family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
-    for label, value in sorted(values.items()):
-        family.add_metric((label,), value)
-    return family
+    deliveries = any_snapshot.deliveries if any_snapshot else {}
+    counts: dict[str, dict[Labels, int]] = {
+        "webhook_deliveries_total": {(outcome,): num for outcome, num in deliveries.items()},
+        "corrections_total": {
+            (kind,): totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS
+        },
+    }
+    yield from gateway_families(counts)
 
 
 def deadline_kept_ratio(snapshot: FleetSnapshot, lane: str) -> float | None:

@@ -159,17 +159,6 @@ def of_sources(*sources: Source) -> Iterable[Metric]:
     return (metric for metric in _ALL if metric.source in sources)
 
 
-def exported_names() -> frozenset[str]:
-    """Every name that may stand in a query: histograms have three each."""
-    names = set()
-    for metric in _ALL:
-        if metric.kind == "histogram":
-            names |= {f"{metric.full_name}_{part}" for part in ("bucket", "sum", "count")}
-        else:
-            names.add(metric.full_name)
-    return frozenset(names)
-
-
 class Counts:
     """What one process has counted since it began: whole numbers that only grow, by field.
 

@@ -141,7 +141,7 @@ async def _rest(fleet: Fleet) -> None:
         async def is_at_rest() -> bool:
             if await client.zcard(keys.of("deadlines")) or await client.zcard(keys.of("leases")):
                 return False
-            records: Any = await client.keys(keys.outbox_record("*"))
+            records: Any = await client.keys(keys.of("out", "*"))
             return {await client.hget(key, "state") for key in records} <= set(_TOLD)
 
         with contextlib.suppress(TimeoutError):

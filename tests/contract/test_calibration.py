@@ -72,7 +72,7 @@ async def test_the_last_thousand_count(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, taken: object
 ) -> None:
     """The list is bounded."""
-    key = keys.calibration("m", "standard")
+    key = keys.of("calibration", "m", "standard")
     await redis_client.rpush(key, *["100 1000"] * 2000)
     await functions.submit(make_job(), make_submission(max_output_tokens=7))
     assert await claim(functions, max_jobs=1)
@@ -98,7 +98,7 @@ def test_an_operator_sees_them(
     """As a table and as JSON."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
-        client.rpush(Keys("test").calibration("hash", "batch"), "500 1000", "900 1000")
+        client.rpush(Keys("test").of("calibration", "hash", "batch"), "500 1000", "900 1000")
 
     async def publish() -> None:
         async with redis.asyncio.Redis.from_url(redis_server.url) as own:

@@ -58,7 +58,7 @@ async def test_a_job_runs_from_submission_to_its_one_terminal_event(
         assert not await redis_client.exists(key), key
     assert await redis_client.pttl(keys.job(job.id)) > 0
     assert await redis_client.pttl(keys.of("log", job.id)) > 0
-    counters = await redis_client.hgetall(keys.counters("m", "standard"))
+    counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
     assert set(counters.values()) == {b"0"}
 
 

@@ -215,7 +215,7 @@ async def test_half_a_record_is_forgotten(
     await redis_client.hdel(keys.job(jobs["waiting"]), "model", "lane")
     await sweep(functions, redis_client, keys, 6)
     assert not await redis_client.exists(keys.job(jobs["waiting"]))
-    counted = await redis_client.hget(keys.counters("m", "standard"), "queued_jobs")
+    counted = await redis_client.hget(keys.of("counters", "m", "standard"), "queued_jobs")
     assert counted == b"0"
     await functions.submit(make_job(), make_submission())
     assert len(await claim(functions)) == 1, "its entry is passed over"
@@ -254,7 +254,7 @@ async def test_a_count_stays_right_while_jobs_change(
 
     for _ in range(300):
         await submit()
-    await redis_client.hincrby(keys.counters("m", "standard"), "queued_tokens", 11)
+    await redis_client.hincrby(keys.of("counters", "m", "standard"), "queued_tokens", 11)
     await redis_client.hincrby(keys.of("tenant", "u"), "reserved", -4)
     found, num_under_way = [], 0
     for _ in range(60):

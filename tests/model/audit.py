@@ -15,12 +15,11 @@ import redis
 
 from contract.codec import decode_entry
 from contract.events import End, LogEntry, Tokens
-from contract.functions import FIRST_HASH
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
 from tests.model.findings import Record, members, same
-from tests.model.reference import MAX_RELEASES
+from tests.model.reference import FIRST_HASH, MAX_RELEASES
 
 TERMINAL = {status.value for status in TERMINAL_STATUSES}
 
@@ -84,7 +83,7 @@ class Audit:
         self._check_lines(lines)
         self._check_tenants(reserved)
         quarantined = {i.decode() for i in self.client.zrange(self.keys.quarantine, 0, -1)}
-        on_record = {i.decode() for i in self.client.hkeys(self.keys.poison)}
+        on_record = {i.decode() for i in self.client.hkeys(self.keys.of("poison"))}
         same(
             "poison is on record", {"poison": members(on_record)}, {"poison": members(quarantined)}
         )
@@ -459,7 +458,7 @@ class Audit:
         return float(seconds * 1000 + microseconds // 1000 + int(offset))
 
     def _outbox_records(self) -> dict[str, Record]:
-        prefix = self.keys.outbox_record("")
+        prefix = self.keys.of("out", "")
         keys = self.client.keys(f"{prefix}*")
         with self.client.pipeline(transaction=False) as pipe:
             for key in keys:

@@ -97,7 +97,7 @@ class Postmen:
         entries = self._there.entries
         with self._world.client.pipeline(transaction=False) as pipe:
             for job_id in entries:
-                pipe.hmget(self._world.keys.outbox_record(job_id), names)
+                pipe.hmget(self._world.keys.of("out", job_id), names)
             replies: Any = pipe.execute()
         for (job_id, entry), values in zip(entries.items(), replies, strict=True):
             there = {n: v.decode() if v else "0" for n, v in zip(names, values, strict=True)}

@@ -36,7 +36,7 @@ from contract.function_types import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
+from contract.functions import BOOT_GRACE_S, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.replies import (
     UNKNOWN_MS,
@@ -62,6 +62,7 @@ from tests.model.reference_outbox import OutboxReference
 from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.model.reference_promises import Promises
 
+FIRST_HASH = "00000000"
 MAX_RELEASES = 32
 SUSPECT = "suspect"
 BACK = "back"

@@ -425,7 +425,7 @@ class World:
             estimate, num_seen = raw.split()
             assert (float(estimate), int(num_seen)) == (known.estimate, known.num_seen), of
         for lane in LANES:
-            waits: Any = self.client.lrange(self.keys.calibration("m", lane), 0, -1)
+            waits: Any = self.client.lrange(self.keys.of("calibration", "m", lane), 0, -1)
             noted = self.reference.calibrations.get(("m", lane), [])
             assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
         self._compare_snapshot()
