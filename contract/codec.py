@@ -1,4 +1,4 @@
-"""Bytes to records and back: msgpack, with the version of the wire beside every job."""
+"""Encodes and decodes records in msgpack; each job's record has the wire version."""
 
 import hashlib
 import zlib
@@ -40,7 +40,7 @@ _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> bytes:
-    """Nothing where there is none."""
+    """Empty where there is no metadata."""
     return encode(metadata) if metadata else b""
 
 
@@ -63,10 +63,10 @@ def decode_hint(raw: bytes) -> LogEntry:
 
 
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
-    """The key of a tokenizer, and what is stored under it: the files, compressed. The key is the
-    sha256 of the stored bytes, so that a reader checks it before it decompresses anything.
+    """A tokenizer's key and its compressed files. The key is the sha256 of the compressed bytes, so
+    that a reader checks it before decompression.
 
-    Raises ValueError where they are longer than a reader takes.
+    Raises ValueError where the files exceed MAX_TOKENIZER_BYTES.
     """
     raw = encode(files)
     if len(raw) > MAX_TOKENIZER_BYTES:
@@ -79,9 +79,8 @@ def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
 
 
 def decode_tokenizer(sha256: str, packed: bytes) -> TokenizerFiles:
-    """The files that are stored under a key. The hash protects against bytes that were damaged or
-    exchanged; against a worker that stores a matching hash of something malicious, the bound does:
-    no more than MAX_TOKENIZER_BYTES are decompressed.
+    """The files that are stored under a key. The hash detects damaged or replaced bytes. At most
+    MAX_TOKENIZER_BYTES are decompressed, against a malicious worker.
 
     Raises WireError.
     """

@@ -1,7 +1,7 @@
-"""One typed call for each Redis Function of the outbox, which holds what callers are to be told.
+"""A typed call for each Redis Function of the outbox, which holds the messages of callbacks.
 
-Records come into it with a job's transitions, see `post` in lua/_shared.lua. What is done to
-deliver them is workers/callbacks.
+Transitions of jobs post messages (`outbox.post` in lua/_outbox.lua); workers/callbacks delivers
+them.
 """
 
 import contextlib
@@ -13,13 +13,14 @@ import redis.asyncio
 
 from contract.callbacks import Callback, MessageKind, OutboxState
 from contract.codec import decode_callback
+from contract.connection import broker_errors
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
 from contract.library import call_function
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A job whose message a relay has taken; `attempt` fences what is said of it."""
+    """A message that a relay has leased; `attempt` is its fencing token."""
 
     job_id: str
     attempt: int
@@ -56,14 +57,14 @@ class OutboxRecord(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A message that was given up, and when (ms of Redis)."""
+    """A message whose delivery was given up; `died_ms` is the time by the Redis clock."""
 
     record: OutboxRecord
     died_ms: int
 
 
 class DoneVerdict(StrEnum):
-    """What became of the news that an attempt has ended."""
+    """The reply to the report of an attempt's outcome."""
 
     OK = "OK"
     SUPERSEDED = "SUPERSEDED"
@@ -88,12 +89,12 @@ class Outbox:
         return await call_function(self._client, tag, f"outbox_{name}", *args, reads=reads)
 
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
-        """Takes what is due, for as long as the lease."""
+        """Leases due messages."""
         reply = await self._call("take", int(lease_s * 1000), max_messages, max_per_target)
         return [Taken(job_id.decode(errors="replace"), attempt) for job_id, attempt in reply]
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
-        """Begins the attempt and renews its lease; None where it is another's by now.
+        """Begins an attempt and renews its lease; None where another relay has taken it.
 
         Raises WireError.
         """
@@ -101,23 +102,21 @@ class Outbox:
         return _record(taken.job_id, reply[1]) if reply[0] == b"OK" else None
 
     async def renew(self, taken: Taken, *, lease_s: float) -> bool:
-        """Renews the lease of an attempt that goes on; False where it is another's by now."""
+        """Renews the lease of an attempt; False where another relay has taken it."""
         reply = await self._call("start", *_of(taken), int(lease_s * 1000), "renew")
         return bool(reply[0] == b"OK")
 
     async def done(
         self, taken: Taken, outcome: Outcome, *, delay_s: float = 0.0, note: str = ""
     ) -> DoneVerdict:
-        """Says how an attempt ended; after `delay_s` the next is due where it is to be retried."""
+        """Reports an attempt's outcome; a retry is due after `delay_s`."""
         reply = await self._call("done", *_of(taken), outcome, int(delay_s * 1000), note)
         return DoneVerdict(reply[0].decode())
 
     async def dead(
         self, tenant: str, *, job_id: str = "", limit: int = 100, before_ms: int | None = None
     ) -> list[DeadLetter]:
-        """A tenant's dead letters, the youngest first, or that of one job; without those whose
-        record cannot be read.
-        """
+        """A tenant's dead letters, youngest first, or that of one job. Omits unreadable records."""
         before = "" if before_ms is None else before_ms
         reply = await self._call("dead", tenant, job_id, limit, before, reads=True)
         letters = []
@@ -128,7 +127,7 @@ class Outbox:
         return letters
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
-        """Tries a dead letter again; the record's state, None where the tenant has none."""
+        """Schedules a dead letter again; the record's state, None where the tenant has none."""
         reply = await self._call("replay", job_id, tenant)
         match reply:
             case [b"NOT_FOUND"]:
@@ -151,4 +150,45 @@ def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:
         record = msgspec.convert(fields | {"job_id": job_id}, OutboxRecord, strict=False)
         return msgspec.structs.replace(
             record, callback=None if callback is None else decode_callback(callback)
+        )
+
+
+_SHOWN = {OutboxState.DELIVERED: "delivered", OutboxState.DEAD: "given_up"}
+
+
+class CallbackState(msgspec.Struct, frozen=True):
+    """The state of a job's callback for its caller, without target and secret.
+
+    `state` is `pending`, `delivered` or `given_up`. `next_attempt_ms`, by the Redis clock, is None
+    during an attempt and before the first message.
+    """
+
+    state: str
+    num_attempts: int
+    next_attempt_ms: int | None
+
+
+async def callback_state(
+    client: redis.asyncio.Redis, keys: Keys, job_id: str, tenant: str
+) -> CallbackState | None:
+    """None where the tenant's job has no callback.
+
+    Raises BrokerUnavailable, WireError.
+    """
+    with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
+        job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
+        record: Any = await client.hmget(
+            keys.of("out", job_id), ["tenant", "state", "attempt", "to"]
+        )
+        if record[0] is None:
+            has_one = job[0] == tenant.encode() and job[1]
+            return CallbackState("pending", 0, None) if has_one else None
+        if record[0] != tenant.encode():
+            return None
+        due: Any = None
+        if record[1] == b"due" and record[3]:
+            due = await client.zscore(keys.of("due", record[3].decode()), job_id)
+        state = OutboxState(record[1].decode())
+        return CallbackState(
+            _SHOWN.get(state, "pending"), int(record[2] or 0), None if due is None else int(due)
         )

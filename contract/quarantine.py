@@ -4,6 +4,7 @@ A terminal job stays as it is. To run one again is to submit a new job with the 
 one's record, under an id that follows from the old one's: so a repeat finds the job that is there.
 """
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -100,25 +101,19 @@ class Quarantine:
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
         with wire_errors("record of a poison job"), broker_errors(self.client, "HGET or EXISTS"):
-            about: Any = await self.client.hget(self.keys.of("poison"), job_id)
+            raw: Any = await self.client.hget(self.keys.of("poison"), job_id)
             is_readable = bool(await self.client.exists(self.keys.job(job_id)))
             was_requeued = bool(await self.client.exists(self.keys.job(again)))
+        about = {}
+        with contextlib.suppress(WireError), wire_errors("record of a poison job"):
+            about = dict(json.loads(raw or b"{}"))
         return PoisonRecord(
             job_id,
             since_ms,
-            _about(about or b"{}"),
+            about,
             is_readable,
             again if was_requeued else None,
         )
-
-
-def _about(raw: bytes) -> dict[str, Any]:
-    """Empty where it cannot be read."""
-    try:
-        with wire_errors("record of a poison job"):
-            return dict(json.loads(raw))
-    except WireError:
-        return {}
 
 
 def requeued_id(job_id: str) -> str:

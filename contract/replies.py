@@ -46,7 +46,7 @@ _SENTENCES = {
 
 
 def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
-    """Jobs handed out by `claim` and `mine`; and what ends those whose records cannot be read."""
+    """Jobs in a reply of `claim` or `mine`, and ends for those with unreadable records."""
     claims, spoiled = [], []
     for part in reply:
         raw_id, epoch, _, number, *_ = part
@@ -59,7 +59,7 @@ def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
 
 
 def poisoned(job_id: str, epoch: int, number: int) -> Append:
-    """What ends a job that no worker can begin, for what its record says."""
+    """An append that fails a job with an unreadable record."""
     message = "the record of the job could not be read"
     return Append(
         job_id, epoch, number, fin=JobStatus.FAILED, code=ErrorCode.POISON, message=message
@@ -120,18 +120,18 @@ def view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
 
 
 def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
-    """Those records of a list that can be read; the others are said in the log."""
+    """The readable records of a list; logs that others are omitted."""
     found = []
     for flat in records:
         try:
             found.append(view(flat))
         except WireError as exc:
-            log.error("a job is left out of a list: %s", exc)
+            log.error("a job is omitted from a list: %s", exc)
     return tuple(found)
 
 
 def swept(reply: list[Any]) -> Swept:
-    """The reply of `sweep`; what it set right goes into the log."""
+    """The reply of `sweep`; logs the corrections."""
     lapsed, expired, unattended, forgotten, rows = reply
     corrections = tuple(
         Correction(*(part.decode(errors="replace") for part in row)) for row in rows
@@ -143,7 +143,7 @@ def swept(reply: list[Any]) -> Swept:
 
 
 def _shown(word: str) -> str:
-    """A word of a correction, as a log may have it: whoever broke a list may have written it."""
+    """A word of a correction for the log, which may come from another program."""
     return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
@@ -173,13 +173,13 @@ def _counts(flat: list[bytes]) -> dict[str, int]:
 
 
 def decode_position(place: Sequence[int]) -> QueuePosition:
-    """Of {jobs ahead, tokens ahead, ms until it starts}."""
+    """Decodes {jobs ahead, tokens ahead, ms until it starts}."""
     jobs, tokens, wait_ms = place
     return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
 
 
 def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:
-    """Of {requests left, ms until all are there again, tokens left, ms}."""
+    """Decodes {requests left, ms until full, tokens left, ms until full}."""
     requests_left, requests_ms, tokens_left, tokens_ms = rates
     limits = submission.limits
 
@@ -198,7 +198,7 @@ def idempotency_mismatch() -> JobRefused:
 
 
 def refusal(job: Job, reason: str, limit: str, retry_ms: int, rates: RateLimits) -> JobRefused:
-    """A refusal as the functions word it: reason, limit, ms until another try may do."""
+    """The error for a refusal: its reason, limit, and ms until a retry may succeed."""
     code = ErrorCode(reason)
     if code is ErrorCode.NO_WORKERS:
         message = f"no worker of model {job.model!r} is alive"

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.callback_state import CallbackState, callback_state
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
@@ -22,7 +21,7 @@ from contract.function_types import JobPage, JobView, Quote, Submission, Submitt
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.outbox import Outbox
+from contract.outbox import CallbackState, Outbox, callback_state
 from contract.stored_objects import clear_orphan
 from gateway.http.errors import UnknownJob
 from gateway.redis.breaker import Breaker

@@ -7,11 +7,10 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.callback_state import callback_state
 from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.outbox import Outbox
+from contract.outbox import Outbox, callback_state
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Answer, Receiver, always
 from tests.callbacks.test_delivery import dead_letter, service, to_url
