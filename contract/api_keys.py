@@ -80,14 +80,10 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
 
 
-class ApiKey(msgspec.Struct, frozen=True):
+class ApiKey(_Stored, frozen=True, kw_only=True):
     """A key's record. Times are Unix milliseconds of the Redis clock; `now_ms`: of reading."""
 
     prefix: str
-    digest: str
-    pepper_id: str
-    terms: KeyTerms
-    created_ms: int
     expires_ms: int | None
     revoked_ms: int | None
     now_ms: int
@@ -155,7 +151,7 @@ class ApiKeys:
         """The pepper in force; None where no key was ever made."""
         if self._pepper is None:
             with wire_errors("pepper"), broker_errors(self._client, "GET"):
-                raw: Any = await self._client.get(self._keys.key_pepper)
+                raw: Any = await self._client.get(self._keys.of("key_pepper"))
             self._pepper = None if raw is None else Pepper(raw)
         return self._pepper
 
@@ -238,7 +234,7 @@ class ApiKeys:
         if (pepper := await self.pepper()) is None:
             with broker_errors(self._client, "SET"):
                 await self._client.set(
-                    self._keys.key_pepper, secrets.token_bytes(_SECRET_BYTES), nx=True
+                    self._keys.of("key_pepper"), secrets.token_bytes(_SECRET_BYTES), nx=True
                 )
             pepper = await self.pepper()
         assert pepper is not None

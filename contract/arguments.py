@@ -18,21 +18,17 @@ _NO_END = bytes(2)  # in place of an end, after the event's number
 _NO_ROOM = LaneRoom(0, 0)
 
 
-def stored_bytes(job: Job, submission: Submission) -> int:
+def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> int:
     """Bytes that count as stored until a job is forgotten: its encoded parts, its prompt in the
     object store, its record, and an output of full length."""
-    return _stored_bytes(job, submission, _packed(job, submission))
-
-
-def _stored_bytes(job: Job, submission: Submission, packed: Iterable[bytes]) -> int:
-    num_bytes = sum(map(len, packed))
+    num_bytes = sum(map(len, parts))
     if job.stored_prompt is not None:
         num_bytes += job.stored_prompt.ref.num_bytes
     return num_bytes + _RECORD_BYTES + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
 
 
-def _packed(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
-    """Job, metadata and callback."""
+def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
+    """Job, metadata and callback, encoded."""
     callback = b"" if submission.callback is None else encode(submission.callback)
     return encode(job), encode_metadata(submission.metadata), callback
 
@@ -40,7 +36,7 @@ def _packed(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
 def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     """The arguments of submit and quote."""
     s, limits = submission, submission.limits
-    packed = _packed(job, s)
+    parts = encoded_parts(job, s)
     terms: dict[str, str | int | float] = {
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
@@ -60,7 +56,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "concurrent_tokens": limits.concurrent_tokens,
         "weight": job.weight,
         "lane_share": limits.lane_share,
-        "stored_bytes": _stored_bytes(job, s, packed),
+        "stored_bytes": stored_bytes(job, s, parts),
         "max_tenant_bytes": s.max_tenant_stored_bytes,
         "max_bytes": s.max_stored_bytes,
         "needs_worker": s.needs_worker,
@@ -70,7 +66,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "callback_started": s.callback is not None and s.callback.tells_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
     }
-    encoded, metadata, callback = packed
+    encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
     return *names, encoded, encode(terms), metadata, callback
 
@@ -96,7 +92,7 @@ def _encode_end(item: Append) -> bytes:
 def lane_argument(
     lane: str, shares: Mapping[str, float], rooms: Mapping[str, LaneRoom] | None
 ) -> str:
-    """What a claim says of one lane: its minimum share, and its room where rooms are given."""
+    """A lane's argument of `claim`: its minimum share, and its room where rooms are given."""
     share = str(shares.get(lane, 0.0))
     if rooms is None:
         return share

@@ -31,9 +31,9 @@ class Catalogue:
         sha256, packed = encode_tokenizer(files)
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
         with broker_errors(self._client, "SET or SADD"):
-            await self._client.set(self._keys.tokenizer(sha256), packed)
+            await self._client.set(self._keys.of("tokenizer", sha256), packed)
             await self._client.set(self._keys.model(card.name), encode(card))
-            await self._client.sadd(self._keys.models, card.name)
+            await self._client.sadd(self._keys.of("models"), card.name)
 
     async def models(self) -> list[ModelCard]:
         """All models ever published, by name. Omits models with unreadable cards and logs each
@@ -57,7 +57,7 @@ class Catalogue:
         """Empty where another program has overwritten the list."""
         try:
             with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
-                names: Any = await repeated(lambda: self._client.smembers(self._keys.models))
+                names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
         except WireError as exc:
             if self._has_list:
                 log.error("%s", exc)
@@ -78,7 +78,7 @@ class Catalogue:
 
     async def tokenizer(self, sha256: str) -> TokenizerFiles:
         """Raises WireError, also where it was never published."""
-        packed = await self._read(self._keys.tokenizer(sha256), MAX_TOKENIZER_BYTES)
+        packed = await self._read(self._keys.of("tokenizer", sha256), MAX_TOKENIZER_BYTES)
         if not packed:
             raise WireError(f"there is no tokenizer {sha256[:12]}")
         return decode_tokenizer(sha256, packed)

@@ -109,11 +109,11 @@ class Functions:
         Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
         unreadable records fail as poison.
         """
-        says: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
-        says += [int(is_idle), config_version]
+        args: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
+        args += [int(is_idle), config_version]
         for lane in lanes:
-            says += [lane, lane_argument(lane, min_shares or {}, rooms)]
-        reply = await call_function(self._client, self._tag, "claim", *says, is_repeated=False)
+            args += [lane, lane_argument(lane, min_shares or {}, rooms)]
+        reply = await call_function(self._client, self._tag, "claim", *args, is_repeated=False)
         return await self._readable(incarnation, reply)
 
     async def mine(
@@ -141,8 +141,8 @@ class Functions:
         `lease_s`: the leases' new duration; 0 leaves them unchanged.
         """
         ids = [item.job_id for item in items]
-        says = append_items(items)
-        reply = await self._call("append", incarnation, int(lease_s * 1000), says, *ids)
+        packed = append_items(items)
+        reply = await self._call("append", incarnation, int(lease_s * 1000), packed, *ids)
         return replies.append_verdicts(items, reply)
 
     async def heartbeat(
@@ -162,8 +162,6 @@ class Functions:
 
         `counted`: the worker's totals since its start, by field.
         """
-        c = capacity
-        says = (info, c.tokens_per_s, c.stream_tokens_per_s, c.max_tokens, c.max_jobs)
         pairs = [part for pair in held for part in pair]
         reply = await self._call(
             "heartbeat",
@@ -171,8 +169,12 @@ class Functions:
             model,
             int(lease_s * 1000),
             state,
-            *says,
-            c.lanes_with_shares,
+            info,
+            capacity.tokens_per_s,
+            capacity.stream_tokens_per_s,
+            capacity.max_tokens,
+            capacity.max_jobs,
+            capacity.lanes_with_shares,
             msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
@@ -203,8 +205,7 @@ class Functions:
 
     async def attend(self, job_ids: Sequence[str]) -> int:
         """Reports that a caller still waits for these jobs; how many of them need attendance."""
-        attended: int = await self._call("attend", *job_ids)
-        return attended
+        return int(await self._call("attend", *job_ids))
 
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
@@ -219,21 +220,17 @@ class Functions:
     ) -> Verdict | JobStatus | None:
         """Lets a job continue without a caller, with at least this deadline and retention; None
         where the tenant has no such job."""
-        terms = (int(deadline_s * 1000), int(retention_s * 1000))
-        reply = await self._call("detach", job_id, tenant, *terms)
+        reply = await self._call(
+            "detach", job_id, tenant, int(deadline_s * 1000), int(retention_s * 1000)
+        )
         return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         """Cancels a job; its status afterwards, None where the tenant has no such job."""
-        reply = await self._call("cancel", job_id, tenant)
-        match reply:
-            case [b"NOT_FOUND"]:
-                return None
-            case [b"CANCELLED"]:
-                return JobStatus.CANCELLED
-            case [status]:
-                return JobStatus(status.decode())
-        raise AssertionError(f"cancel: unknown reply {reply[0]!r}")
+        [status] = await self._call("cancel", job_id, tenant)
+        if status == b"NOT_FOUND":
+            return None
+        return JobStatus.CANCELLED if status == b"CANCELLED" else JobStatus(status.decode())
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
@@ -279,15 +276,10 @@ class Functions:
         """Deletes an ended job: True. False where the tenant has no such job, its status where it
         has not ended.
         """
-        match await self._call("delete", job_id, tenant):
-            case [b"DELETED"]:
-                return True
-            case [b"NOT_FOUND"]:
-                return False
-            case [status]:
-                return JobStatus(status.decode())
-            case reply:
-                raise AssertionError(f"delete: unknown reply {reply!r}")
+        [status] = await self._call("delete", job_id, tenant)
+        if status == b"NOT_FOUND":
+            return False
+        return True if status == b"DELETED" else JobStatus(status.decode())
 
     async def snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
         """A model's lanes, workers and totals at one moment. Raises WireError."""

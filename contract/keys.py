@@ -30,9 +30,6 @@ class Keys(msgspec.Struct, frozen=True):
     def job(self, job_id: str) -> str:
         return self.of("job", job_id)
 
-    def owned(self, incarnation: str) -> str:
-        return self.of("own", incarnation)
-
     def workers(self, model: str) -> str:
         return self.of("workers", model)
 
@@ -42,35 +39,12 @@ class Keys(msgspec.Struct, frozen=True):
     def model(self, name: str) -> str:
         return self.of("model", name)
 
-    def tokenizer(self, sha256: str) -> str:
-        return self.of("tokenizer", sha256)
-
-    @property
-    def models(self) -> str:
-        return self.of("models")
-
     @property
     def api_keys(self) -> str:
         return self.of("api_keys")
 
     def api_key(self, prefix: str) -> str:
         return self.of("api_key", prefix)
-
-    @property
-    def key_pepper(self) -> str:
-        return self.of("key_pepper")
-
-    @property
-    def orphaned(self) -> str:
-        return self.of("orphaned")
-
-    @property
-    def object_store(self) -> str:
-        return self.of("object_store")
-
-    @property
-    def quarantine(self) -> str:
-        return self.of("quarantine")
 
     def events_channel(self, job_id: str) -> str:
         return self.of("ev", job_id)

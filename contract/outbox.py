@@ -98,19 +98,21 @@ class Outbox:
 
         Raises WireError.
         """
-        reply = await self._call("start", *_of(taken), int(lease_s * 1000), "begin")
+        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "begin")
         return _record(taken.job_id, reply[1]) if reply[0] == b"OK" else None
 
     async def renew(self, taken: Taken, *, lease_s: float) -> bool:
         """Renews the lease of an attempt; False where another relay has taken it."""
-        reply = await self._call("start", *_of(taken), int(lease_s * 1000), "renew")
+        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "renew")
         return bool(reply[0] == b"OK")
 
     async def done(
         self, taken: Taken, outcome: Outcome, *, delay_s: float = 0.0, note: str = ""
     ) -> DoneVerdict:
         """Reports an attempt's outcome; a retry is due after `delay_s`."""
-        reply = await self._call("done", *_of(taken), outcome, int(delay_s * 1000), note)
+        reply = await self._call(
+            "done", taken.job_id, taken.attempt, outcome, int(delay_s * 1000), note
+        )
         return DoneVerdict(reply[0].decode())
 
     async def dead(
@@ -129,16 +131,9 @@ class Outbox:
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
         """Schedules a dead letter again; the record's state, None where the tenant has none."""
         reply = await self._call("replay", job_id, tenant)
-        match reply:
-            case [b"NOT_FOUND"]:
-                return None
-            case [b"OK"]:
-                return OutboxState.DUE
-        return OutboxState(reply[0].decode())
-
-
-def _of(taken: Taken) -> tuple[str, int]:
-    return taken.job_id, taken.attempt
+        if reply == [b"NOT_FOUND"]:
+            return None
+        return OutboxState.DUE if reply == [b"OK"] else OutboxState(reply[0].decode())
 
 
 def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:

@@ -65,5 +65,5 @@ class PoolWatch:
         info = json.loads(raw.get(b"info") or b"{}")
         num_blocks = info.get("num_blocks") or 0
         used = num_blocks - info.get("num_free_blocks", num_blocks)
-        num_jobs: Any = await self.client.scard(self.keys.owned(incarnation))
+        num_jobs: Any = await self.client.scard(self.keys.of("own", incarnation))
         return ReadyWorker(incarnation, int(num_jobs), used / num_blocks if num_blocks else 0.0)

@@ -1,4 +1,4 @@
-"""Where prompts and results lie that are too large for Redis. Gateways and workers share it."""
+"""Object stores for prompts and results that are too large for Redis."""
 
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit

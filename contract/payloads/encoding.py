@@ -15,7 +15,7 @@ from contract.payloads.store import PayloadLost
 
 
 class ResultChoice(msgspec.Struct, kw_only=True):
-    """One choice's whole output."""
+    """A choice's complete output."""
 
     index: int
     text: str = ""
@@ -24,7 +24,7 @@ class ResultChoice(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's output, and its log up to the end, which stays in Redis."""
+    """A job's output, and its log without the terminal event, which stays in Redis."""
 
     id: str
     object: str = "job.result"
@@ -40,7 +40,7 @@ _of_several = msgspec.msgpack.Decoder(tuple[tuple[int, ...], ...])
 
 
 def encode_result(job: Job, entries: Sequence[LogEntry]) -> bytes:
-    """The object of a job whose log holds these entries, which do not include its end."""
+    """Encodes a job's result from its log without the terminal event."""
     assert not any(isinstance(entry.event, End) for entry in entries)
     return msgspec.json.encode(
         Result(
@@ -54,7 +54,7 @@ def encode_result(job: Job, entries: Sequence[LogEntry]) -> bytes:
 
 
 def decode_log(data: bytes) -> list[LogEntry]:
-    """The log of a result. Raises PayloadLost where another version wrote it."""
+    """The log of a result. Raises PayloadLost where it cannot be decoded."""
     try:
         return _result_decoder.decode(data).log
     except msgspec.MsgspecError as exc:
@@ -79,8 +79,8 @@ def encode_prompts(job: Job) -> bytes:
 
 
 def with_prompts(job: Job, data: bytes) -> Job:
-    """The job with the prompts that its object holds. Raises PayloadLost where these are not the
-    job's."""
+    """The job with the prompts of its object. Raises PayloadLost where they do not match the
+    job."""
     stored = job.stored_prompt
     assert stored is not None
     try:

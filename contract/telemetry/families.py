@@ -18,8 +18,8 @@ Labels = tuple[str, ...]
 
 
 def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) -> Iterator[Family]:
-    """One family for each metric of these sources; `fields` by model. Unknown fields are left out:
-    they are of another version."""
+    """One family for each metric of these sources; `fields` by model. Ignores unknown fields, which
+    other versions may write."""
     for metric in of_sources(*sources):
         series = {
             (model, *labels): values
@@ -36,7 +36,7 @@ def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) 
 
 
 def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str, int]]:
-    """The parts of each series: a counter's one is called '', a histogram's by bucket or `sum`."""
+    """The parts of each series: '' for a counter, the buckets and `sum` for a histogram."""
     series: dict[Labels, dict[str, int]] = {}
     num_parts = len(metric.labels) + (metric.kind == "histogram")
     for field, value in counts.items():
@@ -44,7 +44,7 @@ def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str,
         if name != metric.name:
             continue
         parts = rest.split(":") if rest else []
-        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # a lane with colons
+        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # the lane contains colons
             cut = len(parts) - num_parts + 1
             parts = [":".join(parts[:cut]), *parts[cut:]]
         if len(parts) != num_parts:
@@ -66,7 +66,7 @@ def _histogram(metric: Metric, series: Mapping[Labels, Mapping[str, int]]) -> Fa
 
 
 def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Family]:
-    """What one gateway counted of itself, by name and labels."""
+    """A gateway's own counts, by name and labels."""
     for name, series in counts.items():
         metric = METRICS[name]
         kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
@@ -77,7 +77,7 @@ def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Fam
 
 
 def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
-    """Lanes and workers as they are now, by model; callbacks' attempts."""
+    """Current lanes and workers by model; attempts of callbacks; corrections."""
     gauges = {
         metric.name: GaugeMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
         for metric in of_sources(Source.FLEET)
@@ -99,13 +99,13 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
             gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
             gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
     yield from gauges.values()
-    # What follows is not of a model: each snapshot has all of it.
+    # Deliveries and corrections are the same in each model's snapshot.
     any_snapshot = next(iter(snapshots.values()), None)
     totals = any_snapshot.totals if any_snapshot else {}
-    # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
     deliveries = any_snapshot.deliveries if any_snapshot else {}
     counts: dict[str, dict[Labels, int]] = {
         "webhook_deliveries_total": {(outcome,): num for outcome, num in deliveries.items()},
+        # Includes zeros: Prometheus sees no increase in a series that begins with 1.
         "corrections_total": {
             (kind,): totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS
         },
@@ -114,7 +114,7 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
 
 
 def deadline_kept_ratio(snapshot: FleetSnapshot, lane: str) -> float | None:
-    """Since counting began; None where no job has succeeded or expired."""
+    """The share of succeeded jobs among succeeded and expired ones; None without any."""
     succeeded, expired = (
         snapshot.totals.get(f"requests_total:{lane}:{status}", 0)
         for status in (JobStatus.SUCCEEDED, JobStatus.EXPIRED)

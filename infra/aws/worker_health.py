@@ -24,13 +24,13 @@ async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
     prefix = f"{socket.gethostname().split('.')[0]}-".encode()
     since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
     with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
-        models: Any = await client.smembers(keys.models)
+        models: Any = await client.smembers(keys.of("models"))
         for model in models:
             key = keys.workers(model.decode())
             names: Any = await client.zrangebyscore(key, since_ms, "+inf")
             for name in names:
                 if name.startswith(prefix):
-                    num_jobs: Any = await client.scard(keys.owned(name.decode()))
+                    num_jobs: Any = await client.scard(keys.of("own", name.decode()))
                     return int(num_jobs)
     return None
 

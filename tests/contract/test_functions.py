@@ -52,7 +52,7 @@ async def test_a_job_runs_from_submission_to_its_one_terminal_event(
     for key in (
         keys.of("leases"),
         keys.of("deadlines"),
-        keys.owned("w1"),
+        keys.of("own", "w1"),
         keys.of("q", "m", "standard", "t"),
     ):
         assert not await redis_client.exists(key), key

@@ -155,7 +155,7 @@ def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
 def test_keys_to_the_door_are_the_operators(user: redis.Redis) -> None:
     """Gateways may look at API keys, only the operator may make them, others not even look."""
     keys, name = Keys("test"), name_of(user)
-    looks = [("GET", keys.key_pepper), ("HMGET", keys.api_key("x"), "record")]
+    looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
     changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
     for command in looks if name not in ("gateway", "operator") else []:
         with pytest.raises(NoPermissionError):
@@ -326,7 +326,7 @@ def test_different_object_stores_are_found_under_a_role(
     with pytest.raises(UsageError, match="keeps its objects in dir:"):
         check_store(url, "test", second)
     with redis.Redis.from_url(server.url) as admin:
-        admin.delete(Keys("test").object_store)
+        admin.delete(Keys("test").of("object_store"))
 
 
 def test_every_single_key_is_in_the_rules_of_those_that_need_it(server: EmbeddedRedis) -> None:

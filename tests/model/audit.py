@@ -82,7 +82,7 @@ class Audit:
         self._check_counters(counters)
         self._check_lines(lines)
         self._check_tenants(reserved)
-        quarantined = {i.decode() for i in self.client.zrange(self.keys.quarantine, 0, -1)}
+        quarantined = {i.decode() for i in self.client.zrange(self.keys.of("quarantine"), 0, -1)}
         on_record = {i.decode() for i in self.client.hkeys(self.keys.of("poison"))}
         same(
             "poison is on record", {"poison": members(on_record)}, {"poison": members(quarantined)}

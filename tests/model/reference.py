@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from contract.arguments import stored_bytes
+from contract.arguments import encoded_parts, stored_bytes
 from contract.callbacks import MessageKind
 from contract.codec import decode_entry, encode
 from contract.errors import BrokerFull, ErrorCode, JobRefused
@@ -616,7 +616,7 @@ class Reference:
     def _forget(self, record: Record) -> None:
         del self.records[record.job.id]
         tenant = self._tenants[record.job.tenant]
-        tenant.stored_bytes -= stored_bytes(record.job, record.submission)
+        tenant.stored_bytes -= _stored_bytes(record.job, record.submission)
         if record.job.stored_prompt is not None or record.result is not None:
             self.orphaned.add(record.job.id)
 
@@ -810,7 +810,7 @@ class Reference:
             ahead=Ahead.of(self._loads(model), pool, lane, own, weights),
             pool=pool,
             now_ms=self.now_ms,
-            stored_bytes=stored_bytes(job, s),
+            stored_bytes=_stored_bytes(job, s),
             all_stored_bytes=sum(t.stored_bytes for t in self._tenants.values()),
         )
 
@@ -945,3 +945,7 @@ def _log(record: Record, event: LogEvent) -> None:
 
 def _place(ahead: Ahead, wait: int) -> QueuePosition:
     return decode_position((ahead.jobs, ahead.tokens, wait))
+
+
+def _stored_bytes(job: Job, submission: Submission) -> int:
+    return stored_bytes(job, submission, encoded_parts(job, submission))

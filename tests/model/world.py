@@ -429,7 +429,7 @@ class World:
             noted = self.reference.calibrations.get(("m", lane), [])
             assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
         self._compare_snapshot()
-        orphaned: Any = self.client.smembers(self.keys.orphaned)
+        orphaned: Any = self.client.smembers(self.keys.of("orphaned"))
         forgotten = {job_id.decode() for job_id in orphaned}
         assert forgotten == self.reference.orphaned, forgotten ^ self.reference.orphaned
 

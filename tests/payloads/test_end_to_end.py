@@ -121,7 +121,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
                 gone = await http.get(httpx.URL(url).join(job["result_url"]))
                 assert gone.status_code in (404, 500)
-                assert await redis_client.scard(keys.orphaned) == 0
+                assert await redis_client.scard(keys.of("orphaned")) == 0
 
 
 async def test_what_is_lost_fails_its_job_alone(
