@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from contract.codec import WIRE_VERSION, encode, encode_metadata
+from contract.codec import WIRE_VERSION, encode
 from contract.function_types import Append, LaneRoom, Submission
 from contract.jobs import Job
 
@@ -29,8 +29,9 @@ def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> in
 
 def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
     """Job, metadata and callback, encoded."""
+    metadata = encode(submission.metadata) if submission.metadata else b""
     callback = b"" if submission.callback is None else encode(submission.callback)
-    return encode(job), encode_metadata(submission.metadata), callback
+    return encode(job), metadata, callback
 
 
 def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...]:

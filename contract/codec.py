@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -34,19 +34,9 @@ decode_job = _decoder(Job, "job record")
 decode_ref = _decoder(ObjectRef, "object reference")
 decode_callback = _decoder(Callback, "callback")
 decode_card = _decoder(ModelCard, "model card")
-_decode_metadata = _decoder(dict[str, str], "metadata")
+decode_metadata = _decoder(dict[str, str], "metadata")
 _event_decoder: msgspec.msgpack.Decoder[LogEvent] = msgspec.msgpack.Decoder(LogEvent)
 _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
-
-
-def encode_metadata(metadata: Mapping[str, str]) -> bytes:
-    """Empty where there is no metadata."""
-    return encode(metadata) if metadata else b""
-
-
-def decode_metadata(raw: bytes) -> dict[str, str]:
-    """Raises WireError."""
-    return _decode_metadata(raw) if raw else {}
 
 
 def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:

@@ -96,7 +96,7 @@ class Quarantine:
                 deadline_s=given_s if deadline_s is None else deadline_s,
                 retention_s=max(LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
                 max_attempts=int(raw["max_attempts"]),
-                metadata=decode_metadata(raw["metadata"] or b""),
+                metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
             )
         return await Functions(self.client, self.keys).submit(again, terms)
 

@@ -109,7 +109,7 @@ def view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
         raw = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2) if flat[i + 1]}
         fields: dict[str, Any] = {
             "job": decode_job(raw.pop("job")),
-            "metadata": decode_metadata(raw.pop("metadata", b"")),
+            "metadata": decode_metadata(raw.pop("metadata")) if "metadata" in raw else {},
             "result": decode_ref(raw.pop("result")) if "result" in raw else None,
             "position": decode_position(position) if position else None,
         }
