@@ -1,7 +1,7 @@
-"""The functions once more, in Python, on plain dictionaries and a clock that is set.
+"""The functions in Python, on plain dictionaries and a clock that tests set.
 
-The specification of the state table: tests hold the functions in Redis against it, call by call,
-and the simulator runs on it. It has no concurrency, no expiry and no pub/sub.
+The specification of the state table: tests compare the functions in Redis with it, call by call. It
+has no concurrency, no expiry and no pub/sub.
 
 Over 300 lines: it is one table of states, which is checked against the functions as a whole.
 """
