@@ -7,8 +7,7 @@ Two guarantees, in claimed tokens of jobs' costs over the whole fleet:
 - While two tenants both have waiting jobs in a lane, their claimed tokens divided by their weights
   differ by at most twice the cost of the largest job over the lesser weight.
 - A lane with a minimum share `s` waits for its next job, of cost `c`, until other lanes have
-claimed
-  at most c / s + one job's tokens, if the job then fits a worker's room.
+  claimed at most c / s + one job's tokens, if the job then fits a worker's room.
 At most `MAX_PASSED` other jobs pass a job that does not fit.
 """
 
