@@ -7,7 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
-from contract.payloads.opening import open_store
+from contract.payloads import open_store
 from workers.settings import LANES
 from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
 

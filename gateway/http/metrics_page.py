@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 from contract.fleet_snapshot import FleetSnapshot
-from contract.telemetry.families import counted_families, fleet_families, gateway_families
+from contract.telemetry.families import CONTENT_TYPE as CONTENT_TYPE
+from contract.telemetry.families import counted_families, fleet_families, gateway_families, page
 from contract.telemetry.metrics import Source
-from contract.telemetry.text import CONTENT_TYPE as CONTENT_TYPE
-from contract.telemetry.text import page
 from gateway.http.metrics import GatewayMetrics, Labels
 
 

@@ -8,9 +8,9 @@ from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from contract.callback_state import CallbackState
 from contract.function_types import JobView, QueuePosition, Submitted
 from contract.jobs import Job, JobStatus, public_status
+from contract.outbox import CallbackState
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 from gateway.openai.answer_models import (

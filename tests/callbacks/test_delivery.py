@@ -233,7 +233,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
     """One field of it: the message is lost, and counted; the next one is delivered."""
     async with Receiver({"/": always(Answer())}) as receiver:
         spoiled = await ended_job(functions, to_url(receiver.url("/")))
-        key = keys.outbox_record(spoiled.id)
+        key = keys.of("out", spoiled.id)
         if value is None:
             await redis_client.hdel(key, field)
         else:

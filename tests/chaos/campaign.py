@@ -30,6 +30,7 @@ from tests.chaos.oracles import DemoOracle, HashOracle, Oracle, is_near_tie
 from tests.chaos.report import Report
 from tests.chaos.seats import NAMESPACE
 from tests.chaos.tellings import Telling, check_tellings
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fleet import until
 from tests.model.audit import Audit
 
@@ -138,9 +139,9 @@ async def _rest(fleet: Fleet) -> None:
     async with fleet.redis.client() as client:
 
         async def is_at_rest() -> bool:
-            if await client.zcard(keys.deadlines) or await client.zcard(keys.leases):
+            if await client.zcard(keys.of("deadlines")) or await client.zcard(keys.of("leases")):
                 return False
-            records: Any = await client.keys(keys.outbox_record("*"))
+            records: Any = await client.keys(keys.of("out", "*"))
             return {await client.hget(key, "state") for key in records} <= set(_TOLD)
 
         with contextlib.suppress(TimeoutError):
@@ -169,7 +170,7 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
         ledger.check_log(job_id, view.status, entries)
     check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
     await _judge_differences(ledger, callers)
-    corrections: Any = await client.hgetall(keys.corrections)
+    corrections: Any = await client.hgetall(keys.of("corrections"))
     for kind, number in corrections.items():
         detail = f"sweeps had to correct {number.decode()} of kind {kind.decode()}"
         ledger.violations.append(Violation(Kind.LOST, "recount", detail))
@@ -194,8 +195,9 @@ def _tellings(receiver: Receiver) -> list[Telling]:
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:
     """Moves the clock of Redis until nobody has a right to any record, and sweeps them up."""
-    await client.set(keys.clock_offset, _RETENTION_MS)
-    for _ in range(1 + await client.zcard(keys.kept) // _SWEEP_JOBS):
+    await client.function_load(library_with_test_clock(), replace=True)
+    await client.set(TEST_CLOCK, _RETENTION_MS)
+    for _ in range(1 + await client.zcard(keys.of("kept")) // _SWEEP_JOBS):
         await functions.sweep(_SWEEP_JOBS)
 
 

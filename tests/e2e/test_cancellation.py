@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def running_jobs(view: redis.Redis) -> set[str]:
     """Ids of the jobs that some worker holds."""
-    ids: Any = view.zrange(KEYS.leases, 0, -1)
+    ids: Any = view.zrange(KEYS.of("leases"), 0, -1)
     return {job_id.decode() for job_id in ids}
 
 
@@ -44,7 +44,7 @@ def job_record(view: redis.Redis, job_id: str, field: str) -> str:
 
 def num_events(view: redis.Redis, job_id: str) -> int:
     """What its log holds; of a job that runs, the record itself may say less."""
-    num: Any = view.xlen(KEYS.log(job_id))
+    num: Any = view.xlen(KEYS.of("log", job_id))
     return int(num)
 
 

@@ -3,7 +3,7 @@
 All times are from the engine's clock: clocks of two processes cannot be subtracted.
 """
 
-from contract.telemetry.counts import Counts
+from contract.telemetry.metrics import Counts
 from workers.ipc.messages import EngineLoad
 from workers.supervisor.held_job import HeldJob
 
