@@ -13,14 +13,9 @@ import numpy as np
 from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-# At most about 40 MB and 5 ms a step for one grammar. Errors must not quote the output.
-LIMITS = LLParserLimits(
-    step_lexer_fuel=60_000,
-    step_max_items=30_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+from contract.grammars import LIMITS
+
+_LIMITS = LLParserLimits(**LIMITS)
 _NUM_KEPT = 64  # compiled grammars
 
 
@@ -43,7 +38,8 @@ class Matcher:
 
     def consume(self, token_id: int) -> None:
         """Takes a token that was sampled. Raises GrammarFailed for one that cannot follow."""
-        if not self.state.consume_token(token_id):
+        # In its error state the library allows the end of the output, and takes it.
+        if self.state.is_error() or not self.state.consume_token(token_id):
             raise GrammarFailed("a token does not match the grammar, or a limit was reached")
 
     def forced(self) -> list[int]:
@@ -112,7 +108,7 @@ class Grammars:
         releases the interpreter's lock meanwhile. Raises GrammarFailed."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if compiled.is_error():
                 raise GrammarFailed("the grammar cannot be compiled for this model")
             self._compiled[grammar] = compiled

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from contract.grammars import JSON_LAYOUT
 from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
@@ -32,7 +33,7 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(
         "required": ["n", "c"],
         "additionalProperties": False,
     },
-    overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    overrides=JSON_LAYOUT,
 )
 EOS_RATE = 1 / 8
 Choice = tuple[str, int]  # job id and index
