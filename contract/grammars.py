@@ -2,16 +2,8 @@
 
 from typing import Any
 
-# Options of llguidance's JSON compiler. Names and separators are then forced text, as
-# `json.dumps` lays it out, and there is no white space that could go on for ever.
-JSON_LAYOUT: dict[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-
-# Arguments of llguidance's LLParserLimits: for one grammar at most about 40 MB, and about 5 ms of
-# a step. Its errors must not quote the output.
+# Arguments of llguidance's LLParserLimits: for one grammar at most about 40 MB, and about 15 ms
+# of a step. Its errors must not quote the output.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 30_000,

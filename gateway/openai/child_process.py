@@ -11,6 +11,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -180,7 +181,8 @@ class _Child:
     async def end(self) -> None:
         if self.process.returncode is None:
             # `Process.kill` may reap a process that has just ended, and its status would be lost.
-            os.kill(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and asyncio has not said so yet
+                os.kill(self.process.pid, signal.SIGKILL)
         self._writer.transport.abort()
         await self.process.wait()
 

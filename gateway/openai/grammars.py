@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-from contract.grammars import JSON_LAYOUT, LIMITS, MAX_GRAMMAR_BYTES
+from contract.grammars import LIMITS, MAX_GRAMMAR_BYTES
 
 _KNOBS = "x-guidance"  # the library's own options inside a schema
 _MAX_MESSAGE_CHARS = 300
@@ -37,24 +37,33 @@ class GrammarRefused(Exception):
 def compile_grammar(kind: Kind, value: Any, is_strict: bool = True) -> str:
     """llguidance's serialised grammar. Unless `is_strict`, keywords of a schema that the library
     cannot enforce are dropped. Raises GrammarRefused."""
-    if kind is Kind.JSON_SCHEMA:
-        grammar = _of_schema(value, is_strict)
-    else:
-        _check_text(kind, value)
-        try:
-            grammar = grammar_from(kind.value, json.dumps(value) if kind is Kind.CHOICE else value)
-        except ValueError as error:
-            raise GrammarRefused(_sentence(str(error))) from error
-        if errors := _faults(grammar, is_strict=False):
-            raise GrammarRefused(errors[0])
+    match kind:
+        case Kind.JSON_SCHEMA:
+            grammar = _of_schema(value, is_strict)
+        case Kind.REGEX:
+            grammar = _checked(LLMatcher.grammar_from_regex(value))
+        case Kind.CHOICE:
+            grammar = _checked(grammar_from("choice", json.dumps(value)))
+        case Kind.GRAMMAR:
+            grammar = _of_grammar(value)
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the grammar has over {MAX_GRAMMAR_BYTES} bytes")
     return grammar
 
 
-def _check_text(kind: Kind, value: Any) -> None:
-    if kind is Kind.GRAMMAR and ("%llguidance" in value or _KNOBS in value):
+def _of_grammar(text: str) -> str:
+    if "%llguidance" in text or _KNOBS in text:
         raise GrammarRefused("a grammar may not set options of the library")
+    try:
+        return _checked(grammar_from("grammar", text))
+    except ValueError as error:
+        raise GrammarRefused(_sentence(str(error))) from error
+
+
+def _checked(grammar: str) -> str:
+    if faults := _faults(grammar, is_strict=False):
+        raise GrammarRefused(faults[0])
+    return grammar
 
 
 def _of_schema(schema: Any, is_strict: bool) -> str:
@@ -71,10 +80,17 @@ def _of_schema(schema: Any, is_strict: bool) -> str:
 
 
 def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
-    """Raises GrammarRefused for numbers that are too large."""
+    """Laid out as `json.dumps` does it, so that names and separators are forced text, and no white
+    space goes on for ever. Raises GrammarRefused for numbers that are too large."""
     try:
         return LLMatcher.grammar_from_json_schema(
-            schema, overrides={**JSON_LAYOUT, "lenient": not is_strict}
+            schema,
+            overrides={
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+                "lenient": not is_strict,
+            },
         )
     except ValueError as error:
         raise GrammarRefused(_sentence(str(error))) from error
@@ -119,7 +135,16 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any
 _DEFINITIONS = ("$defs", "definitions")
 _OF_NAMES = {*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas"}
 _LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
-_SINGLE = {"items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else"}
+_SINGLE = {
+    "items",
+    "additionalProperties",
+    "not",
+    "contains",
+    "propertyNames",
+    "if",
+    "then",
+    "else",
+}
 
 
 def _sentence(message: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
+from contract.jobs import FinishReason
 from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
 from workers.engine.model import Chunk, Sample
 from workers.engine.report import Output, StepReport
@@ -92,6 +93,9 @@ class Constraints:
         position = sequence.num_output
         sequence.token_ids.append(sample.token_id)
         end = sequence.finish_reason = sequence.end_reason(self._max_model_len)
+        if end is FinishReason.STOP and sample.token_id not in sequence.ending_ids:
+            report.ended.append(sequence)  # the token is part of the output, unlike an ending token
+            end = None
         report.outputs.append(
             Output(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)
         )

@@ -37,7 +37,8 @@ class StepReport:
     """Counts of sequences, blocks and tokens; seconds of the engine's clock."""
 
     outputs: list[Output] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # complete on arrival: no new token
+    # Complete without an ending token: on arrival, or because a grammar allows no more.
+    ended: list[Sequence] = field(default_factory=list)
     failed: list[JobError] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     num_running: int = 0

@@ -1,8 +1,8 @@
 """Chooses each row's next token, all rows together.
 
-Grammar → bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise is a
-function of the row's seed and position (see `noise`), so a token depends only on its own sequence.
-Options that no row uses are skipped: greedy is one argmax.
+Grammar → bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise
+is a function of the row's seed and position (see `noise`), so a token depends only on its own
+sequence. Options that no row uses are skipped: greedy is one argmax.
 
 Log probabilities are of the raw logits in float32, before penalties and temperature.
 """

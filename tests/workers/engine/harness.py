@@ -5,10 +5,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 
-from contract.grammars import JSON_LAYOUT
 from contract.jobs import FinishReason, SamplingParams
+from gateway.openai.grammars import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
 from workers.engine.lanes import DEFAULT_LANES, Lane
@@ -23,7 +22,8 @@ from workers.engine.strategy import Strategies, Strategy
 from workers.strategies import ContinuousBatching
 
 MAX_MODEL_LEN = 40
-GRAMMAR = LLMatcher.grammar_from_json_schema(
+GRAMMAR = compile_grammar(
+    Kind.JSON_SCHEMA,
     {
         "type": "object",
         "properties": {
@@ -33,7 +33,6 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(
         "required": ["n", "c"],
         "additionalProperties": False,
     },
-    overrides=JSON_LAYOUT,
 )
 EOS_RATE = 1 / 8
 Choice = tuple[str, int]  # job id and index
