@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from contract.keys import Keys
 from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
-from gateway.openai.chat_template import ChatTemplate, Refused
+from gateway.openai.chat_template import ChatTemplate
+from gateway.openai.child import Refused
 from gateway.openai.child_process import ChildLimits
 from gateway.openai.template_process import TemplateProcess
 from tests.fakes import hash_tokenizer

@@ -15,7 +15,6 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.grammars import LIMITS
 
-_LIMITS = LLParserLimits(**LIMITS)
 _NUM_KEPT = 64  # compiled grammars
 
 
@@ -89,6 +88,7 @@ class Grammars:
             )
         except ValueError as error:
             raise GrammarFailed("the model's tokenizer has no form for grammars") from error
+        self._limits = LLParserLimits(**LIMITS)
         self._compiled: LRUCache[str, LLMatcher] = LRUCache(_NUM_KEPT)
         self._executor = executor or ThreadPoolExecutor(2, "grammar")
         self._mask_threads = LLExecutor()
@@ -108,7 +108,7 @@ class Grammars:
         releases the interpreter's lock meanwhile. Raises GrammarFailed."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             if compiled.is_error():
                 raise GrammarFailed("the grammar cannot be compiled for this model")
             self._compiled[grammar] = compiled
