@@ -2,6 +2,8 @@
 
 Leaves the order of things to the scheduler, arithmetic to the model, text and the wire to the
 supervisor. One thread; nothing here blocks but the model.
+
+Over 300 lines: jobs, their sequences and what is reported of them change together.
 """
 
 import time
