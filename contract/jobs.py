@@ -83,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
+    grammar: str = ""  # llguidance's serialised form, of every choice; "": unconstrained
     varies_seed: bool = False  # the caller gave no seed: each of several prompts has its own
 
     def of_prompt(self, number: int) -> "SamplingParams":

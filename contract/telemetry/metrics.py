@@ -97,6 +97,7 @@ _ALL = (
     _latency("e2e_request_latency_seconds", "From a job's submission to its success."),
     _engines("num_preemptions_total", "Sequences that lost their KV blocks to others."),
     _engines("tokens_recomputed_total", "Tokens computed again after a preemption."),
+    _engines("tokens_forced_total", "Output tokens that a grammar forced, without a sample."),
     _engines("tokens_after_cancel_total", "Tokens computed for jobs that were cancelled already."),
     _engines("prefix_cache_queries_total", "Tokens that were looked for in the prefix cache."),
     _engines("prefix_cache_hits_total", "Tokens that were found in the prefix cache."),

@@ -21,6 +21,7 @@ from gateway.http.middleware import RequestObserver
 from gateway.jobs import dead_letters, job_lists, job_routes, objects, quotes
 from gateway.jobs.streams import Gateway
 from gateway.openai import models, sync_answers
+from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
 
@@ -52,13 +53,16 @@ def create_app(
         attending = asyncio.create_task(gateway.broker.attend())
         yield
         await tasks.end(attending)
+        await gateway.grammars.aclose()
         if broker is None:
             await gateway.broker.aclose()
         await asyncio.to_thread(tracing.close)
 
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
-    gateway = Gateway(settings, broker or Broker(settings), StreamDrain(), counted)
+    gateway = Gateway(
+        settings, broker or Broker(settings), StreamDrain(), counted, GrammarCompiler()
+    )
     app = FastAPI(
         title="batchway",
         description=_DESCRIPTION,

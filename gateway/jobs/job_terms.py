@@ -35,7 +35,9 @@ async def prepare_job(
     )
     try:
         check_goes_on(asked.body)
-        return await prepare(gateway.broker, settings, endpoint, asked.body, terms)
+        return await prepare(
+            gateway.broker, gateway.grammars, settings, endpoint, asked.body, terms
+        )
     except ApiError as exc:
         if exc.param not in (None, "lane"):
             exc.param = f"body.{exc.param}"

@@ -29,6 +29,7 @@ from gateway.jobs.event_ids import START, LogPosition
 from gateway.jobs.job_objects import events_url, job_object, place
 from gateway.jobs.sync_call import SyncCall
 from gateway.openai.answers import Answer, Chunks, needs_tokenizer
+from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.redis.log_items import Idle, Reset
@@ -44,6 +45,7 @@ class Gateway(msgspec.Struct, frozen=True):
     broker: Broker
     drain: StreamDrain
     metrics: GatewayMetrics
+    grammars: GrammarCompiler
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job, and counts the answer. Raises what Broker.submit raises."""

@@ -15,6 +15,7 @@ from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed
 from gateway.http.auth import Caller
 from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
 from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
+from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
@@ -42,7 +43,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prepare(
-    broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
+    broker: Broker,
+    grammars: GrammarCompiler,
+    settings: GatewaySettings,
+    endpoint: Endpoint,
+    body: CallBody,
+    terms: Terms,
 ) -> tuple[Job, Submission]:
     """The job and what to submit it with. Raises ApiError."""
     lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
@@ -55,6 +61,10 @@ async def prepare(
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
     params = _sampling(card, body, caps, job_id)
+    if (constraint := body.constraint()) is not None:
+        _check_constrained(body, constraint.param)
+        grammar = await grammars.compile(constraint)
+        params = msgspec.structs.replace(params, grammar=grammar)
     is_list = len(prompts) > 1
     job = Job(
         id=job_id,
@@ -92,6 +102,13 @@ async def prepare(
         metadata=terms.metadata,
         callback=terms.callback,
     )
+
+
+def _check_constrained(body: CallBody, param: str) -> None:
+    """Raises ApiError for what contradicts a grammar, which alone says where an output may end."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(body, name):
+            raise invalid_value(name, f"{name} cannot be combined with {param}")
 
 
 def check_goes_on(body: CallBody) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from workers import logs
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
@@ -221,6 +222,15 @@ def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
     return ExitCode.OK
 
 
+def _grammars(loaded: LoadedModel) -> Grammars | None:
+    tokenizer_json = loaded.tokenizer.tokenizer_json
+    try:
+        return Grammars(tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
+    except GrammarFailed as failure:
+        log.warning("structured output is off: %s", failure)
+        return None
+
+
 def start_own(load: Load) -> Start:
     """batchway's own engine around the model that `load` yields."""
 
@@ -228,7 +238,9 @@ def start_own(load: Load) -> Start:
         options: EngineOptions, progress: Callable[[str], None]
     ) -> tuple[SteppedEngine, Ready, int]:
         loaded = load(options, progress)
-        engine = build_engine(loaded.model, loaded.vocab_size, options, loaded.num_step_tokens)
+        engine = build_engine(
+            loaded.model, loaded.vocab_size, options, loaded.num_step_tokens, _grammars(loaded)
+        )
         return engine, _ready(loaded, options), loaded.num_step_tokens
 
     return start

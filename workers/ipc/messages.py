@@ -224,6 +224,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     run_s: float = 0.0  # … and from then to their end
     ended_s: float = 0.0  # when the step ended, on the engine's clock: good for differences alone
     waiting_lanes: tuple[str, ...] = ()  # of the sequences that wait, by name
+    num_forced_tokens: int = 0  # output that grammars forced, without a sample
 
 
 FromEngine = (
