@@ -12,12 +12,12 @@ from contract import tasks
 from contract.telemetry.tracing import Tracing
 from gateway.http import health, metrics_route
 from gateway.http.concurrency_cap import ConcurrencyCap
-from gateway.http.drain import StreamDrain
 from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import RequestLimits
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.middleware import RequestObserver
+from gateway.http.sse import StreamDrain
 from gateway.jobs import dead_letters, job_lists, job_routes, objects, quotes
 from gateway.jobs.streams import Gateway
 from gateway.openai import models, sync_answers

@@ -25,12 +25,11 @@ from contract.outbox import CallbackState, Outbox, callback_state
 from contract.stored_objects import clear_orphan
 from gateway.http.errors import UnknownJob
 from gateway.redis.breaker import Breaker
-from gateway.redis.cursor import Cursor
+from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end
 from gateway.redis.guarded_redis import GuardedRedis
 from gateway.redis.hints import Hints
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels
-from gateway.redis.log_items import Idle, LogPage, Reset, is_end
 from gateway.redis.payloads import Payloads
 from gateway.settings import GatewaySettings
 
