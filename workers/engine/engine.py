@@ -1,7 +1,7 @@
-"""The step loop's body: takes jobs, runs one step at a time, says what came of it.
+"""The engine: takes jobs, runs one step at a time, reports the results.
 
-Leaves the order of things to the scheduler, arithmetic to the model, text and the wire to the
-supervisor. One thread; nothing here blocks but the model.
+The scheduler orders the work, the model computes, and the supervisor handles text and the log. It
+has one thread, and only the model blocks.
 
 Over 300 lines: jobs, their sequences and what is reported of them change together.
 """
@@ -97,18 +97,18 @@ class Engine:
     def reconfigure(
         self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
-        """From the next step on. What runs goes on, beyond a limit that has become smaller too;
-        batches that are open stay open until they end. The prefix cache stays as it is.
+        """Applies from the next step on. Running sequences continue even above a smaller limit,
+        open batches stay open until they end, and the prefix cache is kept.
         """
         self._limits = limits
         self._scheduler.reconfigure(limits, lanes)
         self._batches.reconfigure(strategies, limits.max_num_seqs)
 
     def add(self, request: Request) -> None:
-        """Takes a job, each choice going on after its known output.
+        """Adds a job; each choice continues after its known output.
 
-        A newer epoch of a job replaces the one that runs; another is ignored, for it is fenced.
-        Raises RequestRefused for a job that can never run here; no other job is touched.
+        A newer epoch of a job replaces the running one; an older one is ignored, as it is fenced.
+        Raises RequestRefused for a job that can never run here; other jobs are not affected.
         """
         held = self._jobs.get(request.job_id)
         if held is not None and held.epoch >= request.epoch:
@@ -160,13 +160,13 @@ class Engine:
         self._note_deadline(job_id, epoch, deadline_s)
 
     def preempt(self, job_id: str) -> None:
-        """Takes a job's blocks, as memory pressure does; it goes on when there is room."""
+        """Preempts a job, as memory pressure does; it continues when there is room."""
         for sequence in self._scheduler.running:
             if sequence.job_id == job_id:
                 self._scheduler.preempt(sequence, self._clock_s())
 
     def evict_cache(self) -> None:
-        """Forgets all KV that no running sequence holds."""
+        """Empties the prefix cache of all that no running sequence holds."""
         self._blocks.evict()
 
     @property
@@ -176,13 +176,13 @@ class Engine:
 
     @property
     def blank_block_ids(self) -> list[int]:
-        """Blocks whose content no one will read again; a test may overwrite them."""
+        """Blocks whose content is never read again; tests overwrite them."""
         return self._blocks.blank_ids
 
     def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
-        """Runs one step. An exception of the model passes through: the engine is lost then.
+        """Runs one step. Raises what the model raises; the engine cannot be used afterwards.
 
-        `announce` hears what is about to be computed, while that can still be said.
+        `announce` is called with the step's chunks before they are computed.
         """
         report = StepReport(ended=self._ended_early)
         self._ended_early = []
@@ -209,7 +209,7 @@ class Engine:
         return report
 
     def audit(self) -> None:
-        """Asserts what must hold between steps; for tests and for hunting a leak."""
+        """Asserts the invariants between steps; for tests and for finding leaks."""
         running = self._scheduler.running
         self._blocks.audit(running)
         num_sequences = sum(
@@ -224,7 +224,7 @@ class Engine:
             self._deadlines.add(deadline_s, job_id, epoch)
 
     def _expire(self, now_s: float, report: StepReport) -> None:
-        """Ends the jobs whose deadline has passed, wherever they are."""
+        """Ends the jobs whose deadline has passed, running or waiting."""
         for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
             held = self._jobs.get(job_id)
             if held is None or held.epoch != epoch:
@@ -293,7 +293,7 @@ class Engine:
             self._finish(sequence, report, now_s)
 
     def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
-        """Takes what the model yielded. A failed row takes its whole job with it."""
+        """Takes the model's results. A failed row fails its whole job."""
         append, failed = report.outputs.append, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
