@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-_ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
+_ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
 
@@ -84,8 +84,8 @@ def add_computing_options(group: argparse._ArgumentGroup) -> None:
         "--attention",
         choices=_ATTENTIONS,
         default="auto",
-        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton, "
-        "kernels of our own; fa3 and flashinfer, of libraries (default: auto)",
+        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton "
+        "(default: auto)",
     )
     group.add_argument(
         "--steps",

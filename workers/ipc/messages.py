@@ -67,7 +67,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lanes: tuple[LaneOptions, ...] = ()
     batching_version: str = ""  # version of batching.yaml
     num_threads: int | None = None
-    attention: str = "auto"  # auto, torch, triton, fa3 or flashinfer
+    attention: str = "auto"  # auto, torch or triton
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones that prove equal
     engine_args: dict[str, str] = {}  # vLLM's own, by name
