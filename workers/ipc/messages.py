@@ -68,6 +68,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones where they prove equal
     engine_args: dict[str, str] = {}  # vLLM's own, by name
+    nodes: int = 1  # machines that share vLLM's ranks
+    node_rank: int = 0
+    master: str = ""  # HOST:PORT where node 0 waits for the others
 
 
 # --- supervisor to engine process -------------------------------------------------------------

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from workers.engine.model import ModelRefused
 from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
 from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.nodes import meet
 
 log = logging.getLogger("batchway.engine")
 
@@ -34,11 +36,11 @@ def _end_with_supervisor(fd: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _end_with_vllm() -> None:
+def _end_with_vllm() -> NoReturn:
     """Ends the process when the first of vLLM's own has ended: `step` would wait for ever."""
     children = [child.sentinel for child in multiprocessing.active_children()]
     multiprocessing.connection.wait(children)
-    log.error("vLLM's engine core has ended")
+    log.error("a process of vLLM has ended")
     _leave(ExitCode.CRASHED)
 
 
@@ -52,8 +54,18 @@ def _leave(status: int) -> NoReturn:
 def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[SteppedEngine, Ready, int]:
-    from workers.vllm_engine.load import start_vllm
+    """Does not return on a node other than node 0: that has ranks, and no engine."""
+    from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
 
+    if options.nodes > 1:
+        engine_args(options)  # what vLLM refuses is refused before the nodes wait for each other
+        try:
+            options = meet(options, progress, lambda: _leave(ExitCode.CRASHED))
+        except OSError as exc:
+            raise ModelRefused(f"--master {options.master}: {exc.strerror}") from exc
+    if options.node_rank > 0:
+        _ranks = start_ranks(options, progress)
+        _end_with_vllm()
     started = start_vllm(options, progress)
     threading.Thread(target=_end_with_vllm, daemon=True).start()
     return started

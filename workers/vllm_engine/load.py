@@ -7,10 +7,12 @@ from typing import Any, NoReturn
 from vllm import EngineArgs, LLMEngine
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
@@ -62,6 +64,20 @@ def start_vllm(
     return engine, ready, config.scheduler_config.max_num_batched_tokens
 
 
+def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> MultiprocExecutor:
+    """Starts the ranks of a node other than node 0, which schedules for them. They end with what
+    is returned. Raises ModelRefused."""
+    arguments = engine_args(options)
+    progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
+    try:
+        config = arguments.create_engine_config(headless=True)
+        ranks = MultiprocExecutor(config, monitor_workers=False)
+    except (ValueError, RuntimeError) as exc:
+        raise ModelRefused(f"vLLM does not load {options.model_path}: {_line(exc)}") from exc
+    progress(f"node {options.node_rank} has loaded its ranks")
+    return ranks
+
+
 def engine_args(options: EngineOptions) -> EngineArgs:
     """Ours first, then the operator's `--engine-arg`s, read by vLLM's own parser. Raises
     ModelRefused with vLLM's sentence where one is unknown or out of range."""
@@ -89,6 +105,10 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "max_logprobs": -1,
         "seed": 0,
     }
+    if options.nodes > 1:
+        host, port = address_of(options.master)
+        ours |= {"nnodes": options.nodes, "node_rank": options.node_rank}
+        ours |= {"master_addr": host, "master_port": port}
     given = {name: str(value) for name, value in ours.items() if value is not None}
     words = [_word(name, value) for name, value in (given | options.engine_args).items()]
     return EngineArgs.from_cli_args(parser.parse_args(words))
