@@ -6,7 +6,7 @@ Knows nothing of HTTP, of Redis or of tensors. Everything here travels, so it is
 import hashlib
 import secrets
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -123,6 +123,11 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
     submitted_ns: int
 
 
+# How a job goes on after its worker has died: with the tokens that it would have had, or with
+# others of the same distribution. Greedy jobs without penalties have the same tokens either way.
+ResumeKind = Literal["exact", "distribution"]
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is immutable of a job; what changes lies beside it in the job's record.
 
@@ -146,6 +151,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
     # Of its tenant: what that gets of a lane is to what others get as their weights are.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    resume: ResumeKind = "exact"  # of the model's engine when the job came
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -177,6 +183,17 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
+
+    prompt_logprobs: bool = True
+    structured_output: bool = False
+    tools: bool = False
+    lora: bool = False
+    embeddings: bool = False
+    resume: ResumeKind = "exact"
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway must know of a model to validate, render and tokenise for it. The bounds are
     checked where a card is read: a worker may have written anything.
@@ -192,6 +209,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     # That its workers serve, most urgent first.
     lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+    capabilities: Capabilities = Capabilities()
 
 
 MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles as msgpack, and of that compressed

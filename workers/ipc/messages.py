@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from contract.jobs import Capabilities, FinishReason, SamplingParams, TokenizerFiles
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -155,6 +155,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    capabilities: Capabilities = Capabilities()
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):

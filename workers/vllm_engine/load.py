@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from contract.jobs import Capabilities
 from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
@@ -48,9 +49,9 @@ def start_vllm(
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
     eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
-    engine = HostedEngine(
-        llm, stats[0], limits_of(options, vocab_size), frozenset(eos), lanes_of(options)
-    )
+    has_plugin = bool(model.logits_processors)
+    limits = limits_of(options, vocab_size)
+    engine = HostedEngine(llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin)
     num_kv_tokens = engine.num_blocks * engine.block_size
     ready = Ready(
         context_length=min(model.max_model_len, num_kv_tokens),
@@ -60,6 +61,7 @@ def start_vllm(
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        capabilities=Capabilities(resume="exact" if has_plugin else "distribution"),
     )
     return engine, ready, config.scheduler_config.max_num_batched_tokens
 
@@ -99,7 +101,8 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
         "enable_prefix_caching": "true" if options.prefix_caching else "false",
         "scheduling_policy": "priority",
-        "logits_processors": _PROCESSOR,
+        # vLLM takes none beside speculative decoding.
+        "logits_processors": None if "speculative_config" in options.engine_args else _PROCESSOR,
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason
+from contract.jobs import Capabilities, FinishReason
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import (
     NUM_TOKENS,
@@ -25,6 +25,7 @@ from workers.ipc.messages import (
     JobFailed,
     LoadFailed,
     PromptLogprobs,
+    Ready,
     StopChoice,
     StopJob,
     TokenOut,
@@ -169,6 +170,34 @@ async def test_what_vllm_refuses_is_said_before_anything_is_served(
     await engine.client.stop()
     [refusal] = [m for m in engine.said if isinstance(m, LoadFailed)]
     assert word in refusal.message
+
+
+async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> None:
+    """vLLM takes no plugin beside speculative decoding. What it then cannot do fails the job that
+    asks for it, and no other."""
+    engine = Engine()
+    guesses = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+    await engine.start(options_of(model, speculative_config=guesses, max_logprobs="1"))
+    await engine.until_ready()
+    [ready] = [m for m in engine.said if isinstance(m, Ready)]
+    assert ready.capabilities == Capabilities(resume="distribution")
+
+    whole = (await engine.run(job("whole", temperature=1.0)))["whole", 0]
+    found = await engine.run(
+        job("same", temperature=1.0),
+        job("cut", (tuple(whole[:5]),), temperature=1.0),
+        job("biased", logit_bias={7: 30.0}),
+        job("scored", logprobs=2, temperature=0.0),
+    )
+    assert found["same", 0] == whole
+    assert len(found["cut", 0]) == NUM_TOKENS - 5
+    assert found["cut", 0] != whole[: NUM_TOKENS - 5]  # other noise than at the beginning
+    failed = {m.job_id: (m.code, m.message) for m in engine.said if isinstance(m, JobFailed)}
+    assert failed == {
+        "biased": ("bad_parameter", "logit_bias has no effect beside speculative decoding"),
+        "scored": ("bad_parameter", "vLLM refuses logprobs: its arguments allow less"),
+    }
+    await engine.client.stop()
 
 
 async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model: Path) -> None:
