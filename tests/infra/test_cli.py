@@ -272,6 +272,35 @@ def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--nodes=2", "--master=host:1"), "--nodes needs --engine vllm"),
+        (("--engine=vllm", "--nodes=2"), "--nodes needs --master"),
+        (("--engine=vllm", "--node-rank=1"), "--node-rank and --master need --nodes"),
+        (("--engine=vllm", "--nodes=2", "--node-rank=2", "--master=host:1"), "must be below 2"),
+    ],
+)
+def test_nodes_are_refused_by_name(words: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=complaint):
+        options.engine_options(parse("worker", *words))
+
+
+@pytest.mark.parametrize("master", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_a_master_is_a_host_and_a_port(master: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("worker", f"--master={master}")
+    assert f"must be HOST:PORT, not {master!r}" in capsys.readouterr().err
+
+
+def test_a_node_needs_no_redis_but_an_interpreter(tmp_path: Path) -> None:
+    """The second of two: what it lacks is said before anything is started."""
+    node = ("--engine=vllm", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:1")
+    done = run_cli("worker", *node, f"--engine-python={tmp_path}/python")
+    assert done.returncode == 2
+    assert "no interpreter at" in done.stderr
+
+
 def test_a_worker_of_up_gets_the_same_options() -> None:
     """What `up` passes on parses to the same engine and the same name."""
     words = ("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead")

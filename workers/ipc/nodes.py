@@ -5,6 +5,7 @@ or never. So the loss of the connection ends both sides, and their supervisors s
 The nodes must be on a private network: neither this connection nor vLLM's own are authenticated.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -40,7 +41,7 @@ def meet(
     else:
         links, options = _gather(options, progress)
     for link in links:
-        threading.Thread(target=_watch, args=[link, on_lost], daemon=True).start()
+        threading.Thread(target=_watch, args=[link, on_lost], name="node-link", daemon=True).start()
     return options
 
 
@@ -66,7 +67,8 @@ def _gather(
         master = f"{host}:{free.getsockname()[1]}"
     options = msgspec.structs.replace(options, master=master)
     for link in links.values():
-        link.sendall(msgspec.json.encode(options) + b"\n")
+        with contextlib.suppress(OSError):  # it has gone again, as will be seen
+            link.sendall(msgspec.json.encode(options) + b"\n")
     return list(links.values()), options
 
 
@@ -75,15 +77,15 @@ def _join(
 ) -> tuple[socket.socket, EngineOptions]:
     progress(f"node {options.node_rank} waits for node 0 at {options.master}")
     while True:
-        try:
-            link = _kept(socket.create_connection(address_of(options.master), _HELLO_S))
-            link.sendall(b"%d\n" % options.node_rank)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as on_failure:
+            link = socket.create_connection(address_of(options.master), _HELLO_S)
+            on_failure.enter_context(link)
+            _kept(link).sendall(b"%d\n" % options.node_rank)
             leader = msgspec.json.decode(_line(link), type=EngineOptions)
-        except (OSError, ValueError):  # it is not there yet, or has ended
-            time.sleep(_RETRY_S)
-            continue
-        own = {"model_path": options.model_path, "node_rank": options.node_rank}
-        return link, msgspec.structs.replace(leader, **own)
+            on_failure.pop_all()
+            own = {"model_path": options.model_path, "node_rank": options.node_rank}
+            return link, msgspec.structs.replace(leader, **own)
+        time.sleep(_RETRY_S)  # it is not there yet, or has ended
 
 
 def _kept(link: socket.socket) -> socket.socket:
@@ -96,21 +98,19 @@ def _kept(link: socket.socket) -> socket.socket:
 
 
 def _line(link: socket.socket) -> bytes:
-    """Raises OSError, ValueError where the connection ends before the line does."""
+    """Raises OSError, also where the connection ends before the line does."""
     line = b""
     while not line.endswith(b"\n"):
         part = link.recv(_MAX_LINE)
         if not part or len(line) > _MAX_LINE:
-            raise ValueError("no line")
+            raise ConnectionError("no line")
         line += part
     return line
 
 
 def _watch(link: socket.socket, on_lost: Callable[[], None]) -> None:
-    try:
+    with link, contextlib.suppress(OSError):
         while link.recv(_MAX_LINE):
             pass
-    except OSError:
-        pass
     log.error("another node has gone")
     on_lost()
