@@ -123,3 +123,49 @@ async def test_a_cancelled_queued_job_never_runs(stack: Stack, redis_view: redis
         job = await job_object(http, job_id)
     assert (job["status"], job["usage"]["completion_tokens"]) == ("cancelled", 0)
     assert job_record(redis_view, job_id, "epoch") == "0"
+
+
+@pytest.mark.campaign
+async def test_after_two_hundred_cancels_the_engine_runs_the_one_job_that_is_left(
+    stack: Stack, redis_view: redis.Redis
+) -> None:
+    """Half are cancelled by name, half by callers that go away, some waiting and some running. Of
+    the last the engine itself says how many sequences it runs: the worker counts only its own."""
+
+    def infos() -> list[dict[str, Any]]:
+        incarnations: Any = redis_view.zrange(KEYS.workers(MODEL), 0, -1)
+        raw: Any = [redis_view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
+        return [json.loads(info) for info in raw]
+
+    async def cancel_by_name(http: httpx.AsyncClient) -> None:
+        submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
+        job_id = (await http.post("/v1/jobs", json=submission)).json()["id"]
+        assert (await http.post(f"/v1/jobs/{job_id}/cancel")).status_code == 200
+
+    async def go_away(http: httpx.AsyncClient, num_lines: int) -> None:
+        body = {**LONG_COUNT, "stream": True, "stop": ["200"]}
+        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            for _ in range(num_lines):
+                await anext(lines)
+
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
+        for _ in range(10):
+            calls = [cancel_by_name(http) for _ in range(10)]
+            calls += [go_away(http, 2 * number) for number in range(10)]
+            await asyncio.gather(*calls)
+        await until(lambda: not running_jobs(redis_view))
+        last = {**LONG_COUNT, "stream": True, "ignore_eos": True, "max_tokens": 1500}
+        async with http.stream("POST", "/v1/chat/completions", json=last) as answer:
+            await anext(answer.aiter_lines())
+            await until(
+                lambda: (
+                    [
+                        (info["jobs_held"], info["num_running"], info["num_waiting"])
+                        for info in infos()
+                    ]
+                    == [(1, 1, 0)]
+                )
+            )
+    await until(lambda: is_pool_free(redis_view))

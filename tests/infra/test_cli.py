@@ -3,14 +3,17 @@
 import argparse
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from string import Template
 
 import pytest
 import redis
+import yaml
 from packaging.requirements import Requirement
 
 from infra import cli, options
@@ -19,6 +22,7 @@ from infra.parser import build_parser
 from infra.preconditions import check_store
 from infra.running_up import RunningUp, leave_note
 from tests.infra.command_line import COMMANDS, command_options
+from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
 from workers.settings import LANES
 
@@ -291,6 +295,23 @@ def test_a_master_is_a_host_and_a_port(master: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         parse("worker", f"--master={master}")
     assert f"must be HOST:PORT, not {master!r}" in capsys.readouterr().err
+
+
+def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
+    """With what LeaderWorkerSet sets in a pod."""
+    blocks = code_blocks((ROOT / "docs" / "scaling.md").read_text())
+    [manifest] = [yaml.safe_load(b.text) for b in blocks if b.language == "yaml"]
+    spec = manifest["spec"]["leaderWorkerTemplate"]
+    [container] = spec["workerTemplate"]["spec"]["containers"]
+    assert container["command"] == ["sh", "-c"]
+    [line] = container["args"]
+    pod = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.host"}
+    words = shlex.split(Template(line).substitute(pod))
+    assert words[:5] == ["exec", "python", "-m", "infra", "worker"]
+    parsed = parse("worker", *words[5:])
+    expected = {"nodes": spec["size"], "node_rank": 1, "master": "leader.host:29600"}
+    assert options.node_options(parsed) == expected
+    assert parsed.drain_s < spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_a_node_needs_no_redis_but_an_interpreter(tmp_path: Path) -> None:
