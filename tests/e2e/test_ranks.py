@@ -27,13 +27,12 @@ BODIES: tuple[dict[str, Any], ...] = (
     {**LONG_COUNT, "max_tokens": 300, "temperature": 1.0, "seed": 5, "ignore_eos": True},
     {**LONG_COUNT, "max_tokens": 300, "seed": 6, "presence_penalty": 1.0, "ignore_eos": True},
 )
-NAMESPACE = "ranks"
 
 
 def start_worker(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "infra", "worker", f"--namespace={NAMESPACE}"),
+            *(sys.executable, "-m", "infra", "worker"),
             *("--kv-cache-gib=0.25", "--engine-arg=tensor_parallel_size=2"),
             *vllm_arguments(),
             *arguments,
@@ -42,21 +41,27 @@ def start_worker(*arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.fixture(params=["one machine", "two nodes"])
+@pytest.fixture(params=["one-machine", "two-nodes"])
+def layout(request: pytest.FixtureRequest) -> str:
+    """Also the namespace: a model stays known when its workers have left."""
+    return str(request.param)
+
+
+@pytest.fixture
 def workers(
-    request: pytest.FixtureRequest, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+    layout: str, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The worker that takes jobs, and that of the second node where there is one."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # both ranks have the same cores
     nodes: list[tuple[str, ...]] = [()]
-    if request.param == "two nodes":
+    if layout == "two-nodes":
         with socket.create_server(("127.0.0.1", 0)) as server:
             master = f"--master=127.0.0.1:{server.getsockname()[1]}"
         nodes = [("--nodes=2", f"--node-rank={rank}", master) for rank in (0, 1)]
     with ExitStack() as stack:
         started = []
         for rank, arguments in enumerate(nodes):
-            redis = () if rank else (f"--redis-url={redis_server.url}",)
+            redis = () if rank else (f"--redis-url={redis_server.url}", f"--namespace={layout}")
             started.append(stack.enter_context(start_worker(*redis, *arguments)))
         yield started
         processes = [pid for worker in started for pid in descendants(worker.pid)]
@@ -71,10 +76,10 @@ def ranks_of(worker: subprocess.Popen[bytes]) -> list[int]:
 
 
 async def test_a_rank_killed_in_the_middle_of_streams_changes_no_token(
-    redis_server: EmbeddedRedis, workers: list[subprocess.Popen[bytes]]
+    redis_server: EmbeddedRedis, layout: str, workers: list[subprocess.Popen[bytes]]
 ) -> None:
     """Greedy, sampled and with a penalty: as the same requests without a fault."""
-    with running_gateway(make_settings(redis_server.url, namespace=NAMESPACE)) as url:
+    with running_gateway(make_settings(redis_server.url, namespace=layout)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=300) as http:
             async with asyncio.timeout(240):
                 while True:  # until a worker has published its model
@@ -103,7 +108,9 @@ async def streamed(http: httpx.AsyncClient, body: dict[str, Any], then: Any = No
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
+                event = json.loads(line[6:])
+                assert "choices" in event, event
+                for choice in event["choices"]:
                     token_ids += choice.get("token_ids") or []
                 if then is not None and len(token_ids) > 40:
                     then()

@@ -15,20 +15,26 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    vllm_python()
     return make_model("S", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package", params=["newest", "oldest"])
+def python(request: pytest.FixtureRequest) -> Path:
+    """Of both ends of the range of releases that are supported."""
+    return vllm_python(request.param)
 
 
 @pytest.fixture(scope="package")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    return tokens_of_vllm_alone(model, tmp_path_factory.mktemp("alone"))
+    """The tokens of the newest vLLM without batchway."""
+    return tokens_of_vllm_alone(vllm_python(), model, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="package")
-async def engine(model: Path) -> AsyncIterator[Engine]:
+async def engine(model: Path, python: Path) -> AsyncIterator[Engine]:
     """With one rank."""
     engine = Engine()
-    await engine.start(options_of(model))
+    await engine.start(options_of(model), python)
     await engine.until_ready()
     yield engine
     await engine.client.stop()

@@ -48,12 +48,12 @@ if __name__ == "__main__":
 WORKLOAD = log_uniform_workload(64, SIZES["S"]["vocab_size"])
 
 
-def tokens_of_vllm_alone(model: Path, folder: Path) -> list[list[int]]:
+def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[int]]:
     """What vLLM without batchway answers to each request of WORKLOAD."""
     given, found = folder / "workload.json", folder / "outputs.json"
     write_workload(WORKLOAD, given)
     alone = subprocess.run(
-        [str(vllm_python()), "-c", ALONE, str(model), str(given), str(found)],
+        [str(python), "-c", ALONE, str(model), str(given), str(found)],
         capture_output=True,
         text=True,
     )
@@ -71,9 +71,10 @@ class Engine:
         self.said: list[FromEngine] = []
         self.news = asyncio.Event()
 
-    async def start(self, options: EngineOptions) -> None:
-        python = str(vllm_python())
-        self.client = await EngineClient.start(VLLM_ENGINE, options, self._hear, python)
+    async def start(self, options: EngineOptions, python: Path | None = None) -> None:
+        """`python`: of another environment than that of the newest vLLM."""
+        path = str(python or vllm_python())
+        self.client = await EngineClient.start(VLLM_ENGINE, options, self._hear, path)
 
     def _hear(self, messages: list[FromEngine]) -> None:
         self.said += messages

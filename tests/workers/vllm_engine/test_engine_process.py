@@ -147,7 +147,7 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
 
 
 async def test_tokens_are_those_of_vllm_alone(engine: Engine, alone: list[list[int]]) -> None:
-    """Greedy, all requests at once, beside vLLM in one process without batchway."""
+    """Greedy, all requests at once, beside the newest vLLM in one process without batchway."""
     tokens = await engine.run(*workload_jobs())
     assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
 
