@@ -79,7 +79,9 @@ async def test_a_rank_killed_in_the_middle_of_streams_changes_no_token(
     redis_server: EmbeddedRedis, layout: str, workers: list[subprocess.Popen[bytes]]
 ) -> None:
     """Greedy, sampled and with a penalty: as the same requests without a fault."""
-    with running_gateway(make_settings(redis_server.url, namespace=layout)) as url:
+    with running_gateway(
+        make_settings(redis_server.url, namespace=layout, sync_deadline_s=600)
+    ) as url:
         async with httpx.AsyncClient(base_url=url, timeout=300) as http:
             async with asyncio.timeout(240):
                 while True:  # until a worker has published its model
