@@ -143,7 +143,8 @@ async def test_after_two_hundred_cancels_the_engine_runs_the_one_job_that_is_lef
         return [(i["jobs_held"], i["num_running"], i["num_waiting"]) for i in infos]
 
     async def cancel_by_name(http: httpx.AsyncClient) -> None:
-        submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
+        body = {**LONG_COUNT, "ignore_eos": True, "max_tokens": 1900}
+        submission = {"endpoint": "/v1/chat/completions", "body": body}
         job_id = (await http.post("/v1/jobs", json=submission)).json()["id"]
         while True:
             answer = await http.post(f"/v1/jobs/{job_id}/cancel")
