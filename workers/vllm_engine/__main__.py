@@ -1,7 +1,7 @@
 """`python -m workers.vllm_engine --fd N --options JSON`, by the interpreter of vLLM's environment.
 
 Takes what `workers.engine_process.engine_loop` takes, and speaks the same frames. vLLM's own
-processes are in this one's group: where the supervisor is gone and a step hangs, all are killed.
+processes are in this one's group, which is killed as soon as this one has ended.
 """
 
 import logging
@@ -24,16 +24,30 @@ from workers.ipc.nodes import meet
 log = logging.getLogger("batchway.engine")
 
 _GRACE_S = 5.0
+_LOOK_S = 0.5
+
+
+def _end_group_with_this_process(fd: int) -> None:
+    """Starts a process that kills the group once this one has ended, also by SIGKILL: vLLM's
+    processes do not notice that, and would keep their memory."""
+    pid = os.getpid()
+    if os.getpgrp() != pid or os.fork() != 0:
+        return
+    os.close(fd)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == pid:
+        time.sleep(_LOOK_S)
+    os.killpg(pid, signal.SIGKILL)
 
 
 def _end_with_supervisor(fd: int) -> None:
-    """Waits for the end of the socket; kills the group where nobody has left by then."""
+    """Waits for the end of the socket; ends the process where it has not ended by then."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP | select.POLLHUP)
     poll.poll()
     time.sleep(_GRACE_S)
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+    _leave(ExitCode.CRASHED)
 
 
 def _end_with_vllm() -> NoReturn:
@@ -75,5 +89,6 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     number = int(sys.argv[sys.argv.index("--fd") + 1])
+    _end_group_with_this_process(number)
     threading.Thread(target=_end_with_supervisor, args=[os.dup(number)], daemon=True).start()
     _leave(main(start=_start))

@@ -1,5 +1,6 @@
 """vLLM behind the frames: a real engine process in vLLM's environment, on tiny models."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -216,3 +217,17 @@ async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model:
 
     assert status != 0
     wait_until(lambda: not any_alive(processes))
+
+
+async def test_a_killed_engine_process_leaves_no_process_of_vllm(model: Path) -> None:
+    """Also where no supervisor is left that would end them: vLLM does not notice by itself."""
+    engine = Engine()
+    await engine.start(options_of(model))
+    await engine.until_ready()
+    processes = descendants(engine.client.pid)
+    assert any("EngineCore" in command_of(pid) for pid in processes)
+
+    os.kill(engine.client.pid, signal.SIGKILL)
+    await engine.client.end()
+    await asyncio.to_thread(wait_until, lambda: not any_alive(processes))
+    await engine.client.stop()
