@@ -21,6 +21,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 4}
 async def limited(redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient) -> None:
     """The model of an engine that neither scores prompts nor resumes exactly."""
     can = Capabilities(prompt_logprobs=False, resume="distribution")
+    await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
     await publish_model(redis_client, keys, MODEL, capabilities=can)
     async with asyncio.timeout(10):
         while True:  # until the gateway has read the cards again
