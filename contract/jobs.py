@@ -6,7 +6,7 @@ All types are frozen, because they are sent between processes.
 import hashlib
 import secrets
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -123,6 +123,11 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
     submitted_ns: int
 
 
+# How a job goes on after its worker has died: with the tokens that it would have had, or with
+# others of the same distribution. Greedy jobs without penalties have the same tokens either way.
+ResumeKind = Literal["exact", "distribution"]
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The immutable part of a job; the job's record in Redis holds the rest.
 
@@ -150,6 +155,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
     # The tenant's weight: tenants share a lane in proportion to their weights.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    resume: ResumeKind = "exact"  # of the model's engine when the job came
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -181,6 +187,17 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
+
+    prompt_logprobs: bool = True
+    structured_output: bool = False
+    tools: bool = False
+    lora: bool = False
+    embeddings: bool = False
+    resume: ResumeKind = "exact"
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway needs to validate, render and tokenise requests for a model. Decoding checks
     the bounds, because gateways do not trust workers.
@@ -196,6 +213,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     # The lanes that its workers serve, most urgent first.
     lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+    capabilities: Capabilities = Capabilities()
 
 
 MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed

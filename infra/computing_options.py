@@ -7,6 +7,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+from infra.option_values import host_and_port, integer
 
 _ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("direct", "ahead", "graphs")
@@ -61,6 +64,47 @@ def engine_python(options: argparse.Namespace) -> str | None:
             "--engine-python"
         )
     return str(path.absolute())
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="machines that share the ranks of one vLLM engine; each runs this command "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=integer(0),
+        default=0,
+        metavar="R",
+        help="which of them this is; 0 takes the jobs, the others only compute (default: 0)",
+    )
+    parser.add_argument(
+        "--master",
+        type=host_and_port,
+        metavar="HOST:PORT",
+        help="where node 0 waits for the others, on a private network (default: none)",
+    )
+
+
+def node_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineOptions that say which node this is. Raises
+    argparse.ArgumentTypeError."""
+    num_nodes: int = getattr(options, "nodes", 1)  # `up` has one
+    if num_nodes == 1:
+        if getattr(options, "master", None) or getattr(options, "node_rank", 0):
+            raise argparse.ArgumentTypeError("--node-rank and --master need --nodes")
+        return {}
+    if options.engine != "vllm":
+        raise argparse.ArgumentTypeError("--nodes needs --engine vllm")
+    if options.master is None:
+        raise argparse.ArgumentTypeError("--nodes needs --master")
+    if options.node_rank >= num_nodes:
+        raise argparse.ArgumentTypeError(f"--node-rank must be below {num_nodes}, the --nodes")
+    return {"nodes": num_nodes, "node_rank": options.node_rank, "master": options.master}
 
 
 def _engine_argument(text: str) -> tuple[str, str]:

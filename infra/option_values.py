@@ -73,6 +73,13 @@ def http_url(raw: str) -> str:
     return raw
 
 
+def host_and_port(raw: str) -> str:
+    host, _, port = raw.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {raw!r}")
+    return raw
+
+
 def redis_url(raw: str) -> str:
     """A URL that redis-py accepts. Errors never quote it: it may hold a password."""
     if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):

@@ -13,7 +13,14 @@ from contract.callbacks import Callback
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.http.auth import Caller
-from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
+from gateway.http.errors import (
+    UNSUPPORTED,
+    ApiError,
+    TemplateRefused,
+    bad_request,
+    invalid_value,
+    no_such_model,
+)
 from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
 from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
@@ -57,6 +64,7 @@ async def prepare(
     if card is None:
         raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
+    _check_capabilities(card, body)
     prompts = await _prompts(await broker.known.tokenizer(card), card, body)
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
@@ -81,6 +89,7 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         weight=terms.caller.terms.weight,
+        resume=card.capabilities.resume,
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
@@ -123,6 +132,15 @@ def check_lane(card: ModelCard, lane: str) -> None:
     if lane not in card.lanes:
         message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
         raise bad_request("unknown_lane", message, "lane")
+
+
+def _check_capabilities(card: ModelCard, body: CallBody) -> None:
+    """Raises ApiError where the body asks for what the model's engine cannot do. No body can ask
+    for structured output, tools, LoRA or embeddings yet."""
+    if _prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
+        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
+        raise bad_request(UNSUPPORTED, message, param)
 
 
 async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:

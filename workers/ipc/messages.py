@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from contract.jobs import Capabilities, FinishReason, SamplingParams, TokenizerFiles
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -71,6 +71,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones that prove equal
     engine_args: dict[str, str] = {}  # vLLM's own, by name
+    nodes: int = 1  # machines that share vLLM's ranks
+    node_rank: int = 0
+    master: str = ""  # HOST:PORT where node 0 waits for the others
 
 
 # --- supervisor to engine process -------------------------------------------------------------
@@ -155,6 +158,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    capabilities: Capabilities = Capabilities()
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):

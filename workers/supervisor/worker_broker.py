@@ -223,4 +223,5 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         tokenizer_sha256=sha256,
         created_s=int(time.time()),
         lanes=lanes,
+        capabilities=ready.capabilities,
     )
