@@ -136,7 +136,12 @@ def check_lane(card: ModelCard, lane: str) -> None:
 
 def _check_capabilities(card: ModelCard, body: CallBody) -> None:
     """Raises ApiError where the body asks for what the model's engine cannot do. No body can ask
-    for structured output, tools, LoRA or embeddings yet."""
+    for tools, LoRA or embeddings yet."""
+    constraint = body.constraint()
+    if constraint is not None and not card.capabilities.structured_output:
+        param = constraint.param.split(".")[0]
+        message = f"{param}: the engine of {card.name!r} cannot constrain its output"
+        raise bad_request(UNSUPPORTED, message, param)
     if _prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
         param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"

@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 4}
 
 @pytest.fixture
 async def limited(redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient) -> None:
-    """The model of an engine that neither scores prompts nor resumes exactly."""
+    """The model of an engine without prompt scores, structured output and exact resumes."""
     can = Capabilities(prompt_logprobs=False, resume="distribution")
     await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
     await publish_model(redis_client, keys, MODEL, capabilities=can)
@@ -36,10 +36,11 @@ async def limited(redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.Asy
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt_logprobs": 2, "echo": True}, "prompt_logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 @pytest.mark.parametrize("is_job", [False, True])
-async def test_prompt_scores_are_refused_by_name_where_no_engine_gives_them(
+async def test_what_the_engine_cannot_do_is_refused_by_name(
     limited: None, http: httpx.AsyncClient, asked: dict[str, Any], param: str, is_job: bool
 ) -> None:
     body = BODY | asked
