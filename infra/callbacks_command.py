@@ -17,7 +17,7 @@ from infra import options as opts
 from infra.tables import date, table, write
 
 if TYPE_CHECKING:
-    from workers.callbacks.settings import CallbackSettings
+    from workers.callbacks.deliverer import CallbackSettings
 
 KEY_VARIABLE = "BATCHWAY_CALLBACK_KEY"
 SECRETS_VARIABLE = "BATCHWAY_CALLBACK_SECRETS"
@@ -106,7 +106,7 @@ def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
 
 def callback_settings(options: argparse.Namespace, url: str) -> "CallbackSettings":
     """Settings from options and environment variables. Raises ValueError."""
-    from workers.callbacks.settings import CallbackSettings
+    from workers.callbacks.deliverer import CallbackSettings
 
     try:
         secrets = Secrets.parse(os.environ.get(SECRETS_VARIABLE, ""))

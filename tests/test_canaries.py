@@ -97,7 +97,7 @@ async def running_parts() -> AsyncIterator[tuple[Parts, str]]:
         api_key, _ = await ApiKeys(client, keys).create(KeyTerms(tenant="t"))
         await client.aclose()
         settings = make_settings(server.url, callback_allow=("127.0.0.1",), breaker_open_s=0.05)
-        office = offices(server.url, 1, rungs_s=(0.05, 0.05))
+        office = offices(server.url, 1, retry_delays_s=(0.05, 0.05))
         async with fleet(server.url, 1, MODEL) as [worker], office:
             with running_gateway(settings) as url:
                 headers = {"authorization": f"Bearer {api_key}"}

@@ -12,7 +12,7 @@ from tests.aws.template import (
     of_type,
     written,
 )
-from workers.callbacks.settings import MIN_KEY_CHARS
+from workers.callbacks.deliverer import MIN_KEY_CHARS
 
 
 def test_callbacks_are_delivered_and_signed() -> None:

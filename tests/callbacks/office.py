@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from contract.addresses import AllowList
+from workers.callbacks.deliverer import CallbackSettings
 from workers.callbacks.service import run_callbacks
-from workers.callbacks.settings import CallbackSettings
 
 SHORT_RUNGS_S = (0.2, 0.3, 0.5) + (1.0,) * 200
 
@@ -26,7 +26,7 @@ def office_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
         "namespace": "test",
         "key": "the key of all offices",
         "allow": AllowList.parse(["127.0.0.1"]),
-        "rungs_s": SHORT_RUNGS_S,
+        "retry_delays_s": SHORT_RUNGS_S,
         "timeout_s": 3.0,
         "lease_s": 1.5,
         "drain_s": 5.0,

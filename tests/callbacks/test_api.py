@@ -200,7 +200,7 @@ async def test_a_job_shows_that_its_callback_was_given_up(
     outbox = Outbox(redis_client, keys)
     behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
     attempts = {"/gone": 1, "/bad": 3}
-    async with Receiver(behaviours) as receiver, service(redis_server, rungs_s=(0.05, 0.05)):
+    async with Receiver(behaviours) as receiver, service(redis_server, retry_delays_s=(0.05, 0.05)):
         for path, num_attempts in attempts.items():
             job = make_job("default")
             callback = to_url(receiver.url(path))

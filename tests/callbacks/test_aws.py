@@ -11,7 +11,7 @@ from moto.server import ThreadedMotoServer
 
 from contract.callbacks import Callback, CallbackKind, is_open_target
 from workers.callbacks.destinations import AwsSender
-from workers.callbacks.ladder import Delivered, Failed, Refused
+from workers.callbacks.retries import Delivered, Failed, Refused
 
 pytestmark = [
     pytest.mark.anyio,

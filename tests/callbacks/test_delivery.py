@@ -133,7 +133,7 @@ async def test_410_and_the_ladders_end_make_dead_letters(
 ) -> None:
     """Gone at once, or when the rungs are used up; a replay begins anew, and is delivered."""
     behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
-    async with Receiver(behaviours) as receiver, service(redis_server, rungs_s=(0.05, 0.05)):
+    async with Receiver(behaviours) as receiver, service(redis_server, retry_delays_s=(0.05, 0.05)):
         gone = await ended_job(functions, to_url(receiver.url("/gone")))
         letter = await dead_letter(outbox, gone)
         assert letter.record.attempt == 1
@@ -188,7 +188,7 @@ async def test_whatever_an_attempt_raises_leads_down_the_ladder(
         raise RecursionError("hush")
 
     monkeypatch.setattr(WebhookSender, "_post", fail)
-    async with service(redis_server, rungs_s=(0.05, 0.05)):
+    async with service(redis_server, retry_delays_s=(0.05, 0.05)):
         job = await ended_job(functions, to_url("https://receiver.example/"))
         letter = await dead_letter(outbox, job)
     assert letter.record.attempt == 3

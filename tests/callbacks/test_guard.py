@@ -12,7 +12,7 @@ from contract.addresses import AllowList, why_blocked
 from contract.callback_urls import BadCallbackUrl, parse_callback_url
 from tests.callbacks.hostile_urls import PRIVATE_ANSWERS, hostile_urls
 from workers.callbacks.guard import BlockedAddress, Guard
-from workers.callbacks.ladder import Delivered, Failed, Refused
+from workers.callbacks.retries import Delivered, Failed, Refused
 from workers.callbacks.webhook import WebhookSender
 
 pytestmark = pytest.mark.anyio

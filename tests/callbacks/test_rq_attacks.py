@@ -13,7 +13,7 @@ from rq.webhook import Webhook
 
 from contract.outbox import Taken
 from infra.embedded_redis import EmbeddedRedis
-from workers.callbacks.rq_hands import AttemptQueue, RqHands, open_redis
+from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
 from workers.callbacks.signed_job import FUNCTION, ForgedJob, SignedJob, derived_key, signed_job
 
 KEY = "a key of this installation"
@@ -30,7 +30,7 @@ class Hands:
         self.attempts = AttemptQueue(self.client, "test", KEY)
         self.delivered: list[Taken] = []
         self._heard = threading.Event()
-        self._hands = RqHands(self.attempts, self.client, self._deliver, max_concurrent=1)
+        self._hands = RqRunner(self.attempts, self.client, self._deliver, max_concurrent=1)
         self._hands.start()
 
     def _deliver(self, taken: Taken) -> None:

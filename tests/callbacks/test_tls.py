@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 from contract.addresses import AllowList
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from workers.callbacks.guard import Guard
-from workers.callbacks.ladder import Delivered, Failed
+from workers.callbacks.retries import Delivered, Failed
 from workers.callbacks.webhook import WebhookSender, signed_headers
 
 pytestmark = pytest.mark.anyio

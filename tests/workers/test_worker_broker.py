@@ -1,9 +1,9 @@
-"""A worker's door to Redis: how often what it says renews its leases."""
+"""Which of a worker's calls renew its leases, and how often."""
 
 import pytest
 import redis.asyncio
 
-from contract.function_types import Append
+from contract.function_types import Append, LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
@@ -49,3 +49,40 @@ async def test_appends_renew_leases_once_in_a_twentieth_of_one(
     await lane.aclose()
     assert were_renewed == [True, False, True, False]
     assert contacts_s == [1000.0, 1000.0, 1005.0, 1005.0]
+
+
+@pytest.mark.parametrize("is_reply_lost", [False, True])
+async def test_a_claim_counts_as_contact_only_if_the_worker_holds_no_other_job(
+    functions: Functions, redis_server: EmbeddedRedis, is_reply_lost: bool
+) -> None:
+    """An engine may take longer to load than a lease lasts, and no heartbeat is sent meanwhile: the
+    worker must not drop the first jobs that it claims then. A claim beside held jobs does not renew
+    their leases.
+    """
+    clock = Clock()
+    lane = WorkerBroker(hash_worker_settings(redis_server.url, lease_s=LEASE_S), "w1", clock)
+    room = {"standard": LaneRoom(1, 10_000)}
+
+    async def claim(held: list[str]) -> str:
+        job = make_job()
+        await functions.submit(job, make_submission())
+        if is_reply_lost:
+            await functions.claim(
+                "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=1, max_tokens=100
+            )
+            claimed = await lane.mine(held)
+        else:
+            claimed = await lane.claim(
+                lanes={"standard": 0.0}, rooms=room, is_idle=not held, config_version=""
+            )
+        assert [found.job.id for found in claimed] == [job.id]
+        return job.id
+
+    clock.now_s += 5 * LEASE_S
+    first = await claim([])
+    assert lane.last_contact_s == clock.now_s
+    claimed_s = clock.now_s
+    clock.now_s += LEASE_S / 2
+    await claim([first])
+    assert lane.last_contact_s == claimed_s
+    await lane.aclose()

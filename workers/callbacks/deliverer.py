@@ -1,13 +1,17 @@
-"""Makes one attempt to deliver a message and records its outcome."""
+"""Makes attempts to deliver messages and records their outcomes."""
 
 import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from contract import tasks
+from contract.addresses import AllowList
+from contract.callback_secrets import Secrets
 from contract.callbacks import Callback, CallbackKind, is_open_target
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
@@ -17,15 +21,15 @@ from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
-from workers.callbacks.ladder import (
+from workers.callbacks.retries import (
     MAX_PROGRESS_FAILURES,
+    RETRY_DELAYS_S,
     Delivered,
     Failed,
     Outcome,
     Refused,
     next_delay_s,
 )
-from workers.callbacks.settings import CallbackSettings
 from workers.callbacks.webhook import WebhookSender, signed_headers
 
 log = logging.getLogger("batchway.callbacks")
@@ -33,6 +37,35 @@ log = logging.getLogger("batchway.callbacks")
 SERVICE = "batchway-callbacks"
 _PAGE_EVENTS = 500
 _DONE_TRIES = 5  # to record an outcome; then the lease expires
+MIN_KEY_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallbackSettings:
+    """Settings of one process of `batchway callbacks`. Times are in seconds.
+
+    Raises ValueError if the key is too short.
+    """
+
+    redis_url: str = field(repr=False)
+    key: str = field(repr=False)  # signs RQ jobs; the same in all processes of a namespace
+    namespace: str = "default"
+    secrets: Secrets = field(default_factory=Secrets, repr=False)  # by tenant
+    allow: AllowList = field(default_factory=AllowList)  # for development only
+    aws_targets: tuple[str, ...] = ()  # patterns of AWS targets that callbacks may reach
+    public_url: str = ""  # prefix of result URLs; "": a path alone is sent
+    object_store: str = ""  # a directory or s3://…; "": none
+    max_concurrent: int = 32  # attempts at a time in this process
+    max_per_target: int = 8  # attempts at a time to one destination, over all processes
+    timeout_s: float = 15.0  # of an attempt, from name lookup to the end of the answer
+    lease_s: float = 5.0  # an attempt whose lease is not renewed for so long is made again
+    poll_s: float = 0.2  # interval of polling the outbox
+    retry_delays_s: tuple[float, ...] = RETRY_DELAYS_S
+    drain_s: float = 20.0  # on SIGTERM, how long running attempts may continue
+
+    def __post_init__(self) -> None:
+        if len(self.key) < MIN_KEY_CHARS:
+            raise ValueError(f"BATCHWAY_CALLBACK_KEY must have at least {MIN_KEY_CHARS} characters")
 
 
 class Deliverer:
@@ -62,8 +95,8 @@ class Deliverer:
         self._tracing = tracing or Tracing(SERVICE)
 
     async def attempt(self, taken: Taken) -> None:
-        """Makes one attempt and records its outcome. An exception of the message counts as a
-        failure on its retry schedule. Raises CommandDenied."""
+        """Makes one attempt and records its outcome. If sending the message raises, the attempt has
+        failed and is retried. Raises CommandDenied."""
         try:
             try:
                 record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
@@ -71,7 +104,7 @@ class Deliverer:
                 await self._note(taken, None, Refused("its record is unreadable"))
                 return
             if record is None:
-                return  # another process has it now
+                return  # another process has leased the message
             async with self._renewing(taken):
                 outcome = await self._outcome(record, taken)
             await self._note(taken, record, outcome)
@@ -83,7 +116,7 @@ class Deliverer:
             return await self._traced(record, taken)
         except (BrokerUnavailable, CommandDenied):
             raise
-        except Exception as exc:  # an address, a log or a library may raise anything
+        except Exception as exc:  # a URL, a log or a library may raise anything
             return Failed(f"it could not be sent ({type(exc).__name__})")
 
     @contextlib.asynccontextmanager
@@ -101,7 +134,7 @@ class Deliverer:
                 await self._outbox.renew(taken, lease_s=self._settings.lease_s)
 
     async def _traced(self, record: OutboxRecord, taken: Taken) -> Outcome:
-        """One attempt, as a span of the job's trace."""
+        """Makes one attempt and records it as a span of the job's trace."""
         callback, tracer = record.callback, self._tracing.tracer
         if tracer is None or callback is None or not callback.traceparent:
             return await self._deliver(record)
@@ -180,32 +213,30 @@ class Deliverer:
 
     async def _note(self, taken: Taken, record: OutboxRecord | None, outcome: Outcome) -> None:
         delay_s = None if record is None else self._delay_s(record, outcome)
-        where = "retry" if delay_s is not None else "dead"
+        state: Literal["delivered", "retry", "dead"] = "dead" if delay_s is None else "retry"
+        if isinstance(outcome, Delivered):
+            state = "delivered"
         for _ in range(_DONE_TRIES):
             try:
-                if isinstance(outcome, Delivered):
-                    await self._outbox.done(taken, "delivered", note=outcome.note)
-                elif delay_s is not None:
-                    await self._outbox.done(taken, "retry", delay_s=delay_s, note=outcome.note)
-                else:
-                    await self._outbox.done(taken, "dead", note=outcome.note)
+                await self._outbox.done(taken, state, delay_s=delay_s or 0.0, note=outcome.note)
                 break
             except BrokerUnavailable:
                 await asyncio.sleep(self._settings.lease_s / _DONE_TRIES)
-        told = "delivered" if isinstance(outcome, Delivered) else where
-        level = logging.WARNING if told == "dead" else logging.INFO
         log.log(
-            level,
+            logging.WARNING if state == "dead" else logging.INFO,
             "callback %s: %s job_id=%s kind=%s attempt=%d",
-            *(told, outcome.note, taken.job_id, record.kind if record else "?", taken.attempt),
+            *(state, outcome.note, taken.job_id, record.kind if record else "?", taken.attempt),
         )
 
     def _delay_s(self, record: OutboxRecord, outcome: Outcome) -> float | None:
         if not isinstance(outcome, Failed):
             return None
-        rungs_s = self._settings.rungs_s
-        if not record.kind.is_end:
-            rungs_s = rungs_s[:MAX_PROGRESS_FAILURES]
+        num_failures = record.failures + 1
+        if not record.kind.is_end and num_failures > MAX_PROGRESS_FAILURES:
+            return None
         return next_delay_s(
-            record.failures + 1, self._random, rungs_s=rungs_s, retry_after_s=outcome.retry_after_s
+            num_failures,
+            self._random,
+            retry_delays_s=self._settings.retry_delays_s,
+            retry_after_s=outcome.retry_after_s,
         )

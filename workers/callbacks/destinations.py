@@ -1,17 +1,17 @@
 """Sends messages to AWS: a queue, a topic, a bus, a function or a bucket.
 
-boto3 is imported on first use; it finds credentials and region itself.
+boto3 is imported on first use and finds credentials and region itself.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
-from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused
+from workers.callbacks.retries import Delivered, Failed, Outcome, Refused
 
-MAX_BYTES = 250_000  # of a body: queues, topics and buses accept 256 KiB with envelope
+MAX_BYTES = 250_000  # of a body: queues, topics and buses accept 256 KiB including attributes
 
 _SERVICES = {
     CallbackKind.SQS: "sqs",
@@ -20,7 +20,7 @@ _SERVICES = {
     CallbackKind.LAMBDA: "lambda",
     CallbackKind.S3: "s3",
 }
-# Errors reported as the caller's (4xx) that a retry may cure.
+# Parts of the codes of errors with a status below 500 after which a retry may succeed.
 _TRANSIENT = ("Throttl", "TooManyRequests", "RequestLimit", "SlowDown", "Timeout", "Expired")
 
 
@@ -47,7 +47,7 @@ class AwsSender:
             return Failed("boto3 is not installed: `pip install 'batchway[aws]'`")
         try:
             client = self._client(_SERVICES[callback.kind])
-            return _PUTS[callback.kind](client, callback.target, event_type, body, headers)
+            return _put(client, callback, event_type, body, headers)
         except ClientError as exc:
             code = str(exc.response.get("Error", {}).get("Code", "unknown"))
             status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
@@ -73,61 +73,42 @@ class AwsSender:
             return self._clients[service]
 
 
-def _attributes(headers: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    return {name: {"DataType": "String", "StringValue": text} for name, text in headers.items()}
-
-
-def _to_queue(client: Any, queue: str, _: str, body: str, headers: Mapping[str, str]) -> Outcome:
-    fields: dict[str, Any] = {"QueueUrl": queue, "MessageBody": body}
-    if queue.endswith(".fifo"):
-        fields["MessageGroupId"] = fields["MessageDeduplicationId"] = headers["webhook-id"]
-    client.send_message(**fields, MessageAttributes=_attributes(headers))
-    return Delivered("in the queue")
-
-
-def _to_topic(client: Any, topic: str, _: str, body: str, headers: Mapping[str, str]) -> Outcome:
-    fields: dict[str, Any] = {"TopicArn": topic, "Message": body}
-    if topic.endswith(".fifo"):
-        fields["MessageGroupId"] = fields["MessageDeduplicationId"] = headers["webhook-id"]
-    client.publish(**fields, MessageAttributes=_attributes(headers))
-    return Delivered("on the topic")
-
-
-def _to_bus(
-    client: Any, bus: str, event_type: str, body: str, headers: Mapping[str, str]
+def _put(
+    client: Any, callback: Callback, event_type: str, body: str, headers: Mapping[str, str]
 ) -> Outcome:
-    detail = f'{{"webhook_id":"{headers["webhook-id"]}",{body[1:]}'  # ids need no escaping
-    entry = {"Source": "batchway", "DetailType": event_type, "Detail": detail, "EventBusName": bus}
-    reply = client.put_events(Entries=[entry])
-    if reply["FailedEntryCount"]:
-        return Failed(f"AWS said {reply['Entries'][0].get('ErrorCode', 'unknown')}")
-    return Delivered("on the bus")
-
-
-def _to_function(client: Any, name: str, _: str, body: str, headers: Mapping[str, str]) -> Outcome:
-    event = f'{{"webhook_id":"{headers["webhook-id"]}",{body[1:]}'
-    client.invoke(FunctionName=name, InvocationType="Event", Payload=event.encode())
-    return Delivered("invoked")
-
-
-def _to_bucket(client: Any, place: str, _: str, body: str, headers: Mapping[str, str]) -> Outcome:
-    bucket, _, prefix = place.partition("/")
-    key = f"{prefix}{headers['webhook-id']}.json"
-    client.put_object(
-        Bucket=bucket,
-        Key=key,
-        Body=body.encode(),
-        ContentType="application/json",
-        Metadata=dict(headers),
-    )
-    return Delivered("in the bucket")
-
-
-_Put = Callable[[Any, str, str, str, Mapping[str, str]], Outcome]
-_PUTS: Mapping[CallbackKind, _Put] = {
-    CallbackKind.SQS: _to_queue,
-    CallbackKind.SNS: _to_topic,
-    CallbackKind.EVENTBRIDGE: _to_bus,
-    CallbackKind.LAMBDA: _to_function,
-    CallbackKind.S3: _to_bucket,
-}
+    """Sends one message by the client of its service. Raises ClientError, BotoCoreError."""
+    target, message_id = callback.target, headers["webhook-id"]
+    attributes = {k: {"DataType": "String", "StringValue": v} for k, v in headers.items()}
+    fifo: dict[str, str] = {}
+    if target.endswith(".fifo"):
+        fifo = {"MessageGroupId": message_id, "MessageDeduplicationId": message_id}
+    event = f'{{"webhook_id":"{message_id}",{body[1:]}'  # ids need no escaping
+    match callback.kind:
+        case CallbackKind.SQS:
+            client.send_message(
+                QueueUrl=target, MessageBody=body, MessageAttributes=attributes, **fifo
+            )
+            return Delivered("in the queue")
+        case CallbackKind.SNS:
+            client.publish(TopicArn=target, Message=body, MessageAttributes=attributes, **fifo)
+            return Delivered("on the topic")
+        case CallbackKind.EVENTBRIDGE:
+            entry = {"Source": "batchway", "DetailType": event_type, "EventBusName": target}
+            reply = client.put_events(Entries=[entry | {"Detail": event}])
+            if reply["FailedEntryCount"]:
+                return Failed(f"AWS said {reply['Entries'][0].get('ErrorCode', 'unknown')}")
+            return Delivered("on the bus")
+        case CallbackKind.LAMBDA:
+            client.invoke(FunctionName=target, InvocationType="Event", Payload=event.encode())
+            return Delivered("invoked")
+        case CallbackKind.S3:
+            bucket, _, prefix = target.partition("/")
+            client.put_object(
+                Bucket=bucket,
+                Key=f"{prefix}{message_id}.json",
+                Body=body.encode(),
+                ContentType="application/json",
+                Metadata=dict(headers),
+            )
+            return Delivered("in the bucket")
+    raise ValueError(f"{callback.kind} is not an AWS service")

@@ -13,7 +13,8 @@ Choices = list[dict[str, Any]]
 
 
 def encode(record: OutboxRecord, *, public_url: str, choices: Choices | None = None) -> bytes:
-    """The same bytes on every attempt. Without `choices` the receiver must fetch the output."""
+    """Encodes the message; every attempt gives the same bytes. Without `choices` the receiver must
+    fetch the output."""
     path = f"/v1/jobs/{record.job_id}"
     data: dict[str, Any] = {
         "id": record.job_id,
@@ -54,7 +55,7 @@ def choices_of(job: Job, entries: Iterable[LogEntry]) -> Choices:
 
 
 def _choice(job: Job, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    said: dict[str, Any] = {"text": text}
+    output: dict[str, Any] = {"text": text}
     if job.endpoint is Endpoint.CHAT:
-        said = {"message": {"role": "assistant", "content": text}}
-    return {"index": index, **said, "finish_reason": finish_reason}
+        output = {"message": {"role": "assistant", "content": text}}
+    return {"index": index, **output, "finish_reason": finish_reason}

@@ -1,5 +1,8 @@
-"""Keeps callbacks out of private networks: resolves a name once and checks every address.
-Connections use these addresses, so that the checked address is the one reached."""
+"""Keeps callbacks out of private networks.
+
+A name is resolved once and every address is checked. Connections are made to the checked addresses,
+so a second answer of the resolver cannot change the target (DNS rebinding).
+"""
 
 import asyncio
 import socket
@@ -19,7 +22,7 @@ class Unresolvable(Exception):
 
 
 class BlockedAddress(Exception):
-    """An address of the host is not public. The message names its kind, not the address."""
+    """An address of the host is not public. The message names the kind of address only."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
@@ -37,7 +40,8 @@ class Guard:
         self._resolve = resolve
 
     async def addresses(self, url: CallbackUrl) -> list[str]:
-        """Resolves once. Raises Unresolvable, and BlockedAddress if any address is not public."""
+        """At most MAX_ADDRESSES addresses. Raises Unresolvable, and BlockedAddress if one is not
+        public."""
         if url.address is not None:
             answers: Sequence[str] = [str(url.address)]
         else:

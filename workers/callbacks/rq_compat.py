@@ -1,11 +1,11 @@
-"""What callbacks use of RQ beyond its documentation (RQ 3.0).
+"""The names of RQ 3.0 that callbacks use although its documentation does not describe them.
 
-- `JobWithoutCode`: a record in Redis names functions that RQ would import and call, addresses that
-  it would send to, and other jobs. RQ has no option that leaves them out.
+- `JobWithoutCode`: RQ would call functions that a record in Redis names, send requests to its URLs
+  and run jobs that depend on it. RQ has no option to disable this.
 - `WorkerInThread`: RQ's workers install signal handlers, which only a main thread may do, and
   listen for commands in Redis. RQ has no option against either.
 
-tests/callbacks/test_rq_compat.py fails where RQ does not call or set these names any more.
+tests/callbacks/test_rq_compat.py fails if RQ no longer calls or sets these names.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ FAILURE_TTL_S = 60
 
 
 class JobWithoutCode(Job):
-    """An RQ job as it is read back: everything but its arguments is dropped.
+    """An RQ job that keeps only its arguments when it is read from Redis.
 
-    `hands` is what it does; whoever has checked its arguments sets that.
+    `run` is called when the job is performed. The worker sets it after checking the arguments.
     """
 
-    hands: Callable[[], None] | None = None
+    run: Callable[[], None] | None = None
 
     def restore(self, raw_data: Any) -> Any:
         super().restore(raw_data)
         self._success_callback_name = None
         self._failure_callback_name = None
         self._stopped_callback_name = None
-        self.webhooks = []  # of RQ's own, which go wherever the record says
+        self.webhooks = []  # RQ would post to them
         self._dependency_ids = []
         self.retries_left = self.repeats_left = None
         self.group_id = self.rate_limit_key = None
@@ -39,12 +39,12 @@ class JobWithoutCode(Job):
         self.meta = {}
 
     def _execute(self) -> None:
-        if self.hands is not None:
-            self.hands()
+        if self.run is not None:
+            self.run()
 
 
 class _NoPenalty(BaseDeathPenalty):
-    """RQ would interrupt a thread with a signal; an attempt has a time limit of its own."""
+    """Replaces RQ's time limit, which uses signals; an attempt has its own time limit."""
 
     def setup_death_penalty(self) -> None: ...
 
@@ -52,23 +52,23 @@ class _NoPenalty(BaseDeathPenalty):
 
 
 class WorkerInThread(BaseWorker):
-    """An RQ worker that leaves the process alone: no signals, no commands, no log of its own."""
+    """An RQ worker that installs no signal handlers, takes no commands and adds no log handlers."""
 
     death_penalty_class = _NoPenalty
 
     def bootstrap(self, *_: Any) -> None:
-        """Without RQ's log handlers, which tell of every step."""
+        """Registers the worker without RQ's log handlers."""
         self.register_birth()  # type: ignore[no-untyped-call]
         self.set_state(WorkerStatus.STARTED)
 
     def check_for_suspension(self, burst: bool) -> None:
-        """`rq suspend` is a command, too."""
+        """Ignores `rq suspend`, which is a command."""
 
     def subscribe(self) -> None:
-        """Commands would let whoever writes to Redis end this process."""
+        """Takes no commands: anyone who can write to Redis could end this process."""
 
     def procline(self, message: str) -> None:
-        """Would set the title of the process."""
+        """RQ would set the title of the process."""
 
     def _install_signal_handlers(self) -> None:
-        """Signals are the process's."""
+        """The process has its own signal handlers."""

@@ -1,6 +1,6 @@
 """`batchway callbacks`: the relay, which makes an RQ job of each due message, and RQ.
 
-Any number of these processes may run; the outbox lends each message to one of them at a time.
+Any number of these processes may run; the outbox leases each message to one of them at a time.
 """
 
 import asyncio
@@ -21,11 +21,10 @@ from contract.library import ensure_library
 from contract.outbox import Outbox, Taken
 from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
-from workers.callbacks.deliverer import SERVICE, Deliverer
+from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.guard import Guard
-from workers.callbacks.rq_hands import AttemptQueue, RqHands, open_redis
-from workers.callbacks.settings import CallbackSettings
+from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
 from workers.callbacks.webhook import WebhookSender
 
 log = logging.getLogger("batchway.callbacks")
@@ -37,10 +36,10 @@ _PAUSE_S = 1.0  # while Redis is unreachable
 
 async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | None = None) -> int:
     """Runs until SIGTERM or SIGINT, then finishes running attempts. Returns the exit status."""
-    for name in ("httpx", "httpcore"):  # they log URLs, which may hold secrets
+    for name in ("httpx", "httpcore"):  # they log URLs, which may contain secrets
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("rq", "rq.worker"):  # the second has its own level
-        logging.getLogger(name).setLevel(logging.ERROR)  # its warnings are handled by the leases
+        logging.getLogger(name).setLevel(logging.ERROR)  # leases handle what it warns of
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,35 +79,35 @@ class CallbackService:
         self._freed = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Runs until told to stop. Raises CommandDenied."""
+        """Runs until `stopping` is set. Raises CommandDenied."""
         self._tracing.open()
         loop = asyncio.get_running_loop()
 
         def deliver(taken: Taken) -> None:
             asyncio.run_coroutine_threadsafe(self._attempt(taken), loop).result()
 
-        hands = RqHands(
+        runner = RqRunner(
             self._attempts,
             self._rq_client,
             deliver,
             max_concurrent=self._settings.max_concurrent,
         )
-        hands.start()
+        runner.start()
         log.info("callbacks are delivered namespace=%s", self._settings.namespace)
         relaying = asyncio.create_task(self._relay())
-        told = asyncio.create_task(stopping.wait())
-        await asyncio.wait([relaying, told], return_when=asyncio.FIRST_COMPLETED)
-        await tasks.end(relaying, told)
-        ending = asyncio.create_task(asyncio.to_thread(hands.stop))
-        done, _ = await asyncio.wait([ending], timeout=self._settings.drain_s)
+        stop_requested = asyncio.create_task(stopping.wait())
+        await asyncio.wait([relaying, stop_requested], return_when=asyncio.FIRST_COMPLETED)
+        await tasks.end(relaying, stop_requested)
+        stopped = asyncio.create_task(asyncio.to_thread(runner.stop))
+        done, _ = await asyncio.wait([stopped], timeout=self._settings.drain_s)
         if not done:
-            log.warning("attempts are left to their leases")
+            log.warning("running attempts did not end in time; other processes repeat them")
         await self._webhooks.aclose()
         await self._client.aclose()
         self._rq_client.close()
         await asyncio.to_thread(self._tracing.close)
         if not relaying.cancelled():
-            relaying.result()  # raises what ended it
+            relaying.result()  # raises the error that ended the relay
 
     async def _attempt(self, taken: Taken) -> None:
         self._num_running += 1
@@ -127,15 +126,17 @@ class CallbackService:
             except NoPermissionError as exc:
                 raise denied(self._rq_client, "a command of RQ's queue", exc) from exc
             except (BrokerUnavailable, RedisError, WireError) as exc:
-                log.info("the relay waits for Redis (%s)", type(exc).__name__)
+                log.info("Redis is unreachable, the relay waits (%s)", type(exc).__name__)
                 await asyncio.sleep(_PAUSE_S)
-                with contextlib.suppress(BrokerUnavailable):  # the next call reports it again
+                with contextlib.suppress(BrokerUnavailable):  # the next call raises it again
                     await ensure_library(self._client)
                 continue
             if not has_more:
                 await asyncio.sleep(self._settings.poll_s)
             elif self._num_running:
-                await _wait(self._freed, self._settings.poll_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.poll_s):
+                        await self._freed.wait()
 
     async def _relay_once(self) -> bool:
         """Returns whether more may be due."""
@@ -151,9 +152,3 @@ class CallbackService:
         if taken:
             await asyncio.to_thread(self._attempts.put, taken)
         return bool(taken)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    waiting = asyncio.ensure_future(event.wait())
-    await asyncio.wait([waiting], timeout=timeout_s)
-    await tasks.end(waiting)

@@ -3,7 +3,7 @@
 RQ imports and calls the function named in a job's record, so whoever can write to Redis could run
 code, even with the JSON serializer. These jobs import nothing: their function name is compared with
 the only allowed one, their arguments carry an HMAC under a key that is not in Redis, and RQ's other
-ways to run or send something are disabled.
+ways to run code or send requests are disabled.
 """
 
 import hashlib
@@ -18,32 +18,32 @@ _TTL_S = 60  # of an RQ job; after that the outbox has made another attempt
 
 
 class ForgedJob(Exception):
-    """An RQ job that no relay of ours made. The message quotes nothing of it."""
+    """An RQ job that no relay of this namespace created. The message quotes no part of the job."""
 
 
 class SignedJob(JobWithoutCode):
-    """An RQ job that asks for one attempt."""
+    """An RQ job that requests one delivery attempt."""
 
     @property
     def func(self) -> None:
         """RQ would import it by name."""
-        raise ForgedJob("nothing is imported")
+        raise ForgedJob("functions of RQ jobs are not imported")
 
     def taken(self, key: bytes) -> Taken:
-        """The delivery it asks for. Raises ForgedJob."""
+        """The attempt that the job requests. Raises ForgedJob."""
         try:
             function, instance, args, kwargs = self.serializer.loads(self.data)
             job_id, attempt, mac = args
         except (ValueError, TypeError, AttributeError) as exc:
-            raise ForgedJob("its data is not what we write") from exc
+            raise ForgedJob("its data does not have the expected form") from exc
         if function != FUNCTION or instance is not None or kwargs != {}:
-            raise ForgedJob("its function is not the one that is allowed")
+            raise ForgedJob("it names another function")
         if not (isinstance(job_id, str) and type(attempt) is int and isinstance(mac, str)):
-            raise ForgedJob("its arguments are not what we write")
+            raise ForgedJob("its arguments do not have the expected types")
         taken = Taken(job_id, attempt)
-        is_ours = hmac.compare_digest(mac.encode(), _mac(key, taken).encode())
-        if not is_ours or self.id != rq_job_id(taken):
-            raise ForgedJob("its signature is not ours")
+        is_authentic = hmac.compare_digest(mac.encode(), _mac(key, taken).encode())
+        if not is_authentic or self.id != rq_job_id(taken):
+            raise ForgedJob("its signature is wrong")
         return taken
 
 
@@ -53,7 +53,7 @@ def rq_job_id(taken: Taken) -> str:
 
 
 def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> SignedJob:
-    """The RQ job of an attempt; contains only the record's id."""
+    """Creates the RQ job of an attempt. It contains the job's id and the attempt's number only."""
     job = SignedJob.create(
         FUNCTION,
         args=(taken.job_id, taken.attempt, _mac(key, taken)),
@@ -70,7 +70,7 @@ def signed_job(taken: Taken, key: bytes, connection: Any, serializer: Any) -> Si
 
 
 def derived_key(key: str, namespace: str) -> bytes:
-    """The key of a namespace; signatures are not valid in another namespace."""
+    """Derives the signing key of a namespace, so that its signatures are valid nowhere else."""
     return hmac.digest(key.encode(), f"batchway callbacks {namespace}".encode(), hashlib.sha256)
 
 

@@ -1,4 +1,4 @@
-"""Posts a message to a URL: one POST to a checked address, without redirects."""
+"""Posts messages to URLs: one POST to a checked address; redirects are not followed."""
 
 import asyncio
 import base64
@@ -15,14 +15,14 @@ from contract.addresses import AllowList
 from contract.callback_secrets import SECRET_PREFIX
 from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
 from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
-from workers.callbacks.ladder import Delivered, Failed, Outcome, Refused, parse_retry_after
+from workers.callbacks.retries import Delivered, Failed, Outcome, Refused, parse_retry_after
 
 MAX_ANSWER_BYTES = 64 * 1024
 _GONE = 410
 
 
 class WebhookSender:
-    """One per process. Reuses no connection: one opened for a name must not serve another."""
+    """One per process. Reuses no connection, as its address was checked for one name only."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WebhookSender:
         self._now = now
         self._client = httpx.AsyncClient(
             verify=tls or ssl.create_default_context(),
-            trust_env=False,  # no proxy: it would resolve the name again
+            trust_env=False,  # no proxy: a proxy would resolve the name itself
             follow_redirects=False,
             timeout=timeout_s,
             limits=httpx.Limits(max_keepalive_connections=0, max_connections=None),
@@ -49,7 +49,7 @@ class WebhookSender:
         await self._client.aclose()
 
     async def send(self, target: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Returns the outcome; raises no network error."""
+        """Posts one message. Raises no network error: it becomes the outcome."""
         try:
             url = parse_callback_url(target, self._allow)
             async with asyncio.timeout(self._timeout_s):
@@ -77,7 +77,7 @@ class WebhookSender:
     async def _post_to(
         self, address: str, url: CallbackUrl, body: bytes, headers: Mapping[str, str]
     ) -> Outcome:
-        """Connects to this address only; the name is used for TLS and the Host header."""
+        """Connects to `address` only; TLS and the Host header use the name."""
         shown = f"[{address}]" if isinstance(ip_address(address), IPv6Address) else address
         request = self._client.build_request(
             "POST",
@@ -106,13 +106,13 @@ class WebhookSender:
         if response.is_success:
             return Delivered(note)
         if response.status_code == _GONE:
-            return Refused(f"{note}: the receiver wants no more")
+            return Refused(f"{note}: the receiver wants no more messages")
         wanted = parse_retry_after(response.headers.get("retry-after"), self._now())
         return Failed(note, wanted)
 
 
 async def _read_some(response: httpx.Response) -> None:
-    """Reads the answer up to a limit and discards it."""
+    """Reads at most MAX_ANSWER_BYTES of the answer and discards them."""
     num_bytes = 0
     async for chunk in response.aiter_raw():
         num_bytes += len(chunk)
@@ -123,8 +123,10 @@ async def _read_some(response: httpx.Response) -> None:
 def signed_headers(
     message_id: str, timestamp_s: int, body: bytes, secrets: Sequence[str]
 ) -> dict[str, str]:
-    """The headers of a message by Standard Webhooks (standardwebhooks.com); `timestamp_s` is the
-    attempt's, Unix seconds."""
+    """The headers of a message as specified by Standard Webhooks (standardwebhooks.com).
+
+    `timestamp_s`: Unix seconds of the attempt.
+    """
     headers = {"webhook-id": message_id, "webhook-timestamp": str(timestamp_s)}
     if secrets:
         signed = f"{message_id}.{timestamp_s}.".encode() + body

@@ -58,7 +58,7 @@ class WorkerBroker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self._keys)
         self._roster = Roster(self._client, self._keys)
-        self.last_contact_s = clock()  # when the last answered renewal was sent
+        self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed
 
     async def aclose(self) -> None:
@@ -80,8 +80,10 @@ class WorkerBroker:
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
-        """Claims from these lanes (name to minimum share) as far as there is room."""
-        return await self._functions.claim(
+        """Claims from these lanes (name to minimum share) as far as there is room. `is_idle`: the
+        worker holds no job."""
+        sent_s = self._clock()
+        claimed = await self._functions.claim(
             self.incarnation,
             self._settings.served_model_name,
             list(lanes),
@@ -93,12 +95,19 @@ class WorkerBroker:
             is_idle=is_idle,
             config_version=config_version,
         )
+        if is_idle:
+            self._note_renewal(sent_s)
+        return claimed
 
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
-        """Jobs of a claim whose reply was lost."""
-        return await self._functions.mine(
+        """Jobs of a claim whose reply was lost. `known_ids`: the jobs that the worker holds."""
+        sent_s = self._clock()
+        found = await self._functions.mine(
             self.incarnation, known_ids, lease_s=self._settings.lease_s
         )
+        if not known_ids:
+            self._note_renewal(sent_s)
+        return found
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
         """A job's whole log; empty if the job is gone."""
@@ -121,7 +130,7 @@ class WorkerBroker:
         )
         if renews:
             self._appends_renewed_s = sent_s
-            self.last_contact_s = max(self.last_contact_s, sent_s)
+            self._note_renewal(sent_s)
         return verdicts
 
     async def heartbeat(
@@ -143,8 +152,14 @@ class WorkerBroker:
             capacity=capacity,
             counted=counted,
         )
-        self.last_contact_s = max(self.last_contact_s, sent_s)
+        self._note_renewal(sent_s)
         return lost
+
+    def _note_renewal(self, sent_s: float) -> None:
+        """A call sent at `sent_s` renewed the leases. A claim renews no lease but those it grants,
+        so it counts only if no other job is held. Without it, a worker whose engine took longer to
+        load than a lease lasts would drop its first jobs: it sends no heartbeats meanwhile."""
+        self.last_contact_s = max(self.last_contact_s, sent_s)
 
     async def say_goodbye(self, counted: Mapping[str, int]) -> None:
         """Deregisters this worker and reports its final counts."""

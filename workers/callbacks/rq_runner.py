@@ -1,7 +1,7 @@
-"""Uses RQ to run delivery attempts, many at a time in one worker.
+"""Runs delivery attempts as RQ jobs, several at a time in one worker.
 
-The outbox is authoritative. If RQ loses an attempt, the outbox lease expires and the attempt is
-made again; so nothing here is retried or scheduled.
+The outbox is authoritative: if RQ loses an attempt, its lease expires and the attempt is repeated.
+Therefore RQ neither retries nor schedules.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from workers.callbacks.signed_job import ForgedJob, SignedJob, derived_key, sign
 log = logging.getLogger("batchway.callbacks")
 
 MAINTENANCE_S = 60
-_DEQUEUE_S = 1  # blocking time of a poll, and so of a stop
+_DEQUEUE_S = 1  # how long a poll blocks, and so a stop may take
 _PAUSE_S = 1.0  # before restarting a worker that lost Redis
 _SOCKET_S = 10.0
 _CONNECT_S = 1.0
 
 
 def open_redis(url: str) -> redis.Redis:
-    """RQ's own client: blocking, and without decoding."""
+    """A blocking client for RQ, which decodes replies itself."""
     return redis.Redis.from_url(
         url,
         protocol=2,
@@ -49,7 +49,7 @@ class AttemptQueue:
 
     def __init__(self, client: redis.Redis, namespace: str, key: str) -> None:
         self._client = client
-        self._key = derived_key(key, namespace)
+        self.key = derived_key(key, namespace)
         self.queue: Any = Queue(
             f"batchway-{namespace}-callbacks",
             connection=client,
@@ -58,10 +58,10 @@ class AttemptQueue:
         )
 
     def put(self, attempts: Sequence[Taken]) -> None:
-        """Enqueues attempts; leaves existing ones alone. RQ's own `unique` is a script, which our
-        Redis users may not run."""
+        """Enqueues attempts, except those already queued. RQ's option `unique` runs a script, which
+        the Redis users of `batchway redis-roles` may not."""
         for taken in attempts:
-            job = signed_job(taken, self._key, self._client, JSONSerializer)
+            job = signed_job(taken, self.key, self._client, JSONSerializer)
             with self._client.pipeline() as transaction:
                 transaction.watch(job.key)  # type: ignore[no-untyped-call]
                 if transaction.exists(job.key):
@@ -74,13 +74,9 @@ class AttemptQueue:
     def num_waiting(self) -> int:
         return int(self.queue.count)
 
-    def taken_of(self, job: SignedJob) -> Taken:
-        """Raises ForgedJob."""
-        return job.taken(self._key)
-
 
 class ThreadedWorker(WorkerInThread):
-    """Takes RQ jobs while it has free threads."""
+    """Performs RQ jobs in a pool of threads; takes a job only when a thread is free."""
 
     job_class = SignedJob
     log_result_lifespan = False
@@ -116,13 +112,13 @@ class ThreadedWorker(WorkerInThread):
         self._is_ending = True
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Runs before each poll of the queue; obeys a stop here."""
+        """RQ calls this before each poll of the queue. Raises StopRequested after ask_to_stop."""
         if self._is_ending:
             raise StopRequested
         super().heartbeat(timeout, pipeline)
 
     def execute_job(self, job: Job, queue: Any) -> None:
-        """Waits for a free thread and hands it the job."""
+        """Waits for a free thread and performs the job there."""
         self._free.acquire()
         try:
             execution = self.prepare_execution(job)
@@ -132,14 +128,14 @@ class ThreadedWorker(WorkerInThread):
             raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
-        """As in RQ, but calls our function instead of the job's."""
+        """As in RQ, but calls `deliver` instead of a function that the job names."""
         assert isinstance(job, SignedJob)
         try:
-            taken = self._attempts.taken_of(job)
+            taken = job.taken(self._attempts.key)
         except ForgedJob as exc:
-            log.warning("refused an RQ job that is not ours: %s", exc)
+            log.warning("refused an RQ job that batchway did not create: %s", exc)
         else:
-            job.hands = lambda: self._deliver(taken)
+            job.run = lambda: self._deliver(taken)
         return bool(super().perform_job(job, queue, execution))
 
     def _perform(self, job: Job, queue: Any, execution: Any) -> None:
@@ -147,14 +143,14 @@ class ThreadedWorker(WorkerInThread):
             self.perform_job(job, queue, execution)
         except NoPermissionError as exc:
             log.error("%s", denied(self.connection, "a command of RQ's worker", exc))
-        except Exception as exc:  # RQ's bookkeeping, when Redis is gone
-            log.warning("RQ could not note an attempt (%s)", type(exc).__name__)
+        except Exception as exc:  # from RQ's bookkeeping, if Redis is unreachable
+            log.warning("RQ could not record an attempt (%s)", type(exc).__name__)
         finally:
             self._free.release()
 
 
-class RqHands:
-    """The worker and its threads, kept running until told to stop."""
+class RqRunner:
+    """Keeps an RQ worker and its threads running until `stop`."""
 
     def __init__(
         self,
@@ -177,7 +173,7 @@ class RqHands:
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes no more jobs; returns when running ones have ended."""
+        """Takes no more jobs; returns when the running jobs have ended."""
         self._stop.set()
         if self._worker is not None:
             self._worker.ask_to_stop()
@@ -190,7 +186,7 @@ class RqHands:
                 self._worker = ThreadedWorker(
                     self._attempts, self._client, self._deliver, self._pool, self._free
                 )
-                if not self._stop.is_set():  # from here on `stop` can ask the worker
+                if not self._stop.is_set():  # `stop` has seen this worker, or sees it from now on
                     self._worker.work(logging_level=None)
             except NoPermissionError as exc:
                 log.error("%s", denied(self._client, "a command of RQ's worker", exc))

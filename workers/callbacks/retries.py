@@ -1,4 +1,4 @@
-"""Outcomes of delivery attempts, and the retry schedule: delays in seconds."""
+"""Outcomes of delivery attempts, and the delays between attempts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The receiver accepted it."""
+    """The receiver accepted the message."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It may succeed later. `retry_after_s`: the receiver's request."""
+    """A later attempt may succeed. `retry_after_s`: the wait that the receiver asked for."""
 
     note: str
     retry_after_s: float | None = None
@@ -24,7 +24,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A retry cannot succeed: becomes a dead letter at once."""
+    """No attempt can succeed: the message becomes a dead letter at once."""
 
     note: str
 
@@ -34,30 +34,38 @@ Outcome = Delivered | Failed | Refused
 
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
-# After the first attempt, which is immediate.
-RUNGS_S = (5.0, 5 * _MINUTE_S, 30 * _MINUTE_S, 2 * _HOUR_S, 5 * _HOUR_S, 10 * _HOUR_S, 10 * _HOUR_S)
-JITTER = 0.2  # delays are up to this much longer, so that receivers are not called all at once
+# Delays after the first failure, the second, and so on. The first attempt is immediate.
+RETRY_DELAYS_S = (
+    5.0,
+    5 * _MINUTE_S,
+    30 * _MINUTE_S,
+    2 * _HOUR_S,
+    5 * _HOUR_S,
+    10 * _HOUR_S,
+    10 * _HOUR_S,
+)
+JITTER = 0.2  # a random share of up to this is added, so that retries spread
 MAX_RETRY_AFTER_S = 12 * _HOUR_S
-MAX_PROGRESS_FAILURES = 2  # start and progress messages are soon outdated
+MAX_PROGRESS_FAILURES = 2  # for start and progress messages, which are soon outdated
 
 
 def next_delay_s(
     num_failures: int,
     random: Random,
     *,
-    rungs_s: Sequence[float] = RUNGS_S,
+    retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
     retry_after_s: float | None = None,
 ) -> float | None:
-    """The wait after `num_failures` failures (from 1); None: give up. A receiver may ask for a
-    longer wait, within bounds, but not for a shorter one."""
-    if num_failures > len(rungs_s):
+    """Seconds to wait after `num_failures` failures (at least 1); None: give up. A receiver may ask
+    for a longer wait, up to MAX_RETRY_AFTER_S, but not for a shorter one."""
+    if num_failures > len(retry_delays_s):
         return None
-    delay_s = rungs_s[num_failures - 1] * (1 + JITTER * random.random())
+    delay_s = retry_delays_s[num_failures - 1] * (1 + JITTER * random.random())
     return max(delay_s, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
 
 
 def parse_retry_after(value: str | None, now: datetime) -> float | None:
-    """Seconds of a Retry-After header (seconds or a date); None for anything else."""
+    """Seconds of a Retry-After header (RFC 9110, 10.2.3: seconds or a date); None if invalid."""
     if not value:
         return None
     if value.isascii() and value.isdigit() and len(value) < 10:

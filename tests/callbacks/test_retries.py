@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from workers.callbacks.ladder import (
+from workers.callbacks.retries import (
     JITTER,
     MAX_RETRY_AFTER_S,
-    RUNGS_S,
+    RETRY_DELAYS_S,
     next_delay_s,
     parse_retry_after,
 )
@@ -16,24 +16,25 @@ from workers.callbacks.ladder import (
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def test_each_rung_is_waited_for_and_a_little_longer() -> None:
+def test_each_delay_is_as_scheduled_plus_jitter() -> None:
     """5 s, 5 min, 30 min, 2 h, 5 h, 10 h, 10 h, each with jitter; then no more."""
     rng = Random(1)
-    delays = [next_delay_s(n, rng) for n in range(1, len(RUNGS_S) + 1)]
-    for delay, rung in zip(delays, RUNGS_S, strict=True):
+    delays = [next_delay_s(n, rng) for n in range(1, len(RETRY_DELAYS_S) + 1)]
+    for delay, scheduled_s in zip(delays, RETRY_DELAYS_S, strict=True):
         assert delay is not None
-        assert rung <= delay <= rung * (1 + JITTER)
-    assert len({(d or 0) / r for d, r in zip(delays, RUNGS_S, strict=True)}) == len(RUNGS_S)
-    assert next_delay_s(len(RUNGS_S) + 1, rng) is None
+        assert scheduled_s <= delay <= scheduled_s * (1 + JITTER)
+    jitters = {(d or 0) / r for d, r in zip(delays, RETRY_DELAYS_S, strict=True)}
+    assert len(jitters) == len(RETRY_DELAYS_S)
+    assert next_delay_s(len(RETRY_DELAYS_S) + 1, rng) is None
 
 
 def test_a_receiver_may_ask_for_a_longer_wait_within_bounds() -> None:
     """Never for a shorter one, and never for more attempts."""
     rng = Random(1)
     assert next_delay_s(1, rng, retry_after_s=60) == 60
-    assert (next_delay_s(2, rng, retry_after_s=1) or 0) >= RUNGS_S[1]
+    assert (next_delay_s(2, rng, retry_after_s=1) or 0) >= RETRY_DELAYS_S[1]
     assert next_delay_s(1, rng, retry_after_s=1e9) == MAX_RETRY_AFTER_S
-    assert next_delay_s(len(RUNGS_S) + 1, rng, retry_after_s=5) is None
+    assert next_delay_s(len(RETRY_DELAYS_S) + 1, rng, retry_after_s=5) is None
 
 
 @pytest.mark.parametrize(
