@@ -8,12 +8,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+VLLM_PYTHON = Path(os.environ.get("BATCHWAY_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
+
+
 def vllm_python() -> Path:
     """The interpreter of vLLM's environment. Skips the test where there is none."""
-    python = Path(os.environ.get("BATCHWAY_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
-    if not python.exists():
+    if not VLLM_PYTHON.exists():
         pytest.skip("vLLM is not installed: scripts/setup-vllm")
-    return python
+    return VLLM_PYTHON
 
 
 def vllm_arguments() -> tuple[str, ...]:
