@@ -20,6 +20,8 @@ from workers.model.runner import ModelRunner
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+# The demo model is sure of every digit of a count, at any temperature, unless it may not repeat.
+DOUBT = {"presence_penalty": 1.5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,22 @@ class HashOracle:
         return token_ids
 
 
+def demo_judge() -> Judge:
+    """The demo model in this process, through batchway's own code."""
+    path = str(demo_model_path())
+    options = EngineOptions(
+        model_path=path, device="cpu", dtype="float32", num_threads=1, kv_memory_bytes=2**24
+    )
+    runner = load_model(options, lambda text: None).model
+    assert isinstance(runner, ModelRunner)
+    return Judge(runner)
+
+
 class DemoOracle:
     """The demo model: each question was asked once before anything was disturbed.
 
-    Half of the questions are sampled so hot that the model is sure of nothing: a token at another
-    position, or after another history, would be another one.
+    Half of the questions are sampled, hot and with penalties, so that the model is sure of nothing:
+    a token at another position, or after another history, would be another one.
     """
 
     model = "demo"
@@ -113,10 +126,6 @@ class DemoOracle:
     @classmethod
     async def ask_undisturbed(cls, url: str, rng: random.Random, number: int) -> "DemoOracle":
         """Asks so many questions. Raises AssertionError where an answer is not the model's."""
-        path = str(demo_model_path())
-        options = EngineOptions(model_path=path, device="cpu", dtype="float32", num_threads=1)
-        runner = load_model(options, lambda text: None).model
-        assert isinstance(runner, ModelRunner)
         asks = []
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             for i in range(number):
@@ -130,6 +139,7 @@ class DemoOracle:
                         "max_tokens": rng.randint(20, 150),
                         "ignore_eos": True,
                         "n": rng.choice((1, 2)),
+                        **DOUBT,
                     }
                 body = {
                     "model": cls.model,
@@ -141,7 +151,7 @@ class DemoOracle:
                 asked = new_job(f"question-{i}", answer["prompt_token_ids"], **sampling)
                 expected = tuple(tuple(choice["token_ids"]) for choice in answer["choices"])
                 asks.append(Ask(CHAT, body, expected, asked))
-        oracle = cls(asks, Judge(runner))
+        oracle = cls(asks, demo_judge())
         for ask in asks:
             output = dict(enumerate(ask.expected))
             assert oracle.is_right(ask.asked, output, is_whole=True), "wrong before any fault"

@@ -4,10 +4,12 @@ import pytest
 
 from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
 from tests.chaos.clients import Streamer
+from tests.chaos.faults import ENGINE_CORE
 from tests.chaos.fleet import FleetOptions
 from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
 from tests.chaos.report import Report
+from tests.vllm_environment import vllm_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 
@@ -38,6 +40,19 @@ async def test_a_real_model_goes_on_where_it_was() -> None:
         6, seed=2, model="demo", mean_gap_s=0.2, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
     )
     assert_clean(await run_campaign(options))
+
+
+@pytest.mark.timeout(300)
+async def test_vllm_goes_on_where_it_was() -> None:
+    """The demo model on vLLM, whose engine core, gateway and Redis are killed."""
+    vllm_python()
+    kinds = (ENGINE_CORE, "gateway kill -9", "redis kill -9")
+    options = CampaignOptions(
+        4, seed=4, model="vllm", mean_gap_s=0.5, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.faults[ENGINE_CORE]
 
 
 @pytest.mark.timeout(300)
