@@ -16,12 +16,17 @@ _SETUP: dict[Release, tuple[str, str, str]] = {
 }
 
 
+def interpreter(release: Release = "newest") -> Path:
+    """The interpreter of vLLM's environment, whether or not it is there."""
+    variable, folder, _ = _SETUP[release]
+    return Path(os.environ.get(variable, ROOT / folder)) / "bin" / "python"
+
+
 def vllm_python(release: Release = "newest") -> Path:
     """The interpreter of vLLM's environment. Skips the test where there is none."""
-    variable, folder, command = _SETUP[release]
-    python = Path(os.environ.get(variable, ROOT / folder)) / "bin" / "python"
+    python = interpreter(release)
     if not python.exists():
-        pytest.skip(f"vLLM is not installed: {command}")
+        pytest.skip(f"vLLM is not installed: {_SETUP[release][2]}")
     return python
 
 
