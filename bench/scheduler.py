@@ -18,6 +18,7 @@ import msgspec
 from contract.jobs import SamplingParams
 from infra.bench.spread import percentile
 from workers.engine.engine import Engine
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row, Sample
 from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
@@ -55,7 +56,9 @@ class NoArithmetic:
         self.num_blocks = num_blocks
         self._sample = Sample(4)
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         return [self._sample if chunk.samples else None for chunk in chunks]
 
 

@@ -1,7 +1,7 @@
-"""Which addresses callbacks may go to: whatever is public, and nothing that only looks so.
+"""Decides which addresses callbacks may be sent to: public ones only.
 
-Pure: names are resolved elsewhere. An IPv6 address may carry an IPv4 address that a router or the
-kernel unwraps, so every address is unwrapped before it is judged.
+Does not resolve names. An IPv6 address may embed an IPv4 address that a router or the kernel
+extracts, so embedded addresses are checked too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _BLOCKED_V6 = {
     IPv6Network(net): why
     for net, why in {
-        "2001::/23": "protocol assignments",  # Teredo is unwrapped before this is asked
+        "2001::/23": "protocol assignments",  # Teredo's embedded addresses are checked before
         "2001:db8::/32": "documentation",
         "3fff::/20": "documentation",
     }.items()
@@ -61,7 +61,7 @@ _ISATAP = (0x0000_5EFE, 0x0200_5EFE)  # the upper half of an interface id
 
 
 def why_blocked(address: Address) -> str | None:
-    """Why nothing may be sent to an address, in a word or two; None where it may."""
+    """The reason why an address is blocked, in one or two words; None where it is allowed."""
     if isinstance(address, IPv4Address):
         return next((why for net, why in _BLOCKED_V4.items() if address in net), None)
     if address.is_loopback:
@@ -75,7 +75,7 @@ def why_blocked(address: Address) -> str | None:
 
 
 def _carried(address: IPv6Address) -> Sequence[IPv4Address]:
-    """The IPv4 addresses inside: where packets to this address may come out."""
+    """The embedded IPv4 addresses, to which packets may be forwarded."""
     number = int(address)
     low = IPv4Address(number & 0xFFFF_FFFF)
     if any(address in net for net in _LOW_32_BITS):
@@ -91,14 +91,14 @@ def _carried(address: IPv6Address) -> Sequence[IPv4Address]:
 
 
 class AllowList(msgspec.Struct, frozen=True):
-    """What development may reach although it is not public: networks, addresses, host names."""
+    """Targets that are allowed although they are not public: networks, addresses, host names."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     names: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> "AllowList":
-        """Raises ValueError that quotes the entry."""
+        """Raises ValueError, which quotes the entry."""
         networks: list[IPv4Network | IPv6Network] = []
         names: set[str] = set()
         for entry in entries:
@@ -118,7 +118,7 @@ class AllowList(msgspec.Struct, frozen=True):
         return any(address in network for network in self.networks)
 
     def covers_host(self, host: str) -> bool:
-        """Whether a URL's host is open to development, without asking a name server."""
+        """Whether a URL's host is on the list, without a DNS query."""
         if host in self.names:
             return True
         if host == "localhost":
@@ -130,10 +130,10 @@ class AllowList(msgspec.Struct, frozen=True):
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a text is a plain DNS name; an address in any notation is none."""
+    """Whether a text is a DNS name and no address in any notation."""
     labels = text.lower().split(".")
     return (
-        text.isascii()  # before it is lower case: the Kelvin sign would become a k
+        text.isascii()  # checked on the original text: lower() turns the Kelvin sign into k
         and len(text) <= 253
         and all(_is_label(label) for label in labels)
         and not labels[-1][0].isdigit()  # `1`, `0x7f.1`: what C libraries read as addresses

@@ -1,7 +1,7 @@
-"""API keys as Redis keeps them: who a caller is, what they may do, and how much of it.
+"""API keys in Redis: the tenant of a caller, its rights and its limits.
 
-A key is `bw-<prefix>-<secret>` with 256 random bits. It is shown once; what is stored is its
-HMAC-SHA256 under a pepper, found by the prefix and compared in constant time.
+A key is `bw-<prefix>-<secret>` with 256 random bits. It is shown once. Redis holds its HMAC-SHA256
+under a pepper; a key is looked up by its prefix and compared in constant time.
 """
 
 import hashlib
@@ -14,38 +14,39 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from contract.connection import broker_errors, repeated
+from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import wire_errors
 from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
-_PREFIX_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # none that is mistaken for another
+_PREFIX_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # without characters that look alike
 _PREFIX_CHARS = 8
 _SECRET_BYTES = 32
 _KEY = re.compile(rf"bw-([a-z0-9]{{{_PREFIX_CHARS}}})-[0-9a-f]{{{2 * _SECRET_BYTES}}}")
-# A tenant's name is part of names in Redis.
+# Names of keys in Redis contain the tenant's name.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Scope(StrEnum):
-    """What a key is good for; `admin` includes the others."""
+    """What a key permits; `admin` includes the others."""
 
     INFERENCE = "inference"
     JOBS_READ = "jobs:read"
     JOBS_WRITE = "jobs:write"
-    METRICS = "metrics"  # of the whole installation: no tenant's by itself
+    METRICS = "metrics"  # of the whole installation, therefore not a default
     ADMIN = "admin"
 
 
 DEFAULT_SCOPES = (Scope.INFERENCE, Scope.JOBS_READ, Scope.JOBS_WRITE)
-MIN_RETENTION_S = 60.0  # of a job, after its end: its caller must have time to read it
+MIN_RETENTION_S = 60.0  # after a job's end: its caller must have time to read the result
 
 
 class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whose a key is and what it grants. Limits are the tenant's, shared by all its keys; where
-    these differ, those of the key that is used count, and of `weight` that of the key whose job was
-    accepted last. 0: no limit of its own, and the installation's retention. Raises ValueError.
+    """The tenant, rights and limits of a key.
+
+    All keys of a tenant share its limits. Where its keys differ, those of the key in use apply, and
+    the `weight` of the key whose job was accepted last. A limit of 0 means none, a retention of 0
+    the installation's. Raises ValueError.
     """
 
     tenant: str
@@ -55,8 +56,8 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_minute: int = 0
     concurrent_tokens: int = 0
     lane_share: float = 0.0  # of a lane's bound, 0 to 1
-    weight: float = 1.0  # the tenant's share of a lane is to others' as their weights are
-    retention_s: float = 0.0  # of jobs that ask for none
+    weight: float = 1.0  # tenants share a lane in proportion to their weights
+    retention_s: float = 0.0  # of jobs that request none
 
     def __post_init__(self) -> None:
         if not _TENANT.fullmatch(self.tenant):
@@ -71,7 +72,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What never changes of a key's record."""
+    """The immutable part of a key's record."""
 
     digest: str
     pepper_id: str
@@ -79,14 +80,10 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
 
 
-class ApiKey(msgspec.Struct, frozen=True):
-    """A key's record. Times are Unix milliseconds of the Redis clock, `now_ms` that of reading."""
+class ApiKey(_Stored, frozen=True, kw_only=True):
+    """A key's record. Times are Unix milliseconds of the Redis clock; `now_ms`: of reading."""
 
     prefix: str
-    digest: str
-    pepper_id: str
-    terms: KeyTerms
-    created_ms: int
     expires_ms: int | None
     revoked_ms: int | None
     now_ms: int
@@ -100,14 +97,14 @@ class ApiKey(msgspec.Struct, frozen=True):
 
     @property
     def expires_in_s(self) -> float:
-        """Seconds it is still good for, at the time of reading; `inf` without an end."""
+        """Seconds until the key expires, at the time of reading; `inf` without an end."""
         if self.expires_ms is None:
             return float("inf")
         return (self.expires_ms - self.now_ms) / 1000
 
 
 class Pepper(msgspec.Struct, frozen=True):
-    """What the digests are keyed with; its id tells two of them apart and gives neither away."""
+    """The key of the digests. Its id identifies it without revealing it."""
 
     secret: bytes
 
@@ -120,13 +117,13 @@ class Pepper(msgspec.Struct, frozen=True):
 
 
 def prefix_of(key: str) -> str | None:
-    """The part by which a key is found; None for what is no key."""
+    """The prefix of a key; None where the text is not a key."""
     match = _KEY.fullmatch(key)
     return match[1] if match else None
 
 
 def is_same_key(given: str, record: ApiKey | None, pepper: Pepper) -> bool:
-    """Whether a key is the record's. An unknown key takes as long as a wrong one."""
+    """Whether a key matches a record. Takes as long for an unknown key as for a wrong one."""
     digest = pepper.digest(given)
     known = record.digest if record is not None else hashlib.sha256(b"").hexdigest()
     return hmac.compare_digest(digest, known) and record is not None
@@ -135,7 +132,7 @@ def is_same_key(given: str, record: ApiKey | None, pepper: Pepper) -> bool:
 class ApiKeys:
     """The keys of one installation. Every method raises BrokerUnavailable.
 
-    The pepper is the operator's, or one that the first `create` draws and leaves in Redis.
+    The pepper is the operator's, or the first `create` makes one and stores it in Redis.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class ApiKeys:
         self._pepper = pepper
 
     async def exist(self) -> bool:
-        """Whether a key was ever made: also a revoked one keeps the door shut to strangers."""
+        """Whether a key was ever made, including revoked ones: from then on callers need a key."""
         with broker_errors(self._client, "EXISTS"):
             return await self._client.exists(self._keys.api_keys) == 1
 
@@ -154,16 +151,16 @@ class ApiKeys:
         """The pepper in force; None where no key was ever made."""
         if self._pepper is None:
             with wire_errors("pepper"), broker_errors(self._client, "GET"):
-                raw: Any = await self._client.get(self._keys.key_pepper)
+                raw: Any = await self._client.get(self._keys.of("key_pepper"))
             self._pepper = None if raw is None else Pepper(raw)
         return self._pepper
 
     async def create(self, terms: KeyTerms, *, lifetime_s: float | None = None) -> tuple[str, str]:
-        """A new key and its prefix. The key is nowhere else: who loses it makes another."""
+        """A new key and its prefix. The key itself is not stored."""
         prefix = "".join(secrets.choice(_PREFIX_ALPHABET) for _ in range(_PREFIX_CHARS))
         key = f"bw-{prefix}-{secrets.token_hex(_SECRET_BYTES)}"
         pepper = await self._some_pepper()
-        created_ms = await now_ms(self._client, self._keys)
+        created_ms = await now_ms(self._client)
         stored = _Stored(
             digest=pepper.digest(key), pepper_id=pepper.id, terms=terms, created_ms=created_ms
         )
@@ -188,15 +185,12 @@ class ApiKeys:
         raw, expires, revoked = values
         if raw is None:
             return None
-        read_ms = await now_ms(self._client, self._keys)
+        read_ms = await now_ms(self._client)
         with wire_errors("API key record"):
             stored = msgspec.msgpack.decode(raw, type=_Stored)
             return ApiKey(
                 prefix=prefix,
-                digest=stored.digest,
-                pepper_id=stored.pepper_id,
-                terms=stored.terms,
-                created_ms=stored.created_ms,
+                **msgspec.structs.asdict(stored),
                 expires_ms=None if expires is None else int(expires),
                 revoked_ms=None if revoked is None else int(revoked),
                 now_ms=read_ms,
@@ -210,20 +204,20 @@ class ApiKeys:
         return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)
 
     async def revoke(self, prefix: str) -> bool:
-        """Ends a key for good; False where there is none."""
+        """Revokes a key; False where there is none."""
         if await self.find(prefix) is None:
             return False
         with broker_errors(self._client, "HSETNX"):
             await self._client.hsetnx(
-                self._keys.api_key(prefix), "revoked", await now_ms(self._client, self._keys)
+                self._keys.api_key(prefix), "revoked", await now_ms(self._client)
             )
         return True
 
     async def rotate(
         self, prefix: str, *, overlap_s: float, lifetime_s: float | None = None
     ) -> tuple[str, str] | None:
-        """A new key and its prefix, on the terms of an active one that still works for `overlap_s`
-        at most; None where there is no active one.
+        """A new key and its prefix, with the terms of an active key, which expires after at most
+        `overlap_s` seconds; None where the old key is not active.
         """
         old = await self.find(prefix)
         if old is None or old.state != "active":
@@ -236,11 +230,11 @@ class ApiKeys:
         return made
 
     async def _some_pepper(self) -> Pepper:
-        """The pepper in force, drawn now where there is none."""
+        """The pepper in force, created where there is none."""
         if (pepper := await self.pepper()) is None:
             with broker_errors(self._client, "SET"):
                 await self._client.set(
-                    self._keys.key_pepper, secrets.token_bytes(_SECRET_BYTES), nx=True
+                    self._keys.of("key_pepper"), secrets.token_bytes(_SECRET_BYTES), nx=True
                 )
             pepper = await self.pepper()
         assert pepper is not None

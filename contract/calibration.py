@@ -1,5 +1,6 @@
-"""How true the predicted waits were: |predicted − actual| ÷ actual, of the last thousand jobs of
-each lane that a worker has taken. Written by the functions, read here.
+"""Errors of predicted waits: |predicted − actual| ÷ actual of a lane's last 1,000 claimed jobs.
+
+The functions write the waits; this module reads them.
 """
 
 import math
@@ -13,13 +14,13 @@ from contract.connection import broker_errors
 from contract.errors import wire_errors
 from contract.keys import Keys
 
-# Waits under this count as this: a job that starts within a tick of "at once" is no error.
+# Shorter waits count as this, so that a small delay is no large relative error.
 LEAST_WAIT_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Errors of one lane, as shares of the actual wait: half of all, nine in ten were smaller."""
+    """Median and 90th percentile of a lane's errors, relative to the actual wait."""
 
     lane: str
     num_jobs: int
@@ -30,12 +31,12 @@ class Calibration:
 async def calibrations(
     client: redis.asyncio.Redis, keys: Keys, model: str, lanes: Sequence[str]
 ) -> list[Calibration]:
-    """Of a model's lanes, in their order. Raises BrokerUnavailable, WireError."""
-    return [_of(lane, await _waits(client, keys.calibration(model, lane))) for lane in lanes]
+    """The calibrations of a model's lanes, in order. Raises BrokerUnavailable, WireError."""
+    return [_of(lane, await _waits(client, keys.of("calibration", model, lane))) for lane in lanes]
 
 
 async def _waits(client: redis.asyncio.Redis, key: str) -> list[tuple[int, int]]:
-    """(predicted, actual) in ms, the latest first."""
+    """(predicted, actual) in ms, latest first."""
     with wire_errors("calibration"), broker_errors(client, "LRANGE"):
         raw: Any = await client.lrange(key, 0, -1)
         pairs = [entry.split(b" ") for entry in raw]
@@ -50,7 +51,7 @@ def _of(lane: str, waits: Sequence[tuple[int, int]]) -> Calibration:
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float | None:
-    """The least that so many are not above."""
+    """The smallest value that at least this share of the values does not exceed."""
     if not ascending:
         return None
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)]

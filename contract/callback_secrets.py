@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SECRET_PREFIX = "whsec_"  # noqa: S105 - what all secrets begin with
+SECRET_PREFIX = "whsec_"  # noqa: S105 - the prefix of all secrets
 _SECRET_BYTES = range(24, 65)
 
 
@@ -21,16 +21,16 @@ def is_secret(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What signs where a job brings no secret: by tenant, "" for all others.
+    """Signing secrets by tenant, "" for all others, for jobs without a secret of their own.
 
-    Of several secrets each signs, so that a receiver can move from one to the next.
+    Each of several secrets signs, so that a receiver can replace one by the next.
     """
 
     by_tenant: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> "Secrets":
-        """Reads `whsec_new,whsec_old tenant=whsec_other`. Raises ValueError, without a secret."""
+        """Reads `whsec_new,whsec_old tenant=whsec_other`. Raises ValueError without secrets."""
         found: dict[str, tuple[str, ...]] = {}
         for entry in text.split():
             tenant, listed = "", entry

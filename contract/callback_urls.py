@@ -1,6 +1,6 @@
-"""Reads the URL of a callback strictly: what two parsers could read differently is refused.
+"""Parses the URL of a callback; refuses what two parsers could read differently.
 
-It is read once, here, by urllib.parse; whoever connects uses the parts, never the text.
+urllib.parse reads the URL once. Connections use the parsed parts, never the text.
 """
 
 import re
@@ -18,11 +18,11 @@ _FORM = "must be https://host/path in ASCII (names in Punycode), without user, p
 
 
 class BadCallbackUrl(ValueError):
-    """A URL that callbacks are not sent to. The message is one clause and quotes nothing."""
+    """A URL that callbacks may not use. The message is one clause and does not quote the URL."""
 
 
 class CallbackUrl(msgspec.Struct, frozen=True):
-    """The parts of a URL. `host` is lower case, without brackets; `address` where it is one."""
+    """The parts of a URL. `host` is lower case without brackets; `address` is set if it is one."""
 
     scheme: str
     host: str
@@ -43,7 +43,7 @@ def parse_callback_url(text: str, allow: AllowList) -> CallbackUrl:
     """Raises BadCallbackUrl."""
     if len(text) > MAX_URL_CHARS:
         raise BadCallbackUrl(f"may have at most {MAX_URL_CHARS} characters")
-    # urlsplit drops some characters that may not be there at all.
+    # urlsplit silently removes some forbidden characters.
     if not text.isascii() or not text.isprintable() or set(text) & set(" #\\"):
         raise BadCallbackUrl(_FORM)
     try:
@@ -58,7 +58,7 @@ def parse_callback_url(text: str, allow: AllowList) -> CallbackUrl:
         raise BadCallbackUrl(_FORM)
     shown = f"[{host}]" if ":" in host else host
     if parts.netloc.lower() != (shown if given_port is None else f"{shown}:{given_port}"):
-        raise BadCallbackUrl(_FORM)  # a user, an empty port, one with a zero before it
+        raise BadCallbackUrl(_FORM)  # a user, an empty port or one with a leading zero
     port = _DEFAULT_PORTS[scheme] if given_port is None else given_port
     address = _address_of(host)
     is_open = allow.covers_host(host)
@@ -74,9 +74,9 @@ def parse_callback_url(text: str, allow: AllowList) -> CallbackUrl:
 
 
 def _address_of(host: str) -> Address | None:
-    """The address that a host is; None for a name. Raises BadCallbackUrl for what is neither."""
+    """The host as an address; None for a name. Raises BadCallbackUrl where it is neither."""
     try:
-        if ":" in host and "%" not in host:  # no zone: it is one machine's own
+        if ":" in host and "%" not in host:  # no zone: zones are local to one machine
             return IPv6Address(host)
         if is_host_name(host):
             return None
@@ -87,7 +87,7 @@ def _address_of(host: str) -> Address | None:
 
 
 def _check_name(host: str) -> None:
-    """Names that lead home whatever a name server says."""
+    """Refuses names of local domains, whatever they resolve to. Raises BadCallbackUrl."""
     if "." not in host:
         raise BadCallbackUrl("has a host without a domain")
     if host.endswith((".localhost", ".local", ".internal", ".localdomain", ".home.arpa")):

@@ -1,6 +1,6 @@
-"""Where and how a job's caller is told of its end. Knows nothing of HTTP or of AWS clients.
+"""The callbacks of jobs: targets, kinds of messages, states. Independent of HTTP and AWS clients.
 
-What is sent, and how, is in workers/callbacks; which addresses are open to it in addresses.py.
+workers/callbacks sends the messages; addresses.py decides which addresses are allowed.
 """
 
 import hashlib
@@ -10,12 +10,11 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from contract.errors import wire_errors
 from contract.jobs import TERMINAL_STATUSES
 
 
 class CallbackKind(StrEnum):
-    """What kind of thing `target` names: a URL, or something in AWS."""
+    """The kind of a target: a URL or an AWS resource."""
 
     URL = "url"
     SQS = "sqs"  # the URL of a queue
@@ -26,7 +25,7 @@ class CallbackKind(StrEnum):
 
 
 class MessageKind(StrEnum):
-    """What a message says. The last four are the statuses in which jobs end."""
+    """The event that a message reports. The last four are the terminal statuses."""
 
     STARTED = "started"
     PROGRESS = "progress"
@@ -41,36 +40,36 @@ class MessageKind(StrEnum):
 
     @property
     def event_type(self) -> str:
-        """The `type` of the message that a receiver sees."""
+        """The `type` field of the message."""
         return f"job.{self.value}"
 
 
 class OutboxState(StrEnum):
-    """Where a record of the outbox stands."""
+    """The state of an outbox record."""
 
     DUE = "due"  # waits for its next attempt
     TAKEN = "taken"  # an attempt is under way
-    IDLE = "idle"  # told of a start or of progress; the job runs
+    IDLE = "idle"  # a start or progress message was sent; the job runs
     DELIVERED = "delivered"
     DEAD = "dead"  # given up; may be replayed
 
 
 class Callback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a caller asked for. `secret` signs; it is never logged and never shown again."""
+    """A callback as its caller requested it. `secret` is never logged or shown."""
 
     kind: CallbackKind
     target: str
     secret: str | None = None
-    is_full: bool = False  # the output in the message itself, not only where to get it
+    is_full: bool = False  # the message contains the output, not only its URL
     tells_start: bool = False
-    progress_tokens: int = 0  # tells of progress every so many output tokens; 0: never
+    progress_tokens: int = 0  # output tokens between progress messages; 0: none
     traceparent: str = ""  # of the request that asked for it; '': not traced
 
     def __repr__(self) -> str:
         return f"Callback({self.kind}, secret={'set' if self.secret else 'none'})"
 
     def destination(self, tenant: str) -> str:
-        """Names what is sent to one after another for this tenant: a server, a queue, a bucket."""
+        """An id of the server, queue or bucket to which this tenant's messages are sent in turn."""
         server = self.target
         if self.kind is CallbackKind.URL:
             server = "/".join(self.target.split("/", 3)[:3]).lower()
@@ -79,22 +78,8 @@ class Callback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return hashlib.sha256(f"{tenant}\n{self.kind}\n{server}".encode()).hexdigest()[:16]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Callback)
-
-
-def encode_callback(callback: Callback) -> bytes:
-    return _encoder.encode(callback)
-
-
-def decode_callback(raw: bytes) -> Callback:
-    """Raises WireError."""
-    with wire_errors("callback"):
-        return _decoder.decode(raw)
-
-
 def is_open_target(callback: Callback, patterns: Sequence[str]) -> bool:
-    """Whether the operator lets callbacks reach this in AWS, with the operator's own rights.
+    """Whether the operator allows this AWS target, which callbacks reach with its rights.
 
     A pattern is `<kind>:<target>`, with `*` and `?` as in file names.
     """

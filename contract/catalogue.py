@@ -1,23 +1,19 @@
-"""Models and workers as Redis knows them: what workers publish and gateways look up.
-
-A gateway needs nothing but Redis: card and tokenizer come from here, the tokenizer by its hash.
-"""
+"""Models in Redis: workers publish their card and tokenizer, gateways look them up."""
 
 import logging
 from typing import Any
 
 import redis.asyncio
 
-from contract.codec import decode_card, decode_tokenizer, encode_card, encode_tokenizer
-from contract.connection import broker_errors, repeated
+from contract.codec import decode_card, decode_tokenizer, encode, encode_tokenizer
+from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
 from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
 log = logging.getLogger(__name__)
 
-WORKER_TTL_S = 15.0  # a worker unheard of for so long does not count as live
+WORKER_TTL_S = 15.0  # a worker is live until this long after its last heartbeat
 MAX_CARD_BYTES = 64 * 1024
 
 
@@ -31,17 +27,17 @@ class Catalogue:
         self._has_list = True
 
     async def publish(self, card: ModelCard, files: TokenizerFiles) -> None:
-        """Makes a model known, or replaces what was known of it."""
+        """Publishes a model or replaces it."""
         sha256, packed = encode_tokenizer(files)
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
         with broker_errors(self._client, "SET or SADD"):
-            await self._client.set(self._keys.tokenizer(sha256), packed)
-            await self._client.set(self._keys.model(card.name), encode_card(card))
-            await self._client.sadd(self._keys.models, card.name)
+            await self._client.set(self._keys.of("tokenizer", sha256), packed)
+            await self._client.set(self._keys.model(card.name), encode(card))
+            await self._client.sadd(self._keys.of("models"), card.name)
 
     async def models(self) -> list[ModelCard]:
-        """All models ever published, by name. One whose card cannot be read is left out, and
-        logged when that is first seen.
+        """All models ever published, by name. Omits models with unreadable cards and logs each
+        when it becomes unreadable.
         """
         cards, unreadable = [], set()
         for raw_name in sorted(await self._names()):
@@ -58,10 +54,10 @@ class Catalogue:
         return cards
 
     async def _names(self) -> set[bytes]:
-        """Empty where the list has been overwritten by something else."""
+        """Empty where another program has overwritten the list."""
         try:
             with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
-                names: Any = await repeated(lambda: self._client.smembers(self._keys.models))
+                names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
         except WireError as exc:
             if self._has_list:
                 log.error("%s", exc)
@@ -82,21 +78,21 @@ class Catalogue:
 
     async def tokenizer(self, sha256: str) -> TokenizerFiles:
         """Raises WireError, also where it was never published."""
-        packed = await self._read(self._keys.tokenizer(sha256), MAX_TOKENIZER_BYTES)
+        packed = await self._read(self._keys.of("tokenizer", sha256), MAX_TOKENIZER_BYTES)
         if not packed:
             raise WireError(f"there is no tokenizer {sha256[:12]}")
         return decode_tokenizer(sha256, packed)
 
     async def num_live_workers(self, model: str) -> int:
-        """Workers of a model that were heard of lately. Raises WireError."""
-        since_ms = await now_ms(self._client, self._keys) - int(WORKER_TTL_S * 1000)
+        """Number of a model's workers with a recent heartbeat. Raises WireError."""
+        since_ms = await now_ms(self._client) - int(WORKER_TTL_S * 1000)
         with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
             key = self._keys.workers(model)
             return await repeated(lambda: self._client.zcount(key, since_ms, "+inf"))
 
     async def _read(self, key: str, max_bytes: int) -> bytes:
-        """A string of Redis, empty where there is none: no more of it than is allowed comes over
-        the wire. Raises WireError.
+        """A string in Redis, empty where there is none. Reads at most one byte over the limit.
+        Raises WireError.
         """
         with wire_errors("card or tokenizer"), broker_errors(self._client, "GETRANGE"):
             raw: Any = await repeated(lambda: self._client.getrange(key, 0, max_bytes))

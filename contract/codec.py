@@ -1,64 +1,42 @@
-"""Bytes to records and back: msgpack, with the version of the wire beside every job."""
+"""Encodes and decodes records in msgpack; each job's record has the wire version."""
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
+from contract.callbacks import Callback
 from contract.errors import WireError, wire_errors
 from contract.events import LogEntry, LogEvent
 from contract.jobs import MAX_TOKENIZER_BYTES, Job, ModelCard, ObjectRef, TokenizerFiles
 
 WIRE_VERSION = 1
 
-_encoder = msgspec.msgpack.Encoder()
-_job_decoder = msgspec.msgpack.Decoder(Job)
+T = TypeVar("T")
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def _decoder(kind: type[T], what: str) -> Callable[[bytes], T]:
+    """A function that decodes one kind of record; it raises WireError."""
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def decode(raw: bytes) -> T:
+        with wire_errors(what):
+            return decoder.decode(raw)
+
+    return decode
+
+
+decode_job = _decoder(Job, "job record")
+decode_ref = _decoder(ObjectRef, "object reference")
+decode_callback = _decoder(Callback, "callback")
+decode_card = _decoder(ModelCard, "model card")
+decode_metadata = _decoder(dict[str, str], "metadata")
 _event_decoder: msgspec.msgpack.Decoder[LogEvent] = msgspec.msgpack.Decoder(LogEvent)
-_ref_decoder = msgspec.msgpack.Decoder(ObjectRef)
-_metadata_decoder = msgspec.msgpack.Decoder(dict[str, str])
-_card_decoder = msgspec.msgpack.Decoder(ModelCard)
 _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
-
-
-def encode_job(job: Job) -> bytes:
-    return _encoder.encode(job)
-
-
-def decode_job(raw: bytes) -> Job:
-    """Raises WireError."""
-    with wire_errors("job record"):
-        return _job_decoder.decode(raw)
-
-
-def encode_ref(ref: ObjectRef) -> bytes:
-    return _encoder.encode(ref)
-
-
-def decode_ref(raw: bytes) -> ObjectRef:
-    """Raises WireError."""
-    with wire_errors("object reference"):
-        return _ref_decoder.decode(raw)
-
-
-def encode_metadata(metadata: Mapping[str, str]) -> bytes:
-    """Nothing where there is none."""
-    return _encoder.encode(metadata) if metadata else b""
-
-
-def decode_metadata(raw: bytes) -> dict[str, str]:
-    """Raises WireError."""
-    with wire_errors("metadata"):
-        return _metadata_decoder.decode(raw) if raw else {}
-
-
-def encode_terms(terms: Mapping[str, str | int | float]) -> bytes:
-    """What submit is told beside the job: a map by name, read by Lua."""
-    return _encoder.encode(terms)
-
-
-def encode_event(event: LogEvent) -> bytes:
-    return _encoder.encode(event)
 
 
 def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
@@ -74,25 +52,13 @@ def decode_hint(raw: bytes) -> LogEntry:
         return decode_entry(int(number), hash_, event)
 
 
-def encode_card(card: ModelCard) -> bytes:
-    return _encoder.encode(card)
-
-
-def decode_card(raw: bytes) -> ModelCard:
-    """Raises WireError."""
-    try:
-        return _card_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise WireError(f"unreadable model card: {type(exc).__name__}") from exc
-
-
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
-    """The key of a tokenizer, and what is stored under it: the files, compressed. The key is the
-    sha256 of the stored bytes, so that a reader checks it before it decompresses anything.
+    """A tokenizer's key and its compressed files. The key is the sha256 of the compressed bytes, so
+    that a reader checks it before decompression.
 
-    Raises ValueError where they are longer than a reader takes.
+    Raises ValueError where the files exceed MAX_TOKENIZER_BYTES.
     """
-    raw = _encoder.encode(files)
+    raw = encode(files)
     if len(raw) > MAX_TOKENIZER_BYTES:
         raise ValueError(
             f"tokenizer and chat template are {len(raw)} bytes; at most {MAX_TOKENIZER_BYTES} "
@@ -103,9 +69,8 @@ def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
 
 
 def decode_tokenizer(sha256: str, packed: bytes) -> TokenizerFiles:
-    """The files that are stored under a key. The hash protects against bytes that were damaged or
-    exchanged; against a worker that stores a matching hash of something malicious, the bound does:
-    no more than MAX_TOKENIZER_BYTES are decompressed.
+    """The files that are stored under a key. The hash detects damaged or replaced bytes. At most
+    MAX_TOKENIZER_BYTES are decompressed, against a malicious worker.
 
     Raises WireError.
     """

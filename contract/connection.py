@@ -1,8 +1,7 @@
-"""Opens Redis clients the way docs/protocol.md asks for.
+"""Opens Redis clients as docs/protocol.md requires, and converts errors of redis-py.
 
-A client repeats no command, because a blind repeat would repeat its effect. `repeated` is for
-functions and reads, which may be repeated. Foreign errors become BrokerUnavailable here and nowhere
-else.
+A client does not retry commands, because a retry could repeat an effect. `repeated` retries reads
+and functions, which may be repeated.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorC
 
 CONNECT_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S = 1.0
-MAX_CONNECTIONS = 160  # of a client; a call waits for a free one as long as a command may take
-LOOK_S = 5.0  # of silence, after which a subscription asks whether Redis still answers
+MAX_CONNECTIONS = 160  # of a client; a call waits for a free one up to its timeout
+LOOK_S = 5.0  # without a message, after which a subscription sends a PING
 
 _RETRY = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2)  # seconds
 
@@ -43,7 +42,7 @@ def connect(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
-    """A client; it opens no connection before its first command."""
+    """A client, which connects at its first command."""
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         redis_url,
         protocol=2,
@@ -52,26 +51,33 @@ def connect(
         socket_timeout=command_timeout_s,
         max_connections=MAX_CONNECTIONS,
         timeout=command_timeout_s,
-        driver_info=None,  # CLIENT SETINFO is not in Redis 7.0: no user needs the right to it
+        driver_info=None,  # CLIENT SETINFO is not in Redis 7.0, and users have no right to it
         retry=Retry(NoBackoff(), 0),
     )
     return redis.asyncio.Redis.from_pool(pool)
 
 
 async def repeated(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of a call that may be repeated: twice more where Redis gives no answer."""
+    """The result of a call; repeats it up to twice where Redis does not answer."""
     return await _RETRY.call_with_retry(call, _ignore)
 
 
 async def _ignore(_: Exception) -> None:
-    """redis-py has closed the connection that failed."""
+    """Nothing to do between attempts: redis-py has closed the connection."""
+
+
+async def now_ms(client: redis.asyncio.Redis) -> int:
+    """Unix milliseconds by the clock of Redis, which all parts share. Raises BrokerUnavailable."""
+    with broker_errors(client, "TIME"):
+        seconds, microseconds = await repeated(client.time)
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 class Listener:
-    """Hands the messages of one PubSub to `hear`. Only one task may use the PubSub.
+    """Passes the messages of a PubSub to `hear`. Only one task may use the PubSub.
 
-    A network may drop a connection without a word, so a PING is sent every `look_s`, and a
-    connection that brings nothing until the next one counts as lost.
+    Sends a PING every `look_s` seconds, because a network may drop a connection silently. A
+    connection without any message between two PINGs counts as lost.
     """
 
     def __init__(
@@ -81,12 +87,12 @@ class Listener:
         self._hear = hear
         self._look_s = look_s
         self._look_at_s = asyncio.get_running_loop().time()
-        self._has_heard = True  # since the last look
-        self._reading: asyncio.Timeout | None = None  # while it waits
+        self._has_heard = True  # since the last PING
+        self._reading: asyncio.Timeout | None = None  # while it waits for a message
 
     async def listen(self) -> None:
-        """Hands on each message, as redis-py gives it, also those of subscriptions; returns after
-        an `interrupt`, and after each PING. Raises what redis-py raises.
+        """Passes on each message of redis-py, including subscribe and unsubscribe; returns after
+        `interrupt` and after each PING. Raises the errors of redis-py.
         """
         try:
             async with asyncio.timeout_at(self._look_at_s) as self._reading:
@@ -107,14 +113,14 @@ class Listener:
             await self._pubsub.ping()
 
     def interrupt(self) -> None:
-        """Ends a `listen` that waits, without loss of a message."""
+        """Makes a waiting `listen` return; no message is lost."""
         if self._reading is not None and not self._reading.expired():
             self._reading.reschedule(0.0)
 
 
 def is_denied(exc: BaseException) -> bool:
-    """Whether a reply of Redis says that its user may not do this, itself or in a function."""
-    text = str(exc)  # in a function: Valkey and Redis 7.2 or later, then Redis 7.0
+    """Whether an error says that the user lacks a right, in a command or inside a function."""
+    text = str(exc)  # the texts of Valkey and Redis 7.2 or later, and of Redis 7.0
     return (
         isinstance(exc, NoPermissionError)
         or "ACL failure" in text
@@ -125,7 +131,7 @@ def is_denied(exc: BaseException) -> bool:
 def denied(
     client: redis.asyncio.Redis | redis.Redis, command: str, exc: BaseException
 ) -> CommandDenied:
-    """The error for a command, by its name. It quotes no argument: that may be a caller's."""
+    """The error for a denied command. Quotes no argument, which may be a caller's data."""
     user = client.connection_pool.connection_kwargs.get("username") or "default"
     text = str(exc)
     what = "a channel of " if "channel" in text else "a key of " if " key" in text else ""
@@ -137,9 +143,8 @@ def denied(
 
 
 class broker_errors:
-    """Turns what redis-py raises for an absent or unwilling server into BrokerUnavailable or
-    BrokerFull, and what Redis says of a command that its user may not run into CommandDenied, which
-    names the user of `client` and `command`."""
+    """Converts errors of redis-py: a server that does not answer or refuses into BrokerUnavailable
+    or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`."""
 
     def __init__(self, client: redis.asyncio.Redis, command: str) -> None:
         self._client = client
@@ -163,7 +168,7 @@ class broker_errors:
 
 
 def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
-    """None for what is no fault of the server's."""
+    """None where the error does not mean that the server is unavailable."""
     match exc:
         case AuthenticationError():
             return BrokerUnavailable("Redis refused the credentials")

@@ -1,12 +1,12 @@
-"""What can go wrong between gateway, broker and worker. Knows nothing of HTTP.
+"""Errors between gateway, broker and worker, independent of HTTP.
 
 BatchwayError
-├── BrokerUnavailable   Redis does not answer, or cannot take writes just now
-│   ├── BrokerUnfit     it answers; it may not hold jobs, as it is configured
-│   └── BrokerFull      it answers; its memory or its disk is full; carries an ErrorCode
-├── CommandDenied       its rules deny this part a command: repeats do not help
-├── WireError           bytes in Redis that this version cannot read
-└── JobRefused          a job that is not accepted; carries an ErrorCode
+├── BrokerUnavailable   Redis does not answer or cannot take writes now
+│   ├── BrokerUnfit     the configuration of Redis would lose jobs
+│   └── BrokerFull      the memory or disk of Redis is full; has an ErrorCode
+├── CommandDenied       the access rules of Redis deny a command; a retry does not help
+├── WireError           a record in Redis that cannot be decoded
+└── JobRefused          a job that is not accepted; has an ErrorCode
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ import msgspec
 
 
 class ErrorCode(StrEnum):
-    """Why a job was refused or failed. The words of refusals are the API's dropped reasons."""
+    """Why a job was refused or failed. The API shows the codes of refusals."""
 
     # refused at submission
     LANE_FULL = "lane_full"
@@ -40,7 +40,7 @@ class ErrorCode(StrEnum):
 
 
 class BatchwayError(Exception):
-    """Root of all errors that batchway raises on purpose."""
+    """Base class of batchway's errors."""
 
 
 class BrokerUnavailable(BatchwayError):
@@ -60,20 +60,18 @@ class BrokerFull(BrokerUnavailable):
 
 
 class CommandDenied(BatchwayError):
-    """The access rules of Redis deny its user a command that this part needs. No kind of
-    BrokerUnavailable: whoever rides out an absence of Redis must not ride this out. The message
-    names the user and the command.
+    """The access rules of Redis deny a command to the user of this process. Not a
+    BrokerUnavailable, because retries do not help. The message names the user and the command.
     """
 
 
 class WireError(BatchwayError):
-    """A record in Redis that this version cannot read. The message quotes nothing of it."""
+    """A record in Redis that cannot be decoded. The message does not quote it."""
 
 
 class wire_errors:
-    """Turns what a decoder raises for bytes that it cannot read into WireError, and what Redis says
-    of a key that holds another type; `what` names the kind of record. The error's cause is dropped,
-    since it may quote the bytes.
+    """Converts decoders' errors and WRONGTYPE errors of Redis into WireError; `what` names the
+    kind of record. Drops the cause, which may quote the record.
     """
 
     def __init__(self, what: str) -> None:
@@ -88,18 +86,18 @@ class wire_errors:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        is_wrong_type = str(exc).startswith("WRONGTYPE")  # of redis-py, which not all parts have
+        is_wrong_type = str(exc).startswith("WRONGTYPE")  # by its text: not all parts have redis-py
         if is_wrong_type or isinstance(exc, _UNREADABLE):
             raise WireError(f"unreadable {self._what}: {type(exc).__name__}") from None
 
 
-# What msgspec, json, int() and bytes.decode() raise are ValueErrors; records that lack a field, or
-# have one of another type, give the others.
+# msgspec, json, int() and bytes.decode() raise ValueErrors; missing fields and fields of another
+# type raise the others.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class RateLimit(msgspec.Struct, frozen=True):
-    """A limit per minute: what is left of it, and when all of it will be there again."""
+    """A limit per minute: what is left of it, and the seconds until all of it is available."""
 
     limit: int
     remaining: int
@@ -107,17 +105,17 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class RateLimits(msgspec.Struct, frozen=True):
-    """A tenant's limits per minute as they stand after a call; None: it has no such limit."""
+    """A tenant's limits per minute after a call; None where it has no such limit."""
 
     requests: RateLimit | None = None
     tokens: RateLimit | None = None
 
 
 class JobRefused(BatchwayError):
-    """The broker or the engine did not take the job.
+    """The broker or the engine refused the job.
 
-    `limit` names the limit that it met, `retry_after_s` when another try may do: computed from
-    measured rates, without jitter, and None where unknown or never. `rates` are RateLimits.
+    `limit` names the limit exceeded. `retry_after_s`: seconds until a retry may succeed, computed
+    from measured rates without jitter; None where unknown or never.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a worker says of a job: the events of its log, each with a number.
+"""The events of a job's log, which a worker appends.
 
 Event k of a job is the entry `k-0` of its log. Only the last event is an `End`.
 """
@@ -9,7 +9,7 @@ from contract.jobs import FinishReason, JobStatus
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log probability of one token, and of the most likely ones where asked."""
+    """Log probability of one token, and those of the most likely tokens where requested."""
 
     token_id: int
     logprob: float
@@ -17,7 +17,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New output of one choice: the tokens from position `start` on, and the text they release.
+    """New output of one choice: the tokens from position `start` on, and new text.
 
     Text lags behind tokens while a character or a possible stop string is incomplete.
     """
@@ -31,9 +31,10 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
-    """Log probabilities of a prompt's tokens from position `start` on: its first event at 1, each
-    where the one before ended. All come before the first output of the prompt's choices, in jobs
-    whose parameters ask.
+    """Log probabilities of a prompt's tokens from position `start` on, where requested.
+
+    The first event starts at 1, each later one where the previous ended. All precede the output of
+    the prompt's choices.
     """
 
     start: int
@@ -69,5 +70,5 @@ class LogEntry(msgspec.Struct, frozen=True):
 
     @property
     def sse_id(self) -> str:
-        """The event's id on the wire to clients, and what `Last-Event-ID` brings back."""
+        """The event's id for clients, which they return in `Last-Event-ID`."""
         return f"{self.number}.{self.hash}"

@@ -1,4 +1,4 @@
-"""Whether a Redis may hold jobs at all, and how much: one that evicts keys would drop jobs."""
+"""Checks that the configuration of Redis keeps jobs, and reads its memory limit."""
 
 import logging
 from typing import Any
@@ -11,8 +11,8 @@ from contract.errors import BrokerUnfit, CommandDenied
 
 FIT_POLICY = "noeviction"
 
-# The first that takes back a function's writes whole where its append-only file ends among them.
-# Of Redis no version is known to.
+# The first Valkey that reverts all writes of a function whose block is incomplete in the
+# append-only file. No version of Redis does.
 _WHOLE_SINCE_VALKEY = (9, 1, 2)
 
 log = logging.getLogger("batchway.redis")
@@ -41,8 +41,8 @@ def _reverts_blocks(known: dict[str, Any]) -> bool:
 
 
 async def _refuses(client: redis.asyncio.Redis) -> bool:
-    """Whether it starts with no file that ends in the middle of a write. False where it cannot be
-    asked: users for one part each may not run CONFIG, and managed services have none."""
+    """Whether Redis refuses to start with a truncated append-only file. False where CONFIG is not
+    allowed or missing, as for the users of docs/security.md and in managed services."""
     try:
         with broker_errors(client, "CONFIG GET"):
             said: Any = await client.config_get("aof-load-truncated")
@@ -53,8 +53,8 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
 
 
 async def max_memory(client: redis.asyncio.Redis) -> tuple[int, bool]:
-    """The bytes that Redis may use, and whether its `maxmemory` says so; else they are those of its
-    machine. Raises BrokerUnavailable, CommandDenied.
+    """The bytes that Redis may use: its `maxmemory`, or the machine's memory where none is set; and
+    whether `maxmemory` is set. Raises BrokerUnavailable, CommandDenied.
     """
     with broker_errors(client, "INFO"):
         memory = await client.info("memory")

@@ -1,4 +1,4 @@
-"""A model as it stands at one moment: its lanes, its workers, and what has happened so far."""
+"""A model's lanes, workers and totals at one moment."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class LaneSnapshot(msgspec.Struct, frozen=True):
-    """What waits and runs in a lane. Costs in tokens; 0 s where nothing waits."""
+    """A lane's waiting and running jobs. Costs in tokens; 0 s where no job waits."""
 
     num_queued: int
     queued_tokens: int
@@ -16,7 +16,7 @@ class LaneSnapshot(msgspec.Struct, frozen=True):
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """A live worker as it last said of itself, and how long ago that was."""
+    """A live worker by its last heartbeat, `seen_s` seconds ago."""
 
     incarnation: str
     seen_s: float

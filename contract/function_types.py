@@ -1,4 +1,4 @@
-"""What the functions are told and what they answer, as types. The calls are in functions.py."""
+"""Types of the functions' arguments and replies. The calls are in functions.py."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,7 +13,7 @@ from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 
 
 class Verdict(StrEnum):
-    """What became of one job's part of a worker's call; an ended job answers its status."""
+    """The reply for one job in a worker's call; for an ended job the reply is its status."""
 
     OK = "OK"
     GAP = "GAP"
@@ -22,17 +22,17 @@ class Verdict(StrEnum):
     GONE = "GONE"
 
 
-# What a worker is: it takes jobs, it takes no more, it has left.
+# A worker claims jobs, claims no more jobs, or has exited.
 WorkerState = Literal["up", "draining", "gone"]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant may ask of all models together; 0: no limit."""
+    """A tenant's limits over all models; 0: no limit."""
 
     requests_per_min: int = 0
-    tokens_per_min: int = 0  # prompt and output; a job's cost is charged first, then trued up
+    tokens_per_min: int = 0  # prompt and output; charged with a job's cost, corrected at its end
     concurrent_tokens: int = 0  # costs of its unfinished jobs
-    lane_share: float = 0.0  # of a lane's bound in tokens, that it may hold waiting; 0: all
+    lane_share: float = 0.0  # of a lane's token bound, for its waiting jobs; 0: all
 
     def __post_init__(self) -> None:
         if min(self.requests_per_min, self.tokens_per_min, self.concurrent_tokens) < 0:
@@ -42,9 +42,9 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """What `submit` is told beside the job itself. Tokens, seconds.
+    """Terms of a job's submission. Tokens, seconds.
 
-    A job's cost is its prompt and the output to expect: the functions know what outputs were like.
+    The functions compute a job's cost: its prompt and the output predicted from earlier jobs.
     """
 
     max_output_tokens: int  # of all choices
@@ -54,21 +54,21 @@ class Submission(msgspec.Struct, frozen=True):
     lane_bound_tokens: int = 0  # waiting in the lane; 0: no bound
     lane_bound_s: float = 0.0  # predicted wait; 0: no bound
     limits: TenantLimits = TenantLimits()
-    max_stored_bytes: int = 0  # of all jobs that are kept; 0: no bound
+    max_stored_bytes: int = 0  # of all kept jobs; 0: no bound
     max_tenant_stored_bytes: int = 0  # of its tenant's
-    needs_worker: bool = False  # refused where no worker of the model lives
-    cold_start_s: float = 0.0  # until a first worker is up, where none lives
+    needs_worker: bool = False  # refuse without a live worker of the model
+    cold_start_s: float = 0.0  # until a first worker is up, without live workers
     idempotency_key: str = ""
     body_hash: str = ""
-    attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
-    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, to find it by
-    callback: Callback | None = None  # whom to tell of the end
+    attendance_s: float = 0.0  # cancelled after this long without a caller; 0: never
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, for searches
+    callback: Callback | None = None  # receives messages about the job
 
 
 class QueuePosition(msgspec.Struct, frozen=True):
-    """What goes before a waiting job, nearly: fairness mixes tenants as their costs come.
+    """The estimated work ahead of a waiting job.
 
-    `eta_s`: seconds until it starts, from the measured rates; None where none was measured.
+    `eta_s`: seconds until it starts at the measured rates; None where none is measured.
     """
 
     num_jobs_ahead: int = 0
@@ -77,8 +77,8 @@ class QueuePosition(msgspec.Struct, frozen=True):
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """An accepted job; `is_new` is False where the same call was accepted before, which says
-    nothing of its place."""
+    """An accepted job. `is_new` is False where the same call was accepted before; position and
+    rates are then unset."""
 
     job_id: str
     is_new: bool
@@ -87,20 +87,20 @@ class Submitted(msgspec.Struct, frozen=True):
 
 
 class Quote(msgspec.Struct, frozen=True):
-    """What submit would answer now: where it would refuse, why, and how long all would take."""
+    """What submit would reply now: a refusal or None, waiting time and service time."""
 
     refusal: JobRefused | None
     position: QueuePosition
     service_s: float | None  # from its start to its end; None where unknown
-    cost_tokens: int  # prompt and the output to expect
+    cost_tokens: int  # prompt and predicted output
     rates: RateLimits
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True):
-    """What a worker says of its speed and its room; 0: not measured, not known."""
+    """A worker's speed and capacity; 0: not measured or unknown."""
 
-    tokens_per_s: float = 0.0  # of jobs' costs, when it has all the work that it can take
-    stream_tokens_per_s: float = 0.0  # of output, that one stream gets
+    tokens_per_s: float = 0.0  # of jobs' costs, under full load
+    stream_tokens_per_s: float = 0.0  # of output, in one stream
     max_tokens: int = 0  # of jobs that it holds at once
     max_jobs: int = 0
     lanes: tuple[str, ...] = ()  # most urgent first
@@ -108,33 +108,33 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
     @property
     def lanes_with_shares(self) -> str:
-        """As a heartbeat says them: `interactive batch=0.05`."""
+        """As in a heartbeat: `interactive batch=0.05`."""
         shares = {lane: self.min_shares.get(lane, 0.0) for lane in self.lanes}
         return " ".join(f"{lane}={share}" if share else lane for lane, share in shares.items())
 
 
 class FairRoom(msgspec.Struct, frozen=True):
-    """What a worker whose places in a lane are all taken could start of tenants that have less than
-    their equal share of them: places and tokens of the lane, and what each tenant holds there."""
+    """A lane's slots and tokens at a worker, and each tenant's part of them. With all slots taken,
+    the worker still claims jobs of tenants below their share by weight."""
 
     max_jobs: int
     max_tokens: int
-    held: Mapping[str, tuple[int, int]]  # tenant → places, tokens
+    held: Mapping[str, tuple[int, int]]  # tenant → slots, tokens
 
 
 class LaneRoom(msgspec.Struct, frozen=True):
-    """What a worker could start of a lane: its next job comes only while all that was claimed
-    leaves room for it. `max_owed` of them come first at most, where the lane is owed its share.
-    A job counts as many as it has choices."""
+    """A lane's room at a worker: a claim takes the lane's next job only while all claimed jobs
+    leave room for it. At most `max_owed` slots go first because of the lane's deficit of its
+    minimum share. Each choice of a job fills a slot."""
 
     max_jobs: int
     max_tokens: int
     max_owed: int = 2**31
-    fair: FairRoom | None = None  # counts where `max_jobs` are handed out
+    fair: FairRoom | None = None  # used where `max_jobs` is 0
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """A job handed to a worker, with its fencing token and where its log ends."""
+    """A job assigned to a worker, with its fencing token and the end of its log."""
 
     job: Job
     epoch: int
@@ -143,8 +143,8 @@ class Claimed(msgspec.Struct, frozen=True):
     hash: str
     num_logged_tokens: int
     deadline_s: float  # from now
-    is_alone: bool  # under suspicion: nothing else may run beside it
-    cost_tokens: int = 0  # prompt and the output to expect
+    is_alone: bool  # a suspect: it must run alone
+    cost_tokens: int = 0  # prompt and predicted output
 
 
 class Append(msgspec.Struct, frozen=True):
@@ -158,11 +158,11 @@ class Append(msgspec.Struct, frozen=True):
     fin: Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED] = ""
     code: str = ""
     message: str = ""
-    result: ObjectRef | None = None  # with an end: where the log before it is kept from now on
+    result: ObjectRef | None = None  # with an end: the object that holds the log before it
 
 
 class Release(msgspec.Struct, frozen=True):
-    """One job given back: `drain` leaves its attempts as they were, `error` uses one up."""
+    """A job returned to its lane: `drain` does not count the attempt, `error` does."""
 
     job_id: str
     epoch: int
@@ -183,8 +183,8 @@ CORRECTION_KINDS = ("lane", "line", "tenant", "list", "type")
 
 
 class Correction(msgspec.Struct, frozen=True):
-    """A counter or a list that was not as the jobs' records say: its key without the tag, and the
-    field or member of it."""
+    """A corrected counter or list: its key without the tag, its field or member, and the old and
+    new value."""
 
     kind: str
     key: str
@@ -194,8 +194,8 @@ class Correction(msgspec.Struct, frozen=True):
 
 
 class Swept(msgspec.Struct, frozen=True):
-    """What a sweep found: leases lapsed, deadlines passed, callers gone, retentions over; what it
-    set right."""
+    """Numbers of lapsed leases, expired, unattended and forgotten jobs of a sweep; its
+    corrections."""
 
     num_lapsed: int
     num_expired: int
@@ -205,7 +205,7 @@ class Swept(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Which of a tenant's jobs a list shows; what is empty admits all."""
+    """Filters of a list of jobs; an empty one admits all."""
 
     statuses: frozenset[JobStatus] = frozenset()
     lane: str = ""
@@ -215,34 +215,38 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """Jobs of a list, the youngest first. `position` is the id after which the search
-    goes on, empty at the end; a page may be short, or empty, before that.
+    """A page of a list, youngest job first. `position`: id after which the next page begins, empty
+    at the end. A page before the end may be short or empty.
     """
 
     views: tuple["JobView", ...]
     position: str
 
 
-class JobView(msgspec.Struct, frozen=True):
-    """A job as its caller may see it. Times are Unix milliseconds of the Redis clock."""
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as its caller may see it. Times are Unix milliseconds of the Redis clock.
+
+    Fields are those of the job's record in Redis, under their `name` where one is given.
+    """
 
     job: Job
-    status: JobStatus
+    status: JobStatus = msgspec.field(name="state")
     lane: str
     attempt: int
-    next_number: int
-    num_output_tokens: int
-    num_prompt_tokens: int
-    created_ms: int
-    claimed_ms: int | None
-    first_token_ms: int | None
-    finished_ms: int | None
-    deadline_ms: int
-    code: str
-    message: str
+    next_number: int = msgspec.field(name="next")
+    num_output_tokens: int = msgspec.field(name="tokens")
+    num_prompt_tokens: int = msgspec.field(name="prompt_tokens")
+    created_ms: int = msgspec.field(name="created")
+    claimed_ms: int | None = msgspec.field(default=None, name="claimed")
+    first_token_ms: int | None = msgspec.field(default=None, name="first_token")
+    finished_ms: int | None = msgspec.field(default=None, name="finished")
+    deadline_ms: int = msgspec.field(name="deadline")
+    code: str = ""
+    message: str = ""
     metadata: Mapping[str, str]
-    result: ObjectRef | None  # where the log before its end is kept; None: here
-    predicted_wait_ms: int | None = None  # at its submission; None: unknown, or it was moved
+    result: ObjectRef | None  # the object that holds the log before its end; None: Redis has it
+    # At its submission; None where unknown or the job was moved.
+    predicted_wait_ms: int | None = msgspec.field(default=None, name="predicted")
     position: QueuePosition | None = None  # of a queued job, where it is known
 
     @property

@@ -1,7 +1,6 @@
-"""One typed call for each Redis Function.
+"""A typed call for each Redis Function.
 
-The functions are contract/lua/*.lua; the header of each names its arguments and replies.
-Over 300 lines: one call for each function, and each says what it takes.
+The functions are contract/lua/*.lua; their headers describe arguments and replies.
 """
 
 import logging
@@ -12,6 +11,7 @@ import msgspec
 import redis.asyncio
 
 from contract import replies
+from contract.arguments import append_items, lane_argument, submit_arguments
 from contract.codec import decode_entry
 from contract.errors import BrokerFull, ErrorCode, wire_errors
 from contract.events import LogEntry
@@ -36,23 +36,17 @@ from contract.function_types import (
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import call_function
-from contract.refusals import decode_position, decode_rates, idempotency_mismatch, refusal
-from contract.steps import decode_verdicts, encode_items
-from contract.submit_arguments import asked
 
 log = logging.getLogger("batchway.redis")
 
-FIRST_HASH = "00000000"
-
-MAX_LOOKS = 500  # jobs of a list that one call looks at
-_NO_ROOM = LaneRoom(0, 0)
+MAX_LOOKS = 500  # records that one call of `list` reads
 _Word = str | bytes | int | float  # of a command
-BOOT_GRACE_S = 10.0  # after a restart of Redis, how long leases and callers may take to renew
+BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 
 
 class Functions:
-    """The functions of one partition. Every call may be repeated, and raises BrokerUnavailable,
-    CommandDenied, and WireError where a record is not as this version writes it.
+    """The functions of one partition. Every call but `claim` may be repeated. Every call raises
+    BrokerUnavailable, CommandDenied, and WireError for an unreadable record.
     """
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
@@ -63,33 +57,33 @@ class Functions:
         return await call_function(self._client, self._tag, name, *args, reads=reads)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Accepts a job. Raises JobRefused, which says why and when to come again; BrokerFull."""
-        reply = await self._call("submit", *asked(job, submission))
+        """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull."""
+        reply = await self._call("submit", *submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
-                limits = decode_rates(submission, rates)
-                return Submitted(job_id.decode(), True, decode_position(place), limits)
+                limits = replies.decode_rates(submission, rates)
+                return Submitted(job_id.decode(), True, replies.decode_position(place), limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
-                raise idempotency_mismatch()
+                raise replies.idempotency_mismatch()
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
-                limits = decode_rates(submission, rates)
-                raise refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+                limits = replies.decode_rates(submission, rates)
+                raise replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        """What submit would say of a job; queues nothing and charges nothing."""
-        reply = await self._call("quote", *asked(job, submission), reads=True)
+        """What submit would reply; writes nothing."""
+        reply = await self._call("quote", *submit_arguments(job, submission), reads=True)
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
-        limits = decode_rates(submission, rates)
+        limits = replies.decode_rates(submission, rates)
         refused = None
         if reason != b"OK":
-            refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+            refused = replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         service_s = service_ms / 1000 if service_ms else None
-        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
+        return Quote(refused, replies.decode_position(place), service_s, cost_tokens, limits)
 
     async def claim(
         self,
@@ -105,28 +99,28 @@ class Functions:
         min_shares: Mapping[str, float] | None = None,
         rooms: Mapping[str, LaneRoom] | None = None,
     ) -> list[Claimed]:
-        """Takes waiting jobs, at most so many and of at most so many tokens in all; `rooms`, both
-        by lane, and nothing of a lane that is not named.
+        """Claims waiting jobs, up to `max_jobs` and `max_tokens` in all, or up to the room of each
+        lane in `rooms`, where a lane without an entry has none.
 
-        Lanes come most urgent first; one with a minimum share gets that much of the tokens that
-        are handed out while it has work. An idle worker may be handed one job under suspicion,
-        which must run alone. The version of the worker's configuration is kept with the job.
+        Lanes are in order of urgency; a lane with waiting jobs and a minimum share gets at least
+        that share of the claimed tokens. An idle worker may get a suspect job, which must run
+        alone. The job's record keeps the version of the worker's configuration.
 
-        Not made again where its answer is lost: `mine` says what that has handed out. A job whose
-        record cannot be read is handed to nobody: it is failed as poison.
+        Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
+        unreadable records fail as poison.
         """
-        says: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
-        says += [int(is_idle), config_version]
+        args: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
+        args += [int(is_idle), config_version]
         for lane in lanes:
-            says += [lane, _claim_terms(lane, min_shares or {}, rooms)]
-        reply = await call_function(self._client, self._tag, "claim", *says, is_repeated=False)
+            args += [lane, lane_argument(lane, min_shares or {}, rooms)]
+        reply = await call_function(self._client, self._tag, "claim", *args, is_repeated=False)
         return await self._readable(incarnation, reply)
 
     async def mine(
         self, incarnation: str, known_ids: Sequence[str], *, lease_s: float
     ) -> list[Claimed]:
-        """The jobs that a worker holds without knowing: the reply to its claim was lost. As `claim`
-        where a record cannot be read.
+        """Jobs that a worker holds but does not know, because the reply to its claim was lost. Jobs
+        with unreadable records fail as poison.
         """
         reply = await self._call("mine", incarnation, int(lease_s * 1000), *known_ids)
         return await self._readable(incarnation, reply)
@@ -134,7 +128,7 @@ class Functions:
     async def _readable(self, incarnation: str, reply: list[Any]) -> list[Claimed]:
         claims, spoiled = replies.claimed(reply)
         for part in spoiled:
-            log.error("the record of a job is unreadable: failed as poison job_id=%s", part.job_id)
+            log.error("a job with an unreadable record fails as poison job_id=%s", part.job_id)
         if spoiled:
             await self.append(incarnation, spoiled, lease_s=0)
         return claims
@@ -142,14 +136,14 @@ class Functions:
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Appends a step's output; a verdict for each item, with its number where it has one.
+        """Appends a step's output; for each item a verdict and its number, or 0.
 
-        `lease_s`: how long their leases run from now on; 0: they stay as they are.
+        `lease_s`: the leases' new duration; 0 leaves them unchanged.
         """
         ids = [item.job_id for item in items]
-        says = encode_items(items)
-        reply = await self._call("append", incarnation, int(lease_s * 1000), says, *ids)
-        return decode_verdicts(items, reply)
+        packed = append_items(items)
+        reply = await self._call("append", incarnation, int(lease_s * 1000), packed, *ids)
+        return replies.append_verdicts(items, reply)
 
     async def heartbeat(
         self,
@@ -163,12 +157,11 @@ class Functions:
         state: WorkerState = "up",
         counted: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """Says that a worker lives, holding jobs (id, epoch); returns the ids it has lost.
+        """Reports that a worker is alive and holds jobs (id, epoch); returns ids of jobs that it no
+        longer holds.
 
-        `counted`: its own totals since it began, by field; only their growth is added up.
+        `counted`: the worker's totals since its start, by field.
         """
-        c = capacity
-        says = (info, c.tokens_per_s, c.stream_tokens_per_s, c.max_tokens, c.max_jobs)
         pairs = [part for pair in held for part in pair]
         reply = await self._call(
             "heartbeat",
@@ -176,21 +169,25 @@ class Functions:
             model,
             int(lease_s * 1000),
             state,
-            *says,
-            c.lanes_with_shares,
+            info,
+            capacity.tokens_per_s,
+            capacity.stream_tokens_per_s,
+            capacity.max_tokens,
+            capacity.max_jobs,
+            capacity.lanes_with_shares,
             msgspec.msgpack.encode(counted) if counted else b"",
             *pairs,
         )
         return [job_id.decode(errors="replace") for job_id in reply]
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
-        """Tells workers to go; of each, whether there is one to hear it."""
+        """Orders workers to drain; for each, whether it has a record."""
         return [verdict == b"OK" for verdict in await self._call("drain", *incarnations)]
 
     async def release(
         self, incarnation: str, items: Sequence[Release]
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Gives jobs back; a verdict for each."""
+        """Returns jobs to their lanes; a verdict for each."""
         args: list[str | int] = []
         for item in items:
             args += [item.job_id, item.epoch, item.kind, item.code, item.message]
@@ -199,7 +196,7 @@ class Functions:
     async def blame(
         self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Jobs in whose step the engine process died: run alone from now on; poison at last."""
+        """Reports jobs in whose step the engine process died; they run alone or fail as poison."""
         args: list[str | int] = []
         for item in items:
             args += [item.job_id, item.epoch, item.about]
@@ -207,9 +204,8 @@ class Functions:
         return [replies.verdict(part) for part in reply]
 
     async def attend(self, job_ids: Sequence[str]) -> int:
-        """Says that a caller still waits for these jobs; how many of them need one."""
-        attended: int = await self._call("attend", *job_ids)
-        return attended
+        """Reports that a caller still waits for these jobs; how many of them need attendance."""
+        return int(await self._call("attend", *job_ids))
 
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
@@ -222,22 +218,19 @@ class Functions:
     async def detach(
         self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
     ) -> Verdict | JobStatus | None:
-        """Lets a job go on without a caller, for so long at least; None where there is none."""
-        terms = (int(deadline_s * 1000), int(retention_s * 1000))
-        reply = await self._call("detach", job_id, tenant, *terms)
+        """Lets a job continue without a caller, with at least this deadline and retention; None
+        where the tenant has no such job."""
+        reply = await self._call(
+            "detach", job_id, tenant, int(deadline_s * 1000), int(retention_s * 1000)
+        )
         return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
-        """Cancels a job; returns the status it now has, None where the tenant has no such job."""
-        reply = await self._call("cancel", job_id, tenant)
-        match reply:
-            case [b"NOT_FOUND"]:
-                return None
-            case [b"CANCELLED"]:
-                return JobStatus.CANCELLED
-            case [status]:
-                return JobStatus(status.decode())
-        raise AssertionError(f"cancel: unknown reply {reply[0]!r}")
+        """Cancels a job; its status afterwards, None where the tenant has no such job."""
+        [status] = await self._call("cancel", job_id, tenant)
+        if status == b"NOT_FOUND":
+            return None
+        return JobStatus.CANCELLED if status == b"CANCELLED" else JobStatus(status.decode())
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
@@ -263,8 +256,8 @@ class Functions:
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
     ) -> JobPage | None:
-        """A tenant's jobs after the one with the id `after`, the youngest first; None where that
-        job is not in the list. Looks at `max_looks` jobs at most; leaves out what cannot be read.
+        """A tenant's jobs after the job `after`, youngest first; None where that job is not in the
+        list. Reads at most `max_looks` records; omits unreadable ones.
         """
         states = "".join(f"{status} " for status in sorted(wanted.statuses))
         metadata = [part for pair in wanted.metadata.items() for part in pair]
@@ -280,18 +273,13 @@ class Functions:
         return JobPage(replies.views(records), position.decode(errors="replace"))
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
-        """Forgets a job that has ended: True. False where the tenant has no such job; the status
-        of one that has not ended.
+        """Deletes an ended job: True. False where the tenant has no such job, its status where it
+        has not ended.
         """
-        match await self._call("delete", job_id, tenant):
-            case [b"DELETED"]:
-                return True
-            case [b"NOT_FOUND"]:
-                return False
-            case [status]:
-                return JobStatus(status.decode())
-            case reply:
-                raise AssertionError(f"delete: unknown reply {reply!r}")
+        [status] = await self._call("delete", job_id, tenant)
+        if status == b"NOT_FOUND":
+            return False
+        return True if status == b"DELETED" else JobStatus(status.decode())
 
     async def snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
         """A model's lanes, workers and totals at one moment. Raises WireError."""
@@ -300,21 +288,6 @@ class Functions:
             return replies.snapshot(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
-        """Does what time has done, and sets right what differs from the jobs' records; after a
-        restart of Redis it first grants a grace."""
+        """Applies what has become due and corrects counters and lists; the first call after a
+        restart of Redis extends leases instead."""
         return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
-
-
-def _claim_terms(
-    lane: str, shares: Mapping[str, float], rooms: Mapping[str, LaneRoom] | None
-) -> str:
-    share = str(shares.get(lane, 0.0))
-    if rooms is None:
-        return share
-    room = rooms.get(lane, _NO_ROOM)
-    words: list[_Word] = [share, room.max_jobs, room.max_tokens, room.max_owed]
-    if room.fair is not None:
-        words += [room.fair.max_jobs, room.fair.max_tokens]
-        for tenant, held in room.fair.held.items():
-            words += [tenant, *held]
-    return " ".join(map(str, words))

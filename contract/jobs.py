@@ -1,12 +1,12 @@
-"""What a caller asks for: a job, its sampling parameters, its states.
+"""Jobs, their sampling parameters and states, independent of HTTP, Redis and tensors.
 
-Knows nothing of HTTP, of Redis or of tensors. Everything here travels, so it is frozen.
+All types are frozen, because they are sent between processes.
 """
 
 import hashlib
 import secrets
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ TERMINAL_STATUSES = frozenset(
     {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED}
 )
 
-# The states as callers name them.
+# The states in the API.
 PUBLIC_STATUSES = {
     "queued": frozenset({JobStatus.QUEUED}),
     "running": frozenset({JobStatus.CLAIMED, JobStatus.STREAMING}),
@@ -39,32 +39,31 @@ PUBLIC_STATUSES = {
 
 
 def public_status(status: JobStatus) -> str:
-    """The state as callers name it: `claimed` and `streaming` are both `running`."""
+    """The state in the API: `claimed` and `streaming` are both `running`."""
     return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
 
 
 class Endpoint(StrEnum):
-    """The HTTP endpoint whose shapes the job's answer takes."""
+    """The HTTP endpoint that defines the format of the job's response."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words."""
+    """Why a choice ended, as in OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when a choice ends.
+    """How tokens are sampled and when a choice ends, for each prompt of a job.
 
     `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
-    `default_seed(job_id)`. `logprobs` is None (none), 0 (of the chosen token) or the number of
-    most likely tokens reported beside it. Of a job with several prompts they hold for each prompt.
-    Bounds are checked where a record is read: those of what a worker makes memory for before its
-    engine checks the rest.
+    `default_seed(job_id)`. `logprobs` is None (none), 0 (of the sampled token) or the number of
+    most likely tokens to report in addition. Decoding checks the bounds of values for which a
+    worker allocates memory before its engine checks the others.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -83,12 +82,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens but the first
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens after the first
+    grammar: str = ""  # llguidance's serialised form, of every choice; "": unconstrained
     varies_seed: bool = False  # the caller gave no seed: each of several prompts has its own
 
     def of_prompt(self, number: int) -> "SamplingParams":
-        """Those of one prompt of several. With the caller's seed they are what the prompt has
-        alone; without one, equal prompts must not all get the same answer.
+        """The parameters of one of several prompts. The caller's seed applies to each prompt;
+        without it, each prompt gets another seed, so that equal prompts get different output.
         """
         if number == 0 or not self.varies_seed:
             return self
@@ -96,9 +96,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where something too large for Redis lies: a key of an object store, and what it must hold.
+    """A reference to an object in an object store: key, hash and size.
 
-    `store` names the store, so that a reader of another one says so instead of missing the object.
+    `store` names the store, so that a reader with another store can report the difference.
     """
 
     store: str
@@ -108,7 +108,7 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt, or all prompts of a job, in the object store."""
+    """A job's prompts in the object store."""
 
     ref: ObjectRef
     num_tokens: int
@@ -116,15 +116,20 @@ class StoredPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TraceContext(msgspec.Struct, frozen=True, array_like=True):
-    """Where a job stands in a trace: W3C `traceparent` of its request, and when it was submitted
-    (Unix time, ns, of the gateway: for the picture of a trace alone)."""
+    """A job's trace: W3C `traceparent` of its request, and its submission in Unix ns by the
+    gateway's clock, for display only."""
 
     traceparent: str
     submitted_ns: int
 
 
+# How a job goes on after its worker has died: with the tokens that it would have had, or with
+# others of the same distribution. Greedy jobs without penalties have the same tokens either way.
+ResumeKind = Literal["exact", "distribution"]
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is immutable of a job; what changes lies beside it in the job's record.
+    """The immutable part of a job; the job's record in Redis holds the rest.
 
     Choice j of prompt i has the index i * n + j among all choices of the job.
     """
@@ -136,20 +141,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     endpoint: Endpoint
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    created_s: int  # Unix time at the gateway, for the `created` field of answers only
+    created_s: int  # Unix time at the gateway, for the `created` field of responses
     return_token_ids: bool = False
-    echo: bool = False  # the answer's text begins with the prompt's
-    shows_output: bool = True  # False: `max_tokens` was 0, for which the engine computes one token
-    prompt_logprobs: int | None = None  # as asked for; that of `params` also serves an echo
+    echo: bool = False  # the response's text begins with the prompt
+    shows_output: bool = (
+        True  # False: the caller's `max_tokens` was 0; the engine computes one token
+    )
+    prompt_logprobs: int | None = (
+        None  # as requested; `params.prompt_logprobs` may also serve an echo
+    )
     trace: TraceContext | None = None
-    stored_prompt: StoredPrompt | None = None  # then there are no token ids until it is fetched
+    stored_prompt: StoredPrompt | None = None  # then the token ids are empty until fetched
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
-    # Of its tenant: what that gets of a lane is to what others get as their weights are.
+    # The tenant's weight: tenants share a lane in proportion to their weights.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    resume: ResumeKind = "exact"  # of the model's engine when the job came
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each; they are empty where they must be fetched first."""
+        """The token ids of each prompt; empty where they must be fetched first."""
         return self.prompt_list or (self.prompt_ids,) * self.num_prompts
 
     @property
@@ -177,9 +187,20 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
+
+    prompt_logprobs: bool = True
+    structured_output: bool = False
+    tools: bool = False
+    lora: bool = False
+    embeddings: bool = False
+    resume: ResumeKind = "exact"
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway must know of a model to validate, render and tokenise for it. The bounds are
-    checked where a card is read: a worker may have written anything.
+    """What a gateway needs to validate, render and tokenise requests for a model. Decoding checks
+    the bounds, because gateways do not trust workers.
     """
 
     name: _Name
@@ -190,26 +211,27 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")
     ]  # see encode_tokenizer
     created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    # That its workers serve, most urgent first.
+    # The lanes that its workers serve, most urgent first.
     lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+    capabilities: Capabilities = Capabilities()
 
 
-MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles as msgpack, and of that compressed
+MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's tokenizer as `tokenizers` reads it, and its chat template where it has one."""
+    """A model's tokenizer in the format of `tokenizers`, and its chat template."""
 
     tokenizer_json: str
     chat_template: str | None
-    special_tokens: dict[str, str] = {}  # bos_token, eos_token …: what the template may name
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token …: variables of the template
 
 
 def new_job_id(partition: int = 0) -> str:
-    """A job id: 128 random bits behind the number of the partition that holds the job."""
+    """A job id: the number of the job's partition and 128 random bits."""
     return f"job-{partition}-{secrets.token_hex(16)}"
 
 
 def default_seed(job_id: str) -> int:
-    """The seed of a job whose caller gave none: the same on every attempt (63 bits)."""
+    """The seed of a job without one of its caller: the same on every attempt (63 bits)."""
     return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8]) >> 1

@@ -1,4 +1,4 @@
-"""The functions' library: its text, made of contract/lua/*.lua, its loading and its calls."""
+"""The function library: builds it from contract/lua/*.lua, loads it, calls its functions."""
 
 import logging
 from pathlib import Path
@@ -31,15 +31,15 @@ _LUA = Path(__file__).parent / "lua"
 
 
 def library_source() -> str:
-    """The library as one text: the shared parts, then the functions by name."""
+    """The library's source: the shared parts, then the functions by name."""
     files = [*(_LUA / f"_{name}.lua" for name in _SHARED), *sorted(_LUA.glob("[a-z]*.lua"))]
     return "\n".join(path.read_text() for path in files)
 
 
 async def ensure_library(client: redis.asyncio.Redis) -> None:
-    """Loads the library where the server holds none or another text of it. A user that may not is
-    told so in the log: the library is then the deploy step's to load, and calls of a function that
-    is missing raise BrokerUnavailable.
+    """Loads the library where the server has none or a different one. Where the user lacks the
+    right, logs that: then the deploy step must load it, and calls raise BrokerUnavailable until it
+    has.
 
     Raises BrokerUnavailable.
     """
@@ -61,10 +61,11 @@ async def call_function(
     reads: bool = False,
     is_repeated: bool = True,
 ) -> Any:
-    """A function's reply; `tag` is the partition's key. `is_repeated` says whether to call again
-    where Redis gives no answer.
+    """A function's reply; `tag` is the partition's key. `is_repeated`: retry where Redis does not
+    answer.
 
-    Raises BrokerUnavailable, CommandDenied, and WireError where a key holds what no function wrote.
+    Raises BrokerUnavailable, CommandDenied, and WireError for a key that the functions did not
+    write.
     """
     verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
 

@@ -1,7 +1,7 @@
-"""One typed call for each Redis Function of the outbox, which holds what callers are to be told.
+"""A typed call for each Redis Function of the outbox, which holds the messages of callbacks.
 
-Records come into it with a job's transitions, see `post` in lua/_shared.lua. What is done to
-deliver them is workers/callbacks.
+Transitions of jobs post messages (`outbox.post` in lua/_outbox.lua); workers/callbacks delivers
+them.
 """
 
 import contextlib
@@ -11,39 +11,44 @@ from typing import Any, Literal
 import msgspec
 import redis.asyncio
 
-from contract.callbacks import Callback, MessageKind, OutboxState, decode_callback
+from contract.callbacks import Callback, MessageKind, OutboxState
+from contract.codec import decode_callback
+from contract.connection import broker_errors
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
 from contract.library import call_function
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A job whose message a relay has taken; `attempt` fences what is said of it."""
+    """A message that a relay has leased; `attempt` is its fencing token."""
 
     job_id: str
     attempt: int
 
 
 class OutboxRecord(msgspec.Struct, frozen=True):
-    """What a job's caller is to be told, and how that went so far. Times in ms of Redis."""
+    """The message for a job's caller and the state of its delivery. Times in ms of the Redis clock.
+
+    Fields are those of the record in Redis, under their `name` where one is given.
+    """
 
     job_id: str
     tenant: str
     model: str
     lane: str
     kind: MessageKind
-    number: int  # of the job's messages: part of the message's id
-    at_ms: int  # when it happened
-    created_ms: int  # when the job was submitted
-    num_prompt_tokens: int
-    num_output_tokens: int
     code: str
     message: str
     state: OutboxState
-    attempt: int
-    failures: int  # of this message: the rung of the ladder it is on
-    note: str  # what came of the last attempt
-    callback: Callback | None  # None once it is delivered
+    note: str  # outcome of the last attempt
+    number: int = 0  # of the job's messages: part of the message's id
+    at_ms: int = msgspec.field(default=0, name="at")  # time of the event
+    created_ms: int = msgspec.field(default=0, name="created")  # when the job was submitted
+    num_prompt_tokens: int = msgspec.field(default=0, name="prompt_tokens")
+    num_output_tokens: int = msgspec.field(default=0, name="tokens")
+    attempt: int = 0
+    failures: int = 0  # failed attempts of this message
+    callback: Callback | None = None  # None once it is delivered
 
     @property
     def message_id(self) -> str:
@@ -52,14 +57,14 @@ class OutboxRecord(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A message that was given up, and when (ms of Redis)."""
+    """A message whose delivery was given up; `died_ms` is the time by the Redis clock."""
 
     record: OutboxRecord
     died_ms: int
 
 
 class DoneVerdict(StrEnum):
-    """What became of the news that an attempt has ended."""
+    """The reply to the report of an attempt's outcome."""
 
     OK = "OK"
     SUPERSEDED = "SUPERSEDED"
@@ -84,36 +89,36 @@ class Outbox:
         return await call_function(self._client, tag, f"outbox_{name}", *args, reads=reads)
 
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
-        """Takes what is due, for as long as the lease."""
+        """Leases due messages."""
         reply = await self._call("take", int(lease_s * 1000), max_messages, max_per_target)
         return [Taken(job_id.decode(errors="replace"), attempt) for job_id, attempt in reply]
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
-        """Begins the attempt and renews its lease; None where it is another's by now.
+        """Begins an attempt and renews its lease; None where another relay has taken it.
 
         Raises WireError.
         """
-        reply = await self._call("start", *_of(taken), int(lease_s * 1000), "begin")
+        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "begin")
         return _record(taken.job_id, reply[1]) if reply[0] == b"OK" else None
 
     async def renew(self, taken: Taken, *, lease_s: float) -> bool:
-        """Renews the lease of an attempt that goes on; False where it is another's by now."""
-        reply = await self._call("start", *_of(taken), int(lease_s * 1000), "renew")
+        """Renews the lease of an attempt; False where another relay has taken it."""
+        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "renew")
         return bool(reply[0] == b"OK")
 
     async def done(
         self, taken: Taken, outcome: Outcome, *, delay_s: float = 0.0, note: str = ""
     ) -> DoneVerdict:
-        """Says how an attempt ended; after `delay_s` the next is due where it is to be retried."""
-        reply = await self._call("done", *_of(taken), outcome, int(delay_s * 1000), note)
+        """Reports an attempt's outcome; a retry is due after `delay_s`."""
+        reply = await self._call(
+            "done", taken.job_id, taken.attempt, outcome, int(delay_s * 1000), note
+        )
         return DoneVerdict(reply[0].decode())
 
     async def dead(
         self, tenant: str, *, job_id: str = "", limit: int = 100, before_ms: int | None = None
     ) -> list[DeadLetter]:
-        """A tenant's dead letters, the youngest first, or that of one job; without those whose
-        record cannot be read.
-        """
+        """A tenant's dead letters, youngest first, or that of one job. Omits unreadable records."""
         before = "" if before_ms is None else before_ms
         reply = await self._call("dead", tenant, job_id, limit, before, reads=True)
         letters = []
@@ -124,51 +129,61 @@ class Outbox:
         return letters
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
-        """Tries a dead letter again; the record's state, None where the tenant has none."""
+        """Schedules a dead letter again; the record's state, None where the tenant has none."""
         reply = await self._call("replay", job_id, tenant)
-        match reply:
-            case [b"NOT_FOUND"]:
-                return None
-            case [b"OK"]:
-                return OutboxState.DUE
-        return OutboxState(reply[0].decode())
-
-
-def _of(taken: Taken) -> tuple[str, int]:
-    return taken.job_id, taken.attempt
+        if reply == [b"NOT_FOUND"]:
+            return None
+        return OutboxState.DUE if reply == [b"OK"] else OutboxState(reply[0].decode())
 
 
 def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:
     """Raises WireError."""
     with wire_errors("record of the outbox"):
-        return _record_of(job_id, flat)
+        raw = dict(zip(flat[::2], flat[1::2], strict=True))
+        callback = raw.pop(b"callback", None)
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        record = msgspec.convert(fields | {"job_id": job_id}, OutboxRecord, strict=False)
+        return msgspec.structs.replace(
+            record, callback=None if callback is None else decode_callback(callback)
+        )
 
 
-def _record_of(job_id: str, flat: list[bytes]) -> OutboxRecord:
-    fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+_SHOWN = {OutboxState.DELIVERED: "delivered", OutboxState.DEAD: "given_up"}
 
-    def text(name: str) -> str:
-        return fields[name].decode()
 
-    def number(name: str) -> int:
-        return int(fields.get(name, b"0"))
+class CallbackState(msgspec.Struct, frozen=True):
+    """The state of a job's callback for its caller, without target and secret.
 
-    return OutboxRecord(
-        job_id=job_id,
-        tenant=text("tenant"),
-        model=text("model"),
-        lane=text("lane"),
-        kind=MessageKind(text("kind")),
-        number=number("number"),
-        at_ms=number("at"),
-        created_ms=number("created"),
-        num_prompt_tokens=number("prompt_tokens"),
-        num_output_tokens=number("tokens"),
-        code=text("code"),
-        message=text("message"),
-        state=OutboxState(text("state")),
-        attempt=number("attempt"),
-        failures=number("failures"),
-        note=text("note"),
-        callback=decode_callback(fields["callback"]) if "callback" in fields else None,
-    )
+    `state` is `pending`, `delivered` or `given_up`. `next_attempt_ms`, by the Redis clock, is None
+    during an attempt and before the first message.
+    """
+
+    state: str
+    num_attempts: int
+    next_attempt_ms: int | None
+
+
+async def callback_state(
+    client: redis.asyncio.Redis, keys: Keys, job_id: str, tenant: str
+) -> CallbackState | None:
+    """None where the tenant's job has no callback.
+
+    Raises BrokerUnavailable, WireError.
+    """
+    with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
+        job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
+        record: Any = await client.hmget(
+            keys.of("out", job_id), ["tenant", "state", "attempt", "to"]
+        )
+        if record[0] is None:
+            has_one = job[0] == tenant.encode() and job[1]
+            return CallbackState("pending", 0, None) if has_one else None
+        if record[0] != tenant.encode():
+            return None
+        due: Any = None
+        if record[1] == b"due" and record[3]:
+            due = await client.zscore(keys.of("due", record[3].decode()), job_id)
+        state = OutboxState(record[1].decode())
+        return CallbackState(
+            _SHOWN.get(state, "pending"), int(record[2] or 0), None if due is None else int(due)
+        )

@@ -1,9 +1,10 @@
-"""Jobs that killed engines: what is on record of them, and how one is run again.
+"""Poison jobs, on which engines died: lists them and submits them again.
 
-A terminal job stays as it is. To run one again is to submit a new job with the content of the old
-one's record, under an id that follows from the old one's: so a repeat finds the job that is there.
+A requeued job is a new job with the content of the old record. Its id is derived from the old one,
+so that a repeated requeue finds the existing job.
 """
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -19,28 +20,28 @@ from contract.function_types import Submission, Submitted
 from contract.functions import Functions
 from contract.keys import Keys
 
-LEAST_RETENTION_S = 86_400.0  # of the new job: whoever asked for it comes back for the result
+LEAST_RETENTION_S = 86_400.0  # of the new job, so that its result can be read
 _FIELDS = (
     "job", "lane", "max_tokens", "created", "deadline", "ttl_ms", "max_attempts", "metadata"
 )  # fmt: skip
 
 
 class NotInQuarantine(BatchwayError):
-    """No such record: the id is wrong, or a thousand others came after it."""
+    """No such record: the id is wrong, or a thousand later ones have replaced it."""
 
 
 class CannotRequeue(BatchwayError):
-    """The job cannot be run again from its record. The message says why, and what to do."""
+    """The job cannot be requeued from its record. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoisonRecord:
-    """What is kept of a poison job: sizes and hashes, never text."""
+    """A poison job: sizes and hashes, never text."""
 
     job_id: str
     since_ms: int  # Unix, of the clock of Redis
     about: dict[str, Any]
-    is_readable: bool  # the job's own record is still kept, so it can be run again
+    is_readable: bool  # the job's record still exists, so it can be requeued
     requeued_as: str | None
 
 
@@ -52,24 +53,26 @@ class Quarantine:
     keys: Keys
 
     async def list(self) -> list[PoisonRecord]:
-        """All on record, the latest first."""
+        """All records, latest first."""
         with wire_errors("quarantine"), broker_errors(self.client, "ZREVRANGE"):
-            rows: Any = await self.client.zrevrange(self.keys.quarantine, 0, -1, withscores=True)
+            rows: Any = await self.client.zrevrange(
+                self.keys.of("quarantine"), 0, -1, withscores=True
+            )
         found = [(raw_id.decode(errors="replace"), int(since_ms)) for raw_id, since_ms in rows]
         return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> PoisonRecord:
         """Raises NotInQuarantine."""
         with broker_errors(self.client, "ZSCORE"):
-            since_ms = await self.client.zscore(self.keys.quarantine, job_id)
+            since_ms = await self.client.zscore(self.keys.of("quarantine"), job_id)
         if since_ms is None:
             raise NotInQuarantine(f"there is no {job_id!r} in the quarantine")
         return await self._record(job_id, int(since_ms))
 
     async def requeue(self, job_id: str, deadline_s: float | None = None) -> Submitted:
-        """Submits the job once more; `is_new` is False where that was done before.
+        """Submits the job again; `is_new` is False where it was requeued before.
 
-        Its deadline is as long as it was unless another is given. Raises NotInQuarantine,
+        The deadline's length stays the same unless `deadline_s` is given. Raises NotInQuarantine,
         CannotRequeue, JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
@@ -78,12 +81,12 @@ class Quarantine:
         raw = dict(zip(_FIELDS, values, strict=True))
         if raw["job"] is None:
             raise CannotRequeue(
-                f"the record of {job_id} is no longer kept, its prompt is gone: submit it anew"
+                f"the record and prompt of {job_id} have expired: submit the job anew"
             )
         job = decode_job(raw["job"])
         if job.stored_prompt is not None:
             raise CannotRequeue(
-                f"the prompt of {job_id} lies in an object store, and goes with it: submit it anew"
+                f"the prompt of {job_id} is in an object store and expires: submit the job anew"
             )
         with wire_errors("job record"):
             given_s = (int(raw["deadline"]) - int(raw["created"])) / 1000
@@ -93,36 +96,30 @@ class Quarantine:
                 deadline_s=given_s if deadline_s is None else deadline_s,
                 retention_s=max(LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
                 max_attempts=int(raw["max_attempts"]),
-                metadata=decode_metadata(raw["metadata"] or b""),
+                metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
             )
         return await Functions(self.client, self.keys).submit(again, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
         with wire_errors("record of a poison job"), broker_errors(self.client, "HGET or EXISTS"):
-            about: Any = await self.client.hget(self.keys.poison, job_id)
+            raw: Any = await self.client.hget(self.keys.of("poison"), job_id)
             is_readable = bool(await self.client.exists(self.keys.job(job_id)))
             was_requeued = bool(await self.client.exists(self.keys.job(again)))
+        about = {}
+        with contextlib.suppress(WireError), wire_errors("record of a poison job"):
+            about = dict(json.loads(raw or b"{}"))
         return PoisonRecord(
             job_id,
             since_ms,
-            _about(about or b"{}"),
+            about,
             is_readable,
             again if was_requeued else None,
         )
 
 
-def _about(raw: bytes) -> dict[str, Any]:
-    """Empty where it cannot be read."""
-    try:
-        with wire_errors("record of a poison job"):
-            return dict(json.loads(raw))
-    except WireError:
-        return {}
-
-
 def requeued_id(job_id: str) -> str:
-    """The id under which a poison job is run again: one for each, in the same partition."""
+    """The id of the requeued job: unique for each poison job, in the same partition."""
     head, _, _ = job_id.rpartition("-")
     digest = hashlib.sha256(f"{job_id} again".encode()).hexdigest()
     return f"{head}-{digest[:32]}"

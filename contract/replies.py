@@ -1,22 +1,52 @@
-"""What the functions answer, from lists of bytes to types. The calls are in functions.py."""
+"""Decodes the replies of the functions. The calls are in functions.py."""
 
 import json
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from contract.codec import decode_job, decode_metadata, decode_ref
-from contract.errors import ErrorCode, WireError, wire_errors
+from contract.errors import (
+    ErrorCode,
+    JobRefused,
+    RateLimit,
+    RateLimits,
+    WireError,
+    wire_errors,
+)
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
-from contract.function_types import Append, Claimed, Correction, JobView, Swept, Verdict
-from contract.jobs import TERMINAL_STATUSES, JobStatus
-from contract.refusals import decode_position
+from contract.function_types import (
+    Append,
+    Claimed,
+    Correction,
+    JobView,
+    QueuePosition,
+    Submission,
+    Swept,
+    Verdict,
+)
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
 log = logging.getLogger("batchway.recount")
 
+UNKNOWN_MS = -1
+
+_SENTENCES = {
+    "stored_bytes": "what is kept of your jobs takes all the bytes it may: delete jobs that have "
+    "ended, or ask for less retention_s",
+    "requests_per_min": "the limit of requests per minute is reached",
+    "tokens_per_min": "the limit of tokens per minute is reached",
+    "concurrent_tokens": "the limit of tokens in unfinished jobs is reached",
+    "lane_share": "your share of lane {lane!r} is taken by your jobs that wait in it",
+    "lane_tokens": "lane {lane!r} is full",
+    "lane_wait": "the wait in lane {lane!r} is over its bound",
+}
+
 
 def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
-    """Jobs handed out by `claim` and `mine`; and what ends those whose records cannot be read."""
+    """Jobs in a reply of `claim` or `mine`, and ends for those with unreadable records."""
     claims, spoiled = [], []
     for part in reply:
         raw_id, epoch, _, number, *_ = part
@@ -29,7 +59,7 @@ def claimed(reply: list[Any]) -> tuple[list[Claimed], list[Append]]:
 
 
 def poisoned(job_id: str, epoch: int, number: int) -> Append:
-    """What ends a job that no worker can begin, for what its record says."""
+    """An append that fails a job with an unreadable record."""
     message = "the record of the job could not be read"
     return Append(
         job_id, epoch, number, fin=JobStatus.FAILED, code=ErrorCode.POISON, message=message
@@ -55,63 +85,53 @@ def _claimed(job_id: str, part: list[Any]) -> Claimed:
         )
 
 
-def verdict(part: list[Any]) -> tuple[Verdict | JobStatus, int]:
-    """One job's part of a worker's call, with its number where it has one."""
-    if part[0] == b"OK" and len(part) > 1:  # what an append nearly always says
-        return Verdict.OK, part[1]
+def verdict(part: Sequence[Any]) -> tuple[Verdict | JobStatus, int]:
+    """One job's verdict in a worker's call, with its number; 0 where it has none."""
     word = part[0].decode()
     number = part[1] if len(part) > 1 else 0
     return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
 
 
-def view(flat: list[bytes], place: Sequence[int] = ()) -> JobView:
-    """A record as `read` and `list` say it: field, value, … Raises WireError."""
+def append_verdicts(
+    items: Sequence[Append], reply: list[Any]
+) -> list[tuple[Verdict | JobStatus, int]]:
+    """A verdict for each item of an append, with its number. The reply lists the exceptions."""
+    verdicts: list[tuple[Verdict | JobStatus, int]]
+    verdicts = [(Verdict.OK, item.number + 1) for item in items]
+    for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+        verdicts[place - 1] = verdict(part)
+    return verdicts
+
+
+def view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
+    """A record as `read` and `list` reply it: field, value, … Raises WireError."""
     with wire_errors("job record"):
-        return _view(flat, place)
+        raw = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2) if flat[i + 1]}
+        fields: dict[str, Any] = {
+            "job": decode_job(raw.pop("job")),
+            "metadata": decode_metadata(raw.pop("metadata")) if "metadata" in raw else {},
+            "result": decode_ref(raw.pop("result")) if "result" in raw else None,
+            "position": decode_position(position) if position else None,
+        }
+        if raw.get("predicted") == b"-1":
+            del raw["predicted"]
+        fields |= {name: value.decode() for name, value in raw.items()}
+        return msgspec.convert(fields, JobView, strict=False)
 
 
 def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
-    """Those records of a list that can be read; the others are said in the log."""
+    """The readable records of a list; logs that others are omitted."""
     found = []
     for flat in records:
         try:
             found.append(view(flat))
         except WireError as exc:
-            log.error("a job is left out of a list: %s", exc)
+            log.error("a job is omitted from a list: %s", exc)
     return tuple(found)
 
 
-def _view(flat: list[bytes], place: Sequence[int]) -> JobView:
-    record = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-    def ms(name: str) -> int | None:
-        return int(record[name]) if record[name] else None
-
-    predicted_ms = int(record["predicted"] or -1)
-    return JobView(
-        job=decode_job(record["job"]),
-        status=JobStatus(record["state"].decode()),
-        lane=record["lane"].decode(),
-        attempt=int(record["attempt"]),
-        next_number=int(record["next"]),
-        num_output_tokens=int(record["tokens"]),
-        num_prompt_tokens=int(record["prompt_tokens"]),
-        created_ms=int(record["created"]),
-        claimed_ms=ms("claimed"),
-        first_token_ms=ms("first_token"),
-        finished_ms=ms("finished"),
-        deadline_ms=int(record["deadline"]),
-        code=record["code"].decode(),
-        message=record["message"].decode(),
-        metadata=decode_metadata(record["metadata"]),
-        result=decode_ref(record["result"]) if record["result"] else None,
-        predicted_wait_ms=None if predicted_ms < 0 else predicted_ms,
-        position=decode_position(place) if place else None,
-    )
-
-
 def swept(reply: list[Any]) -> Swept:
-    """The reply of `sweep`; what it set right goes into the log."""
+    """The reply of `sweep`; logs the corrections."""
     lapsed, expired, unattended, forgotten, rows = reply
     corrections = tuple(
         Correction(*(part.decode(errors="replace") for part in row)) for row in rows
@@ -123,7 +143,7 @@ def swept(reply: list[Any]) -> Swept:
 
 
 def _shown(word: str) -> str:
-    """A word of a correction, as a log may have it: whoever broke a list may have written it."""
+    """A word of a correction for the log, which may come from another program."""
     return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
@@ -150,3 +170,45 @@ def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot
 
 def _counts(flat: list[bytes]) -> dict[str, int]:
     return {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+
+
+def decode_position(place: Sequence[int]) -> QueuePosition:
+    """Decodes {jobs ahead, tokens ahead, ms until it starts}."""
+    jobs, tokens, wait_ms = place
+    return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
+
+
+def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:
+    """Decodes {requests left, ms until full, tokens left, ms until full}."""
+    requests_left, requests_ms, tokens_left, tokens_ms = rates
+    limits = submission.limits
+
+    def rate(limit: int, left: int, reset_ms: int) -> RateLimit | None:
+        return RateLimit(limit, left, reset_ms / 1000) if limit else None
+
+    return RateLimits(
+        rate(limits.requests_per_min, requests_left, requests_ms),
+        rate(limits.tokens_per_min, tokens_left, tokens_ms),
+    )
+
+
+def idempotency_mismatch() -> JobRefused:
+    message = "this Idempotency-Key was used with another body"
+    return JobRefused(ErrorCode.IDEMPOTENCY_MISMATCH, message)
+
+
+def refusal(job: Job, reason: str, limit: str, retry_ms: int, rates: RateLimits) -> JobRefused:
+    """The error for a refusal: its reason, limit, and ms until a retry may succeed."""
+    code = ErrorCode(reason)
+    if code is ErrorCode.NO_WORKERS:
+        message = f"no worker of model {job.model!r} is alive"
+    elif code is ErrorCode.UNKNOWN_LANE:
+        message = f"lane {job.lane!r} is none of {', '.join(limit.split())}"
+    elif code is ErrorCode.STORAGE_FULL:
+        message = "what is kept of all jobs takes all the bytes it may"
+    elif code is ErrorCode.DEADLINE_INFEASIBLE:
+        message = "the job could not end before its deadline"
+    else:
+        message = _SENTENCES[limit].format(lane=job.lane)
+    retry_after_s = None if retry_ms == UNKNOWN_MS else retry_ms / 1000
+    return JobRefused(code, message, limit=limit, retry_after_s=retry_after_s, rates=rates)

@@ -1,4 +1,4 @@
-"""The workers as Redis knows them, and the order to leave. Leaves what they run to the jobs."""
+"""Lists workers and orders them to drain."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker as it last said of itself."""
+    """A worker by its last heartbeat."""
 
     incarnation: str
     model: str
@@ -35,8 +35,7 @@ class Roster:
     keys: Keys
 
     async def workers(self) -> list[WorkerView]:
-        """All that take jobs, by model; those that drain already are left out, and so are those
-        whose record cannot be read."""
+        """All workers that claim jobs, by model. Omits draining workers and unreadable records."""
         views = []
         for card in await Catalogue(self.client, self.keys).models():
             with wire_errors("list of workers"), broker_errors(self.client, "ZRANGE"):
@@ -46,13 +45,13 @@ class Roster:
                 try:
                     view = await self.worker(name)
                 except WireError as exc:
-                    log.error("a worker is left out: %s worker=%r", exc, name)
+                    log.error("a worker is omitted: %s worker=%r", exc, name)
                 else:
                     views += [] if view is None else [view]
         return views
 
     async def worker(self, incarnation: str) -> WorkerView | None:
-        """One worker, draining or not; None once it has left, or was unheard of for long."""
+        """A worker, draining or not; None where it has exited or its record has expired."""
         with wire_errors("record of a worker"), broker_errors(self.client, "HGETALL"):
             raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
             if not raw:
@@ -66,11 +65,11 @@ class Roster:
             )
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
-        """Tells workers to go; of each, whether there is one to hear it."""
+        """Orders workers to drain; for each, whether it has a record."""
         return await Functions(self.client, self.keys).drain(incarnations)
 
     async def is_to_drain(self, incarnation: str) -> bool:
-        """Whether a worker was told to go, by a message that it may have missed."""
+        """Whether a worker was ordered to drain; it may have missed the message."""
         with wire_errors("record of a worker"), broker_errors(self.client, "HGET"):
             order: Any = await self.client.hget(self.keys.worker(incarnation), "order")
         return bool(order == b"drain")

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
-from contract.payloads.opening import open_store
+from contract.payloads import open_store
 from gateway.lane_bounds import (
     TENANT_SHARE,
     LaneBound,

@@ -187,14 +187,17 @@ def _say_where(host: str, port: int) -> None:
 
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
-    url = known_redis(options)
-    check_redis(url)
-    check_store(url, options.namespace, options.object_store)
+    takes_jobs = options.node_rank == 0
+    url = known_redis(options) if takes_jobs else ""
+    if takes_jobs:
+        check_redis(url)
+        check_store(url, options.namespace, options.object_store)
 
     from dataclasses import replace
 
     from infra.lifeline import end_with_parent
     from workers.settings import VLLM_ENGINE, WorkerSettings
+    from workers.supervisor.node import run_node
     from workers.supervisor.supervisor import run_worker
 
     settings = WorkerSettings(
@@ -219,7 +222,7 @@ def _worker(options: argparse.Namespace) -> int:
     elif options.engine_module is not None:
         settings = replace(settings, engine_module=options.engine_module)
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
-    return asyncio.run(run_worker(settings))
+    return asyncio.run(run_worker(settings) if takes_jobs else run_node(settings))
 
 
 def _callbacks(options: argparse.Namespace) -> int:

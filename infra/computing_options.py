@@ -7,8 +7,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-_ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
+from infra.option_values import host_and_port, integer
+
+_ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
 
@@ -63,6 +66,47 @@ def engine_python(options: argparse.Namespace) -> str | None:
     return str(path.absolute())
 
 
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="machines that share the ranks of one vLLM engine; each runs this command "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=integer(0),
+        default=0,
+        metavar="R",
+        help="which of them this is; 0 takes the jobs, the others only compute (default: 0)",
+    )
+    parser.add_argument(
+        "--master",
+        type=host_and_port,
+        metavar="HOST:PORT",
+        help="where node 0 waits for the others, on a private network (default: none)",
+    )
+
+
+def node_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineOptions that say which node this is. Raises
+    argparse.ArgumentTypeError."""
+    num_nodes: int = getattr(options, "nodes", 1)  # `up` has one
+    if num_nodes == 1:
+        if getattr(options, "master", None) or getattr(options, "node_rank", 0):
+            raise argparse.ArgumentTypeError("--node-rank and --master need --nodes")
+        return {}
+    if options.engine != "vllm":
+        raise argparse.ArgumentTypeError("--nodes needs --engine vllm")
+    if options.master is None:
+        raise argparse.ArgumentTypeError("--nodes needs --master")
+    if options.node_rank >= num_nodes:
+        raise argparse.ArgumentTypeError(f"--node-rank must be below {num_nodes}, the --nodes")
+    return {"nodes": num_nodes, "node_rank": options.node_rank, "master": options.master}
+
+
 def _engine_argument(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -84,8 +128,8 @@ def add_computing_options(group: argparse._ArgumentGroup) -> None:
         "--attention",
         choices=_ATTENTIONS,
         default="auto",
-        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton, "
-        "kernels of our own; fa3 and flashinfer, of libraries (default: auto)",
+        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton "
+        "(default: auto)",
     )
     group.add_argument(
         "--steps",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
-from contract.payloads.opening import open_store
+from contract.payloads import open_store
 from workers.settings import LANES
 from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
 
@@ -70,6 +70,13 @@ def lengths(raw: str) -> tuple[int, int]:
 def http_url(raw: str) -> str:
     if urlsplit(raw).scheme not in ("http", "https") or not urlsplit(raw).hostname:
         raise argparse.ArgumentTypeError(f"must begin with http:// or https://, not {raw!r}")
+    return raw
+
+
+def host_and_port(raw: str) -> str:
+    host, _, port = raw.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {raw!r}")
     return raw
 
 

@@ -13,7 +13,9 @@ from contract.redis_url import redis_url_of
 from infra.computing_options import (
     add_computing_options,
     add_engine_options,
+    add_node_options,
     add_quantization_option,
+    node_options,
 )
 from infra.demo_model import demo_model_path
 from infra.option_values import (
@@ -251,6 +253,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="port on loopback of this worker's own page of metrics, /metrics (default: none)",
     )
+    add_node_options(parser)
     parser.add_argument(
         "--spot-notice",
         type=spot_notice,
@@ -293,6 +296,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         steps=options.steps,
         fused=not options.torch_only,
         engine_args=dict(options.engine_arg),
+        **node_options(options),
         **{name: value for name, value in given.items() if value is not None},
     )
 

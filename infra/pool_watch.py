@@ -8,9 +8,8 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors
+from contract.connection import broker_errors, now_ms
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,11 @@ class PoolWatch:
     lanes: Sequence[str]
 
     async def look(self) -> PoolSight:
-        since_ms = await now_ms(self.client, self.keys) - int(WORKER_TTL_S * 1000)
+        since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
         with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
             queued = {}
             for lane in self.lanes:
-                key = self.keys.counters(self.model, lane)
+                key = self.keys.of("counters", self.model, lane)
                 tokens: Any = await self.client.hget(key, "queued_tokens")
                 queued[lane] = max(0, int(tokens or 0))
             names: Any = await self.client.zrangebyscore(
@@ -55,7 +54,7 @@ class PoolWatch:
             )
             incarnations = tuple(name.decode() for name in names)
             seen = [await self._worker(name) for name in incarnations]
-            rate: Any = await self.client.hget(self.keys.pool(self.model), "tokens_per_s")
+            rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
         workers = tuple(worker for worker in seen if worker is not None)
         return PoolSight(queued, workers, float(rate or 0) or None, incarnations)
 
@@ -66,5 +65,5 @@ class PoolWatch:
         info = json.loads(raw.get(b"info") or b"{}")
         num_blocks = info.get("num_blocks") or 0
         used = num_blocks - info.get("num_free_blocks", num_blocks)
-        num_jobs: Any = await self.client.scard(self.keys.owned(incarnation))
+        num_jobs: Any = await self.client.scard(self.keys.of("own", incarnation))
         return ReadyWorker(incarnation, int(num_jobs), used / num_blocks if num_blocks else 0.0)

@@ -9,10 +9,10 @@ from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
 from contract.keys import Keys
-from contract.known_store import known_store
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.store import PayloadUnavailable
+from contract.stored_objects import known_store
 from infra import options as opts
 from infra.running_up import RunningUp, running_ups
 

@@ -40,7 +40,6 @@ _JOB_KEYS = (
     "totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
-_SIGHT_KEYS = "clock clock_offset"  # read by all; only tests set the second
 _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot"
@@ -70,7 +69,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions=_GATEWAY_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
             keeps=f"{_JOB_KEYS} dead idem memory object_store promised",
-            reads=f"{_SIGHT_KEYS} {_FLEET_KEYS} {_API_KEYS} deliveries",
+            reads=f"clock {_FLEET_KEYS} {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
         "worker": RedisRole(
@@ -79,7 +78,6 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
             "zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
-            reads="clock_offset",
             channels="ev wake ctl",
         ),
         "callbacks": RedisRole(
@@ -90,7 +88,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads=f"{_SIGHT_KEYS} active counters job line log pool run tenant weights workers",
+            reads="clock active counters job line log pool run tenant weights workers",
             other_keys="rq:*",
         ),
         "pool": RedisRole(
@@ -99,8 +97,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
             "xinfo|groups xrange zrange zrangebyscore",
             keeps="worker",
-            reads="active back clock_offset corrections counters deliveries job own pool q totals "
-            "workers",
+            reads="active back corrections counters deliveries job own pool q totals workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(
@@ -108,7 +105,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions="sweep",
             commands=f"{_CONNECTION} {_JOB_COMMANDS}",
             keeps=f"{_JOB_KEYS} memory",
-            reads=_SIGHT_KEYS,
+            reads="clock",
             channels="ev wake ctl",
             may_load=True,
         ),
@@ -117,14 +114,14 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions=f"{_GATEWAY_FUNCTIONS} drain",
             commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
             keeps=f"{_JOB_KEYS} dead idem memory promised worker {_API_KEYS}",
-            reads=f"{_SIGHT_KEYS} calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
+            reads=f"clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
             channels="ev wake ctl",
         ),
         "dashboard": RedisRole(
             purpose="whoever looks on: reads jobs, queues and workers, changes nothing",
             functions=_READING_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} xinfo|groups",
-            reads=f"{_JOB_KEYS} {_FLEET_KEYS} {_SIGHT_KEYS} dead deliveries promised",
+            reads=f"{_JOB_KEYS} {_FLEET_KEYS} clock dead deliveries promised",
             channels="ev wake",
         ),
     }
@@ -160,7 +157,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families with a single key; the others continue after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper clock_offset object_store weights"
+    "memory models api_keys key_pepper object_store weights"
 )
 
 

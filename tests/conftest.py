@@ -12,11 +12,13 @@ import redis.asyncio
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from contract import library
 from contract.connection import connect
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK, library_with_test_clock
 
 # Without a GPU, Triton's kernels run in its interpreter; it must know before its first import.
 if shutil.which("nvidia-smi") is None:
@@ -95,6 +97,14 @@ def redis_server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def test_clock() -> Iterator[None]:
+    """What this process loads into Redis has the clock that tests set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "library_source", library_with_test_clock)
+        yield
+
+
 @pytest.fixture
 async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
     """An empty server with the library loaded."""
@@ -102,6 +112,7 @@ async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.async
     await client.flushall()
     await ensure_library(client)
     yield client
+    await client.delete(TEST_CLOCK)
     await client.aclose()
 
 

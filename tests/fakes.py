@@ -4,17 +4,21 @@ The hash model keeps a paged KV cache and draws from what it reads back through 
 so a block that is wrongly shared, stale or lost shows as a wrong token.
 """
 
+import functools
 import hashlib
 import json
 import weakref
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from workers.engine.grammar import Grammars, StepMasks
 from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
 
@@ -72,7 +76,9 @@ class HashModel:
         self._prefixes = np.full(num_slots, _POISON, dtype=np.int64)
         self._hashes: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
         assert all(0 <= pad.start < pad.start + pad.num_tokens for pad in padding)
         assert all(pad.start + pad.num_tokens <= self.max_model_len for pad in padding)
@@ -85,7 +91,8 @@ class HashModel:
         # All are written before any is read, as on a device: an alias overwrites its owner.
         for chunk in chunks:
             self._write(chunk)
-        return [self._row(chunk) for chunk in chunks]
+        forbidden = {} if masks is None else _forbidden(chunks, masks)
+        return [self._row(chunk, forbidden.get(chunk.sequence)) for chunk in chunks]
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Overwrites blocks that no one may read again."""
@@ -141,7 +148,7 @@ class HashModel:
             hashes.append(hash((hashes[-1] if hashes else 0, token_id)))
         return hashes
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _row(self, chunk: Chunk, forbidden: np.ndarray | None) -> Row:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         token_ids = self._slots[self._slot_ids(sequence, 0, end)].tolist()
         if self.options.crash_id in token_ids:
@@ -158,9 +165,16 @@ class HashModel:
             sequence.choice_of_prompt,
             may_end=sequence.num_output >= params.min_tokens,
             eos_rate=self.options.eos_rate,
+            forbidden=forbidden,
         )
         top = tuple((i, -float(rank + 1)) for rank, i in enumerate(range(params.logprobs or 0)))
         return Sample(token_id, -0.5, top, prompt)
+
+
+def _forbidden(chunks: Seq[Chunk], masks: StepMasks) -> dict[Sequence, np.ndarray]:
+    sequences = [chunk.sequence for chunk in chunks]
+    rows, forbidden = masks.of(sequences)
+    return {sequences[row]: mask for row, mask in zip(rows, forbidden, strict=True)}
 
 
 def _score_prompt(chunk: Chunk) -> PromptLogprobs | None:
@@ -185,6 +199,7 @@ def next_token(
     *,
     may_end: bool,
     eos_rate: float = EOS_RATE,
+    forbidden: np.ndarray | None = None,
 ) -> int:
     """The token after a prefix: bytes of valid UTF-8, and at times the end.
 
@@ -194,12 +209,20 @@ def next_token(
     noise = (params.seed, choice) if params.temperature > 0 else ()
     prefix = array("q", [*prefix_ids, *noise]).tobytes()
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    if forbidden is not None:
+        return _draw_allowed(prefix, np.flatnonzero(~forbidden).tolist())
     for salt in range(256):
         digest = hashlib.blake2b(prefix, digest_size=16, salt=salt.to_bytes(2, "little")).digest()
         token_id = _draw(prefix_ids, int.from_bytes(digest, "little"), eos_rate)
         if may_end or token_id not in stop_ids:
             return token_id
     return min(set(range(VOCAB_SIZE)) - stop_ids)
+
+
+def _draw_allowed(prefix: bytes, allowed_ids: Seq[int]) -> int:
+    """One of the tokens that a grammar allows."""
+    digest = hashlib.blake2b(prefix, digest_size=16).digest()
+    return allowed_ids[int.from_bytes(digest, "little") % len(allowed_ids)]
 
 
 def _draw(prefix_ids: Seq[int], number: int, eos_rate: float) -> int:
@@ -234,6 +257,8 @@ def expected_output(
     eos_rate: float = EOS_RATE,
 ) -> tuple[list[int], FinishReason]:
     """All output tokens of one choice and why it ends: what any engine must yield."""
+    if params.grammar:
+        return _expected_constrained(prompt_ids, params, choice, max_model_len)
     output_ids: list[int] = []
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
     while len(output_ids) < params.max_tokens and len(prompt_ids) + len(output_ids) < max_model_len:
@@ -245,6 +270,48 @@ def expected_output(
         if may_end and token_id in ends:
             return output_ids, FinishReason.STOP
     return output_ids, FinishReason.LENGTH
+
+
+def _expected_constrained(
+    prompt_ids: Seq[int], params: SamplingParams, choice: int, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    grammars = hash_grammars()
+    matcher = grammars.matcher(params.grammar)
+    output_ids: list[int] = []
+    ends = {*params.stop_token_ids, EOS_ID}
+    num_tokens = min(params.max_tokens, max_model_len - len(prompt_ids))
+    while len(output_ids) < num_tokens:
+        forced = [] if params.logprobs is not None else matcher.forced()
+        prefix_ids = [*prompt_ids, *output_ids]
+        [forbidden] = grammars.forbidden([matcher])
+        token_id = (
+            forced[0]
+            if forced
+            else next_token(prefix_ids, params, choice, may_end=True, forbidden=forbidden)
+        )
+        matcher.consume(token_id)
+        output_ids.append(token_id)
+        if token_id in ends or matcher.is_complete:
+            return output_ids, FinishReason.STOP
+    return output_ids, FinishReason.LENGTH
+
+
+class InlineExecutor(Executor):
+    """Runs each call at once, so that its time does not depend on threads."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@functools.cache
+def hash_grammars() -> Grammars:
+    """Grammars of the hash model's tokenizer."""
+    return Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, InlineExecutor())
 
 
 def encode_text(text: str) -> tuple[int, ...]:

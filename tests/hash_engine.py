@@ -16,6 +16,7 @@ import msgspec
 
 from contract.jobs import TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
+from workers.engine.grammar import StepMasks
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import Chunk, ModelRefused, Padding, Row
 from workers.engine_process import engine_loop as engine_process
@@ -27,11 +28,13 @@ HASH_MODEL_VARIABLE = "HASH_MODEL"
 class SlowHashModel(HashModel):
     """A step takes at least `step_s` of wall-clock time, so that faults can meet it midway."""
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         time.sleep(self.options.step_s)
         if any(self.options.hang_id in chunk.sequence.token_ids for chunk in chunks):
             threading.Event().wait()
-        return super().run(chunks, padding)
+        return super().run(chunks, padding, masks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ def test_parts_agree_about_versions() -> None:
 
 @pytest.mark.parametrize("image", ["gateway", "worker"])
 def test_images_install_by_hash(image: str) -> None:
-    """Nothing but torch, the project's own wheel and what the locks pin."""
+    """Nothing but torch, vLLM in its own environment, the project's own wheel and what the locks
+    pin."""
     text = (ROOT / f"Dockerfile.{image}").read_text()
     installs = re.findall(r"pip install ([^\\&\n]+)", text)
     allowed = {
@@ -92,6 +93,7 @@ def test_images_install_by_hash(image: str) -> None:
         "--require-hashes -r locks/build.txt",
         "--no-deps /dist/*.whl",
         '"$TORCH"',
+        '--no-cache-dir "$VLLM"',
     }
     assert {line.strip() for line in installs} <= allowed
     assert f"--require-hashes -r locks/{image}.txt" in text

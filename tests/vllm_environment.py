@@ -2,17 +2,31 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def vllm_python() -> Path:
+Release = Literal["newest", "oldest"]  # of those that are supported
+_SETUP: dict[Release, tuple[str, str, str]] = {
+    "newest": ("BATCHWAY_VLLM", ".venv-vllm", "scripts/setup-vllm"),
+    "oldest": ("BATCHWAY_VLLM_OLDEST", ".venv-vllm-oldest", "scripts/setup-vllm oldest"),
+}
+
+
+def interpreter(release: Release = "newest") -> Path:
+    """The interpreter of vLLM's environment, whether or not it is there."""
+    variable, folder, _ = _SETUP[release]
+    return Path(os.environ.get(variable, ROOT / folder)) / "bin" / "python"
+
+
+def vllm_python(release: Release = "newest") -> Path:
     """The interpreter of vLLM's environment. Skips the test where there is none."""
-    python = Path(os.environ.get("BATCHWAY_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
+    python = interpreter(release)
     if not python.exists():
-        pytest.skip("vLLM is not installed: scripts/setup-vllm")
+        pytest.skip(f"vLLM is not installed: {_SETUP[release][2]}")
     return python
 
 

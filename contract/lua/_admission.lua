@@ -1,16 +1,15 @@
--- Whether a job may come in, and when it would start. Reads only; tests/model/reference_admission.py says the
--- same in Python.
+-- Decides whether to accept a job and predicts when it would start. Writes nothing.
+-- tests/model/reference_admission.py is the same in Python.
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
-local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact, each tenant's own
-local UNMEASURED_MS = 10000  -- full workers have measured their rate by then: two heartbeats
+local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed
+local UNMEASURED_MS = 10000  -- two heartbeats, by which busy workers have measured their rate
 
 local admission = {}
 
--- What goes before a job with so many of its own tenant before it: as much of each other tenant
--- that waits in its lane, times its weight over the own tenant's, and all that waits in the lanes
--- before. Fairness makes it so, nearly.
--- `itself` is 1 where the job is among those counted.
+-- Estimates the work ahead of a job with `own_jobs` and `own_tokens` of its tenant ahead of it.
+-- Fair sharing serves other tenants of the lane in proportion to their weights; all that waits in
+-- more urgent lanes comes first. `itself` is 1 where the counters include the job.
 function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
   local lane = numbers(tag .. ':counters:' .. job.model .. ':' .. job.lane, LOAD)
   local others = fairness.weight_of_others(tag, job.model, job.lane, job.tenant)
@@ -23,7 +22,7 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
     lane_running_tokens = lane.running_tokens,
     other_weight = others,
-    running_jobs = 0, rest_tokens = 0, running_tokens = 0, young_tokens = 0,
+    running_jobs = 0, remaining_tokens = 0, running_tokens = 0, young_tokens = 0,
     own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
   local used, kept = 0, 0
@@ -45,24 +44,25 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     end
     ahead.running_jobs = ahead.running_jobs + load.running_jobs
     ahead.running_tokens = ahead.running_tokens + load.running_tokens
-    ahead.rest_tokens = ahead.rest_tokens + load.running_tokens - load.done_tokens
+    ahead.remaining_tokens = ahead.remaining_tokens + load.running_tokens - load.done_tokens
   end
-  ahead.rates = pools.count_on(pool, job.lane, used, kept)
+  ahead.rates = pools.available_rates(pool, job.lane, used, kept)
   return ahead
 end
 
--- ms until a job starts: at once where the workers have room; else when what is ahead has been
--- taken, and one of the running jobs has ended to make place: at what is left for its lane, or at
--- its lane's share, which waits for no other. UNKNOWN without a measured rate.
--- Running jobs that began together end together: while less than half of them is computed, none has
--- ended before twice what is missing to that half. Those of less urgent lanes give up their places.
+-- ms until a job starts; UNKNOWN without a measured rate. 0 where the workers have room. Otherwise
+-- the work ahead must be claimed and one running job must end, at the rate that is left for the lane
+-- or at the lane's minimum share, whichever is sooner.
+-- Running jobs that started together end together: while less than half of their tokens is computed,
+-- the wait is at least the time for twice the tokens missing to that half (`young_tokens`). Jobs of
+-- less urgent lanes do not count, because they give way.
 function admission.wait_ms(pool, ahead, cost, cold_ms)
   local has_room = ahead.jobs + ahead.running_jobs == 0 or (
     ahead.jobs + ahead.running_jobs < pool.max_jobs * pool.live
     and ahead.tokens + ahead.running_tokens + cost <= pool.max_tokens * pool.live)
   if pool.live > 0 and has_room then return 0 end
   if pool.live == 0 and ahead.jobs + ahead.running_jobs == 0 then return cold_ms end
-  local rest = ahead.running_jobs > 0 and ahead.rest_tokens / ahead.running_jobs or 0
+  local rest = ahead.running_jobs > 0 and ahead.remaining_tokens / ahead.running_jobs or 0
   if pool.rate == 0 then return UNKNOWN end
   local wait = math.max(pools.drain_ms(ahead.rates.left, ahead.tokens + rest),
     pools.drain_ms(pool.rate, ahead.young_tokens))
@@ -73,27 +73,27 @@ function admission.wait_ms(pool, ahead, cost, cold_ms)
   return wait + (pool.live == 0 and cold_ms or 0)
 end
 
--- Whether a tenant is handed a job before others' end: nothing goes before it, and the tenant's
--- unfinished jobs, this one counted, are at most its share by weight of what runs in the lane, among
--- those that wait there and itself.
+-- Whether a job of the tenant starts without waiting for other jobs to end: nothing is ahead of it,
+-- and the tenant's unfinished tokens with this job are at most its share, by weight among the waiting
+-- tenants, of the tokens that run in the lane.
 function admission.is_below_share(pool, job, ahead, reserved)
   return pool.live > 0 and ahead.jobs == 0 and ahead.other_weight > 0
     and reserved * (ahead.other_weight + job.weight) <= ahead.lane_running_tokens * job.weight
 end
 
--- What a meter of so many a minute has in it now: it leaks by its limit each minute.
+-- The level of a leaky bucket that drains `limit` per minute.
 local function level(used, at, limit, now)
   if limit == 0 then return 0 end
   return math.max(0, used - math.max(0, now - at) * limit / 60000)
 end
 
--- ms until an amount fits into a meter; UNKNOWN where it never does.
+-- ms until an amount fits into the bucket; UNKNOWN where it exceeds the limit.
 local function meter_ms(level_now, amount, limit)
   if amount > limit then return UNKNOWN end
   return math.ceil((level_now + amount - limit) * 60000 / limit)
 end
 
--- The tenant's meters as they are now, what it holds, and the bytes that are stored of it and of all.
+-- The tenant's rate levels and reserved tokens, its stored bytes and those of all tenants.
 function admission.tenant(tag, tenant, terms, now)
   local found = numbers(tag .. ':tenant:' .. tenant,
     {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved'})
@@ -106,8 +106,8 @@ function admission.tenant(tag, tenant, terms, now)
   }
 end
 
--- What is left of the tenant's limits a minute: remaining and ms until all is there again, for
--- requests, then tokens; zeros where there is no limit.
+-- {requests left, ms until full, tokens left, ms until full} of the tenant's limits per minute; zeros
+-- where there is no limit.
 function admission.rates(tenant, terms)
   local rates = {}
   for _, what in ipairs({'requests', 'tokens'}) do
@@ -140,10 +140,10 @@ local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
   end
 end
 
--- ms by which a job's wait is over the lane's bound in seconds; nil where it is not. The cold start
--- does not count: a pool that starts for its jobs would never start. Before a rate is measured, as
--- much may wait as the workers hold at once.
-local function over_wait_ms(pool, ahead, wait, terms)
+-- ms by which a job's wait exceeds the lane's bound; nil where it does not. The cold start does not
+-- count, because otherwise a pool without workers would never start. Before a rate is measured, the
+-- bound is as much work as the workers hold at once.
+local function excess_wait_ms(pool, ahead, wait, terms)
   if terms.lane_wait_ms == 0 then return nil end
   if wait ~= UNKNOWN then
     local over = wait - (pool.live == 0 and terms.cold_ms or 0) - terms.lane_wait_ms
@@ -161,18 +161,18 @@ local function lane_refusal(pool, lane_rate, ahead, wait, cost, terms)
     return 'lane_tokens',
       cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
   end
-  local over_ms = over_wait_ms(pool, ahead, wait, terms)
+  local over_ms = excess_wait_ms(pool, ahead, wait, terms)
   if over_ms then return 'lane_wait', over_ms end
 end
 
-local function knows_lane(pool, lane)
+local function serves_lane(pool, lane)
   return pool.lanes == '' or string.find(' ' .. pool.lanes .. ' ', ' ' .. lane .. ' ', 1, true)
 end
 
--- What would become of a job (id, tenant, model, lane, cost): the tenant's meters, its place in
--- the queue, the waits, and {reason, limit, ms until another try may do} where it is refused;
--- `promised` is then the time from which the next of its line may come.
-function admission.weigh(tag, job, terms, now)
+-- Evaluates a job (tenant, model, lane) and sets its cost and weight. Returns the tenant's levels, the
+-- work ahead, wait and service time in ms, and where the job is refused {reason, limit, ms until a
+-- retry may succeed} and in `promised` the earliest retry time of the next job of its tenant queue.
+function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
   job.cost = terms.prompt_tokens + output
@@ -187,7 +187,7 @@ function admission.weigh(tag, job, terms, now)
   local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
   local function refused(reason, limit, retry_ms)
-    local gap_ms = pools.drain_ms(pool.rate, FIRST_COMERS * job.cost)
+    local gap_ms = pools.drain_ms(pool.rate, UNPROMISED_RATIO * job.cost)
     if retry_ms ~= UNKNOWN and gap_ms ~= UNKNOWN and not METERS[limit] then
       local at
       at, found.promised = promises.next(tag, job, gap_ms, retry_ms, now)
@@ -196,7 +196,7 @@ function admission.weigh(tag, job, terms, now)
     found.refusal = {reason, limit, retry_ms}
     return found
   end
-  if not knows_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
+  if not serves_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
   if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
   if terms.max_bytes > 0 and tenant.all_stored + terms.stored_bytes > terms.max_bytes then
     return refused('storage_full', '', UNKNOWN)

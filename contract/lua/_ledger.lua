@@ -1,39 +1,39 @@
--- What jobs cost and hold. A job's cost (prompt + predicted output, tokens) is reserved by submit
--- and settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's line in
--- it and of the tenant always equal the sets that they count.
+-- Accounts for jobs' costs. A job's cost (prompt + predicted output, in tokens) is reserved by submit
+-- and settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's queue in the
+-- lane (key `line:`) and of a tenant always equal the sums over the jobs that they count.
 
 local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
 local TENANT_TTL_MS = 24 * 3600 * 1000
 local MAX_CALIBRATIONS = 1000
-local MIN_LENGTHS = 5  -- outputs seen before their length says anything
+local MIN_LENGTHS = 5  -- outputs after which their lengths predict others
 
--- Whether the job waits in its tenant's own line: not given back, not under suspicion.
-local function is_in_line(job)
+-- Whether the job's stream is its tenant's queue: not the lane's returned jobs, not the suspects.
+local function is_in_tenant_queue(job)
   return job.stream == 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
-local function line_key(tag, job)
+local function tenant_queue_key(tag, job)
   return tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
--- How much of a running job's cost is computed: the prompt, once there is output, and the output.
+-- Computed tokens of a running job's cost: the prompt, once there is output, and the output.
 function ledger.done(job)
   if job.tokens == 0 then return 0 end
   return math.min(job.cost, job.prompt_tokens + job.tokens)
 end
 
--- A lane's running jobs have so many more tokens of their costs computed.
+-- Adds computed tokens to the counters of a lane's running jobs.
 function ledger.progress(tag, job, tokens)
   if tokens == 0 then return end
   redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
 end
 
-local function count_in_line(tag, job, sign)
-  local line = line_key(tag, job)
+local function count_in_tenant_queue(tag, job, sign)
+  local line = tenant_queue_key(tag, job)
   local jobs = redis.call('HINCRBY', line, 'jobs', sign)
   if jobs == 0 then
     redis.call('DEL', line)
-    fairness.retire(tag, job.model, job.lane, job.tenant)
+    fairness.deactivate(tag, job.model, job.lane, job.tenant)
     return
   end
   redis.call('HINCRBY', line, 'tokens', sign * job.cost)
@@ -41,18 +41,17 @@ local function count_in_line(tag, job, sign)
     redis.call('HINCRBY', line, 'left_jobs', 1)
     redis.call('HINCRBY', line, 'left_tokens', job.cost)
   elseif jobs == 1 then
-    fairness.join(tag, job.model, job.lane, job.tenant)
+    fairness.activate(tag, job.model, job.lane, job.tenant)
   end
 end
 
--- What a job adds to the counters, as one that is 'queued' or 'running': {key after the tag and
--- field, value, …}.
-local function shares(job, what)
+-- What a 'queued' or 'running' job adds to counters: {'<key after the tag> <field>', value, …}.
+local function state_contributions(job, what)
   local lane = 'counters:' .. job.model .. ':' .. job.lane
   local added = {lane .. ' ' .. what .. '_jobs', 1, lane .. ' ' .. what .. '_tokens', job.cost}
   if what == 'running' then
     added[5], added[6] = lane .. ' done_tokens', ledger.done(job)
-  elseif is_in_line(job) then
+  elseif is_in_tenant_queue(job) then
     local line = 'line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
     added[5], added[6], added[7], added[8] = line .. ' jobs', 1, line .. ' tokens', job.cost
   end
@@ -63,16 +62,17 @@ local function reservation(job)
   return {'tenant:' .. job.tenant .. ' reserved', job.cost}
 end
 
--- All that an unfinished job adds to counters.
-function ledger.shares_of(job)
-  local added, reserved = shares(job, job.state == 'queued' and 'queued' or 'running'), reservation(job)
+-- What an unfinished job adds to all counters.
+function ledger.contributions(job)
+  local state = job.state == 'queued' and 'queued' or 'running'
+  local added, reserved = state_contributions(job, state), reservation(job)
   table.insert(added, reserved[1])
   table.insert(added, reserved[2])
   return added
 end
 
--- All that is counted of a job's lane, line and tenant, whether or not it adds to it.
-function ledger.all_sums(job)
+-- All counters of a job's lane, tenant queue and tenant, each with the value 0.
+function ledger.zero_sums(job)
   local found = {}
   local lane = job.model .. ':' .. job.lane
   for _, name in ipairs({'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens',
@@ -89,7 +89,7 @@ function ledger.all_sums(job)
   return found
 end
 
--- Sets a counter right that held something else.
+-- Sets a wrong counter to its correct value.
 function ledger.correct(tag, key, field, value, held)
   local kind = string.match(key, '^%a+')
   key = tag .. ':' .. key
@@ -100,7 +100,7 @@ function ledger.correct(tag, key, field, value, held)
   local was_there = redis.call('EXISTS', key) == 1
   redis.call('HSET', key, field, value)
   if kind == 'line' and was_there then
-    redis.call('HINCRBY', key, 'left_' .. field, held - value)  -- those behind keep their turns
+    redis.call('HINCRBY', key, 'left_' .. field, held - value)  -- keeps the jobs' positions
   elseif kind == 'tenant' and value > 0 then
     redis.call('PERSIST', key)
   elseif kind == 'tenant' then
@@ -108,54 +108,53 @@ function ledger.correct(tag, key, field, value, held)
   end
 end
 
--- Counts a queued job as one that runs.
+-- Moves a job from the queued counters to the running ones.
 function ledger.start(tag, job)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
   local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
-  local is = redis.call('HMGET', key, unpack(names))
-  redis.call('HSET', key, names[1], (is[1] or 0) - 1, names[2], (is[2] or 0) - job.cost,
-    names[3], (is[3] or 0) + 1, names[4], (is[4] or 0) + job.cost)
+  local counts = redis.call('HMGET', key, unpack(names))
+  redis.call('HSET', key, names[1], (counts[1] or 0) - 1, names[2], (counts[2] or 0) - job.cost,
+    names[3], (counts[3] or 0) + 1, names[4], (counts[4] or 0) + job.cost)
   ledger.progress(tag, job, ledger.done(job))
-  if is_in_line(job) then count_in_line(tag, job, -1) end
-  if recount.has(tag, job.deadline) then
-    recount.add(tag, shares(job, 'queued'), -1)
-    recount.add(tag, shares(job, 'running'), 1)
+  if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
+  if recount.includes(tag, job.deadline) then
+    recount.add(tag, state_contributions(job, 'queued'), -1)
+    recount.add(tag, state_contributions(job, 'running'), 1)
   end
 end
 
--- Counts a job into (1) or out of (-1) what is 'queued' or 'running' in its lane.
+-- Adds a job to (1) or removes it from (-1) the 'queued' or 'running' counters.
 function ledger.count(tag, job, what, sign)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
   redis.call('HINCRBY', key, what .. '_jobs', sign)
   redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
   if what == 'running' then
     ledger.progress(tag, job, sign * ledger.done(job))
-  elseif is_in_line(job) then
-    count_in_line(tag, job, sign)
+  elseif is_in_tenant_queue(job) then
+    count_in_tenant_queue(tag, job, sign)
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, shares(job, what), sign) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, state_contributions(job, what), sign) end
 end
 
--- Notes in its record where a job enters its tenant's line: how much will have left it when its
--- turn comes.
-function ledger.line_up(tag, job, record)
-  if not is_in_line(job) then return end
-  local line = redis.call('HMGET', line_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
+-- Notes in the job's record the jobs and tokens that will have left its tenant queue before it.
+function ledger.note_position(tag, job, record)
+  if not is_in_tenant_queue(job) then return end
+  local line = redis.call('HMGET', tenant_queue_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
   for _, word in ipairs({'turn_jobs', (line[1] or 0) + (line[3] or 0),
     'turn_tokens', (line[2] or 0) + (line[4] or 0)}) do
     table.insert(record, word)
   end
 end
 
--- What is known of the lengths of choices, and of how many jobs.
+-- The estimated output length of a choice, and the number of jobs behind the estimate.
 local function lengths(tag, model, lane, tenant)
   local known = redis.call('GET', tag .. ':lengths:' .. model .. ':' .. lane .. ':' .. tenant)
   local estimate, seen = string.match(known or '', '^(%S+) (%d+)$')
   return tonumber(estimate or 0), tonumber(seen or 0)
 end
 
--- The output tokens to expect of a job: what nine outputs in ten of its tenant stay below, or of
--- its lane, for each of its choices; the cap where too few were seen.
+-- Predicted output tokens of a job: the 90th percentile of the tenant's outputs in the lane, or of all
+-- tenants' there, times the number of choices. The cap where fewer than MIN_LENGTHS were seen.
 function ledger.predicted_output(tag, job, max_tokens, choices)
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
@@ -164,7 +163,7 @@ function ledger.predicted_output(tag, job, max_tokens, choices)
   return max_tokens
 end
 
--- The estimate goes a fifth of the way up to a longer output and a fiftieth down to a shorter one.
+-- Moves the estimate up by a fifth of the gap to a longer output, down by a fiftieth to a shorter.
 local function learn_length(tag, job, tenant)
   local estimate, seen = lengths(tag, job.model, job.lane, tenant)
   local length = job.tokens / math.max(1, job.choices)
@@ -174,7 +173,7 @@ local function learn_length(tag, job, tenant)
     string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
 end
 
--- Notes how long a job has waited beside how long it was to wait, where that was predicted.
+-- Records a job's predicted and actual wait, where a wait was predicted.
 function ledger.calibrate(tag, job, now)
   local predicted = tonumber(job.predicted or -1)
   if predicted < 0 then return end
@@ -188,13 +187,13 @@ end
 function ledger.reserve(tag, job)
   local tenant = tag .. ':tenant:' .. job.tenant
   if redis.call('HINCRBY', tenant, 'reserved', job.cost) == job.cost then
-    redis.call('PERSIST', tenant)  -- nothing was reserved: it was to expire
+    redis.call('PERSIST', tenant)  -- without reservations the key expires
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
 end
 
--- The bill at a job's end: what it has used is charged, the rest of its cost refunded (more than
--- the cost may be charged: outputs outgrow predictions). A job that no worker took is free.
+-- Settles a job's cost at its end: charges the tokens used and refunds the rest. The charge may exceed
+-- the cost where the output was longer than predicted. A job that no worker claimed costs nothing.
 function ledger.settle(tag, job, status)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
   local refund = job.cost - charge
@@ -208,15 +207,15 @@ function ledger.settle(tag, job, status)
   if redis.call('HINCRBY', tenant, 'reserved', -job.cost) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
-  if recount.has(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
+  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
   if status == 'succeeded' then
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')
   end
 end
 
--- Counts a new job's bytes with what is stored of its tenant, and of all (field ''). What is stored
--- of each job, and whose it is, is noted too: its record may expire before it is forgotten.
+-- Adds a new job's bytes to those of its tenant and of all tenants (field ''). Also notes bytes and
+-- tenant for each job, because its record may expire before the job is forgotten.
 function ledger.store(tag, job, bytes)
   redis.call('HSET', tag .. ':stored:jobs', job.id, bytes .. ' ' .. job.tenant)
   for _, name in ipairs({job.tenant, ''}) do
@@ -224,13 +223,13 @@ function ledger.store(tag, job, bytes)
   end
 end
 
--- A job is forgotten.
+-- Subtracts a forgotten job's bytes.
 function ledger.unstore(tag, id)
-  local noted = redis.call('HGET', tag .. ':stored:jobs', id)
-  if not noted then return end
+  local stored = redis.call('HGET', tag .. ':stored:jobs', id)
+  if not stored then return end
   redis.call('HDEL', tag .. ':stored:jobs', id)
-  local bytes, tenant = string.match(noted, '^(%d+) (.+)$')
-  if not bytes or #bytes > 15 then return end  -- no function has written this
+  local bytes, tenant = string.match(stored, '^(%d+) (.+)$')
+  if not bytes or #bytes > 15 then return end  -- not written by these functions
   for _, name in ipairs({tenant, ''}) do
     if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then
       redis.call('HDEL', tag .. ':stored:tenants', name)

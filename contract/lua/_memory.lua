@@ -1,16 +1,15 @@
--- Whether Redis has memory for more jobs.
+-- Tells whether Redis has memory for more jobs.
 
-local MEMORY_SHARE = 0.8    -- of maxmemory, up to which jobs are taken on
--- What was found out is good for so long, and that memory is free for so many jobs: to ask for it
--- takes a quarter of the time of a submit.
+local MEMORY_SHARE = 0.8    -- of maxmemory, up to which jobs are accepted
+-- How long a result is cached, and for how many jobs the result `free` holds. INFO takes a quarter of
+-- the time of a submit.
 local FREE_MS = 1000
 local FULL_MS = 100
 local TRUSTED_JOBS = 16
 
-local num_trusted = 0  -- jobs that may still come in unasked; the server's, of all tags together
+local num_trusted = 0  -- jobs to accept before the next INFO, over all tags of the server
 
--- Whether so much memory is in use that running jobs may need what is left. Where no maxmemory is
--- set, never.
+-- Whether the memory in use leaves only a reserve for running jobs. False without a maxmemory.
 local function is_memory_full(tag)
   local known = redis.call('GET', tag .. ':memory')
   num_trusted = num_trusted - 1

@@ -1,21 +1,21 @@
--- What callers are to be told: the part of the outbox that other functions share.
+-- The outbox of callback messages, as far as several functions use it.
 
--- A record of the outbox that ended well is kept for a day, any other for a week.
+-- A record is kept for a week, once delivered for a day.
 local OUTBOX_KEEP_MS, DELIVERED_KEEP_MS = 7 * 86400 * 1000, 86400 * 1000
 
--- Lets a destination be looked at from `at` on, if not before.
+-- Schedules a destination for `at`, unless it is scheduled earlier.
 function outbox.wake(tag, to, at)
   redis.call('ZADD', tag .. ':outbox', 'LT', at, to)
 end
 
--- Says anew when a destination is to be looked at: when something is due or a lease lapses; where
--- `cap` messages are on their way, not before one of them is done.
+-- Reschedules a destination for its next due message or lapsing lease. With `cap` messages in flight,
+-- due messages wait until one of them is done.
 function outbox.reschedule(tag, to, now, cap)
   local due = redis.call('ZRANGE', tag .. ':due:' .. to, 0, 0, 'WITHSCORES')[2]
-  local flying = tag .. ':flying:' .. to
-  local lapse = redis.call('ZRANGE', flying, 0, 0, 'WITHSCORES')[2]
-  if redis.call('ZCARD', flying) >= cap then due = nil end
-  -- What is due goes to the end of the line, so that destinations take turns.
+  local in_flight = tag .. ':flying:' .. to
+  local lapse = redis.call('ZRANGE', in_flight, 0, 0, 'WITHSCORES')[2]
+  if redis.call('ZCARD', in_flight) >= cap then due = nil end
+  -- Overdue messages count as due now, so that destinations take turns.
   local at = math.min(due and math.max(due, now) or math.huge, lapse or math.huge)
   if at == math.huge then
     redis.call('ZREM', tag .. ':outbox', to)
@@ -24,10 +24,9 @@ function outbox.reschedule(tag, to, now, cap)
   end
 end
 
--- Puts a message into the outbox of a job with a callback: 'started', 'progress', or the status in
--- which it ended. A job has one record there, so that its messages go one by one: a later one
--- takes the place of one that waits, and waits for one that is on its way. Hence nothing
--- overtakes the end.
+-- Posts a message of a job with a callback: 'started', 'progress' or its final status. A job has one
+-- record, so its messages are sent one at a time: a new message replaces one that waits, and waits
+-- for one in flight. Therefore no message arrives after the final one.
 function outbox.post(tag, job, kind, now, code, message)
   if not job.callback_to then return end
   local key = tag .. ':out:' .. job.id

@@ -1,8 +1,8 @@
--- When those who are refused shall come again: not all at once, but one after another as room for
--- them comes, the lines (a tenant in a lane) in turns. tests/model/reference_promises.py says the same in Python.
--- `promised:<model>` has for each line when the next of it may come (ms); what is past is no more.
+-- Spreads the retries of refused jobs: callers return one after another as room becomes free, and the
+-- lines (a tenant in a lane) take turns. tests/model/reference_promises.py is the same in Python. The
+-- sorted set `promised:<model>` holds each line's next retry time (ms); past times do not count.
 
-local FIRST_COMERS = 2  -- half of the drain rate is theirs; the other half is promised
+local UNPROMISED_RATIO = 2  -- half of the drain rate is promised, the other half is for new jobs
 local MAX_PROMISE_MS = 3600 * 1000
 
 local promises = {}
@@ -11,8 +11,8 @@ local function promise_key(tag, job)
   return tag .. ':promised:' .. job.model, job.lane .. ' ' .. job.tenant
 end
 
--- Where another try may do in retry_ms at the earliest: the time of the line's next promise, and
--- of that after it. `gap_ms` is how long a job of this cost takes of the promised rate.
+-- The line's next retry time, at least retry_ms from now, and the one after it. `gap_ms`: time to drain
+-- a job of this cost at the promised rate.
 function promises.next(tag, job, gap_ms, retry_ms, now)
   local key, line = promise_key(tag, job)
   local lines = redis.call('ZCOUNT', key, '(' .. now, '+inf')
@@ -23,7 +23,7 @@ function promises.next(tag, job, gap_ms, retry_ms, now)
   return math.min(at, latest), math.min(at + lines * gap_ms, latest)
 end
 
--- The line's next one comes at this time, or later.
+-- Stores the line's next retry time.
 function promises.book(tag, job, after, now)
   local key, line = promise_key(tag, job)
   redis.call('ZREMRANGEBYSCORE', key, '-inf', now)
@@ -31,7 +31,7 @@ function promises.book(tag, job, after, now)
   redis.call('PEXPIRE', key, 2 * MAX_PROMISE_MS)
 end
 
--- A job of the line has found room at once: what was promised waits for nobody.
+-- Forgets the line's promise, because one of its jobs found room.
 function promises.forget(tag, job)
   local key, line = promise_key(tag, job)
   redis.call('ZREM', key, line)

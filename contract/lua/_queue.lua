@@ -1,11 +1,11 @@
--- Finding the next job that fits, and taking it out of turn where one before it does not. The
--- stream's group says up to where all was handed out; what was taken behind that is pending.
+-- Finds the next waiting job that fits and claims it, out of order where jobs before it do not fit.
+-- All entries up to the consumer group's last delivered id are claimed; later claimed ones are pending.
 
-local MAX_PASSED = 8   -- jobs that may be handed out before one that waits in front of them
-local MAX_SKIPPED = 4  -- jobs of one stream that are passed over in a search
-local WINDOW = 16      -- entries looked at: as many, those that they let pass, and one that fits
-local MAX_BACK = 64     -- entries looked at for jobs of tenants below their share
-local MAX_TENANTS = 8  -- of a lane, whose lines are searched
+local MAX_PASSED = 8   -- jobs that may be claimed ahead of a job that waits in front of them
+local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
+local WINDOW = 16      -- entries that a search reads
+local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
+local MAX_TENANTS = 8  -- of a lane, whose queues are searched
 
 local function last_delivered(key)
   local group = redis.call('XINFO', 'GROUPS', key)[1] or {}
@@ -15,23 +15,23 @@ local function last_delivered(key)
   return '0-0'
 end
 
--- Takes an entry out of a stream that stands for no job that can be run.
-local function discard(key, entry)
+-- Removes an entry whose job cannot run.
+local function discard_entry(key, entry)
   redis.call('XACK', key, GROUP, entry)
   redis.call('XDEL', key, entry)
   if redis.call('XLEN', key) == 0 then redis.call('DEL', key) end
 end
 
--- The first waiting job of a stream with room for one of its choices, for the others can wait in the
--- engine: {key, entry, id, cost, choices, is_first}, or nil.
--- Those that do not fit go into `skipped`; the second result is true where one of them has been
--- passed over too often, so that nothing may go before it.
--- With `fair` (see fairness.places), `room` is not looked at: each tenant has what is left of its
--- share, `tenant` of the result says whose the job is, and jobs of others are left where they are.
+-- The first waiting job of a stream with room for one of its choices (the others can wait in the
+-- engine): {key, entry, id, cost, choices, is_first}, or nil.
+-- Adds ids of jobs that do not fit to `skipped`. The second result is true where one of them was
+-- passed over MAX_PASSED times: no job may be claimed ahead of it.
+-- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
+-- names the tenant, and jobs of tenants without room are ignored.
 local function find_fit(tag, key, room, skipped, fair)
   if redis.call('EXISTS', key) == 0 then return nil end
   local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT',
-    fair and MAX_BACK or WINDOW)
+    fair and FAIR_WINDOW or WINDOW)
   local num_skipped, is_first = 0, true
   for _, entry in ipairs(entries) do
     local id, cost = entry[2][2], whole_number(entry[2][4])
@@ -39,9 +39,9 @@ local function find_fit(tag, key, room, skipped, fair)
       'tenant')
     local choices = math.max(1, whole_number(job[4] or 1) or 1)
     local is_here = cost and job[1] and job[2] == entry[1]
-    if fair then room = fairness.room_of(tag, fair, job[5] or '') end
+    if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
     if not is_here then
-      discard(key, entry[1])
+      discard_entry(key, entry[1])
     elseif job[1] == 'queued' and cost / choices <= room then
       return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
         is_first = is_first,
@@ -58,7 +58,7 @@ local function find_fit(tag, key, room, skipped, fair)
   return nil
 end
 
--- The next job of a lane with room for it: given back first, then by tenant; as find_fit.
+-- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
 local function next_in_lane(tag, model, lane, room, skipped)
   local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
   if found or is_blocked then return found, is_blocked end
@@ -70,8 +70,8 @@ local function next_in_lane(tag, model, lane, room, skipped)
   return nil
 end
 
--- Makes an entry pending, out of turn where it is not the first.
-local function deliver(found)
+-- Marks an entry as pending; the first one also becomes the last delivered id.
+local function mark_pending(found)
   if found.is_first then
     redis.call('XCLAIM', found.key, GROUP, CONSUMER, 0, found.entry, 'FORCE', 'JUSTID',
       'LASTID', found.entry)
@@ -80,23 +80,23 @@ local function deliver(found)
   end
 end
 
--- Takes a job that was found; nil where it has expired meanwhile.
-local function take(tag, found, incarnation, lease_ms, now, config)
+-- Claims a job that was found; nil where it has expired or cannot be read.
+local function claim_job(tag, found, incarnation, lease_ms, now, config)
   if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
     redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')
   end
-  deliver(found)
+  mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then
-    discard(found.key, found.entry)
-    if not job then forget_half(tag, found.id) end
+    discard_entry(found.key, found.entry)
+    if not job then forget_unreadable(tag, found.id) end
     return nil
   end
   if now >= job.deadline then
     terminal(tag, job, 'expired', '', '', now)
     return nil
   end
-  if is_in_line(job) then fairness.charge(tag, job) end
+  if is_in_tenant_queue(job) then fairness.charge(tag, job) end
   ledger.start(tag, job)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   local is_first = not job.claimed
@@ -110,5 +110,5 @@ local function take(tag, found, incarnation, lease_ms, now, config)
   end
   redis.call('ZADD', tag .. ':leases', now + lease_ms, job.id)
   redis.call('SADD', tag .. ':own:' .. incarnation, job.id)
-  return handed_out(tag, job, now)
+  return claim_reply(tag, job, now)
 end

@@ -1,21 +1,21 @@
 #!lua name=batchway_v1
--- What the functions share. Every function gets one key, the partition's tag `{bw:<ns>:<p>}`, and
--- derives all others from it, so that a cluster routes the call and no slot is crossed.
--- Rules: Redis TIME is the only clock; terminal() is the only way into a terminal state; nothing
--- may raise after its first write; every function may be repeated.
+-- Code that the functions share. Every function gets one key, the partition's tag `{bw:<ns>:<p>}`, and
+-- derives all others from it, so that all keys are in one slot of a cluster.
+-- Rules: Redis TIME is the only clock; only terminal() sets a terminal state; a function does not
+-- raise after its first write; every function may be repeated.
 
--- redis.call, for keys that hold what no function writes. A key of another type is deleted, a field
--- that should be a number too, and the command is run again: sweeps set right what it should hold,
--- and everything else goes on. Counted as corrections of the kind `type`.
-local function server() return redis end  -- not the same while the library is loaded
+-- redis.call that repairs keys which other programs overwrote: deletes a key of the wrong type or a
+-- field that is not a number, counts a correction of kind `type`, and repeats the command. Sweeps
+-- restore the content.
+local function server() return redis end  -- `redis` is another table while the library is loaded
 local redis = {register_function = redis.register_function}
 
 function redis.call(name, ...)
   local reply = server().pcall(name, ...)
   if type(reply) ~= 'table' or not reply.err then return reply end
   local key, field = ...
-  if name == 'XINFO' or name == 'XGROUP' then error(reply) end  -- their key comes second
-  local is_log = string.find(reply.err, 'equal or smaller', 1, true)  -- with a number to come
+  if name == 'XINFO' or name == 'XGROUP' then error(reply) end  -- their key is the second argument
+  local is_log = string.find(reply.err, 'equal or smaller', 1, true)  -- a log that holds a later event number
   if is_log or string.find(reply.err, 'WRONGTYPE', 1, true) then
     server().call('DEL', key)
   elseif string.find(reply.err, 'hash value is not an integer', 1, true) then
@@ -27,8 +27,15 @@ function redis.call(name, ...)
   return server().call(name, ...)
 end
 
--- Runs a function on what one record says: its result, nil and false where it fails on that. What the
--- user may not do is raised all the same.
+-- Registers a function of the library with one flag of Redis.
+local function register(name, callback, flag)
+  redis.register_function{
+    function_name = 'batchway_v1_' .. name, callback = callback, flags = {flag},
+  }
+end
+
+-- Calls a function on one record: its result and true, or nil and false where it raises. Errors of
+-- access rules are raised again.
 local function try(act, ...)
   local is_done, result = pcall(act, ...)
   if is_done then return result, true end
@@ -39,11 +46,11 @@ local function try(act, ...)
   return nil, false
 end
 
-local GROUP = 'workers'  -- one consumer group per queue stream; the owner stands in the job
+local GROUP = 'workers'  -- one consumer group per queue stream; the job's record names the owner
 local CONSUMER = 'worker'
 local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
 
--- What a job's owner is told of it.
+-- Fields of a job's record that its caller may read.
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
   'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
@@ -64,29 +71,26 @@ local JOB_FIELDS = {
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 
-local ledger = {}  -- what jobs cost and hold; _ledger.lua
-local outbox = {}  -- what callers are to be told; _outbox.lua
-local recount = {}  -- holds counters and lists against the records; _recount.lua
-local running = {}  -- how far jobs are that run; _running.lua
-local totals = {}  -- what metrics count; _totals.lua
+local ledger = {}  -- accounts for jobs' costs; _ledger.lua
+local outbox = {}  -- callback messages; _outbox.lua
+local recount = {}  -- checks counters and lists; _recount.lua
+local running = {}  -- progress of running jobs; _running.lua
+local totals = {}  -- totals of metrics; _totals.lua
 
--- Tests move the clock by an offset, or stop it: '=1700000000000'.
-local function now_ms(tag)
-  local offset = redis.call('GET', tag .. ':clock_offset') or '0'
-  if string.sub(offset, 1, 1) == '=' then return tonumber(string.sub(offset, 2)) end
+local function now_ms()
   local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(offset)
+  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The whole number that a text is, or nil: neither infinite nor NaN, which Lua reads too.
+-- The text as a whole number; nil where it is none, infinite or NaN.
 local function whole_number(text)
   local number = tonumber(text)
   if number and number >= -2 ^ 53 and number <= 2 ^ 53 then return math.floor(number) end
 end
 
--- The mutable part of a job's record, or nil; also where it lacks a word that each record has,
--- or names a stream or an entry that can be none. `packed` is how far it is by its worker, where that
--- was read before; false: the worker has noted nothing.
+-- The mutable part of a job's record; nil where there is none or a required field is missing or
+-- malformed. `packed`: the job's value in its worker's hash (_running.lua) where the caller has read
+-- it, false where the hash lacks the job.
 local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
   local values = redis.call('HMGET', key, unpack(JOB_FIELDS))
@@ -105,7 +109,7 @@ local function load_job(tag, id, packed)
   return job
 end
 
--- A job's record for its owner: {field, value, …}.
+-- A job's record for its caller: {field, value, …}.
 local function view(tag, id)
   local key, record = tag .. ':job:' .. id, {}
   local values = redis.call('HMGET', key, unpack(VIEW_FIELDS))
@@ -117,14 +121,13 @@ local function view(tag, id)
   return record
 end
 
--- Appends one event to a job's log and announces it in the same words; returns the hash of the log
--- up to it. The caller keeps that, and the next event's number. Of a number given as text none has
--- to be made.
+-- Appends one event to a job's log and publishes it; returns the log's new hash. The caller must store
+-- the hash and the next event's number. `number` may be text.
 local function write_event(tag, id, number, hash, event)
   hash = string.sub(server().sha1hex(hash .. event), 1, 8)
-  local call, said = redis.call, number .. ' ' .. hash .. ' ' .. event
-  call('XADD', tag .. ':log:' .. id, number, 's', said)
-  call('PUBLISH', tag .. ':ev:' .. id, said)
+  local call, message = redis.call, number .. ' ' .. hash .. ' ' .. event
+  call('XADD', tag .. ':log:' .. id, number, 's', message)
+  call('PUBLISH', tag .. ':ev:' .. id, message)
   return hash
 end
 
@@ -142,8 +145,8 @@ local function log_event(tag, job, event)
   redis.call('HSET', job.key, 'next', job.next, 'hash', job.hash)
 end
 
--- What a worker is told of a job that it now holds.
-local function handed_out(tag, job, now)
+-- What the reply of `claim` says of a job.
+local function claim_reply(tag, job, now)
   return {job.id, job.epoch, job.attempt, job.next, job.hash, job.tokens, job.deadline - now,
     job.crashes + job.lapses > 0 and string.find(job.stream, ':suspect$') and 1 or 0, job.cost,
     redis.call('HGET', job.key, 'job')}
@@ -157,9 +160,8 @@ local function add_entry(key, job)
   return redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
 end
 
--- Puts a job at the end of a queue stream: `q:<model>:<lane>:<tenant>`,
--- `back:<model>:<lane>` or `q:<model>:suspect`. `record` is what else its record is to say from now
--- on: {field, value, …}.
+-- Appends a job to a queue stream: `q:<model>:<lane>:<tenant>`, `back:<model>:<lane>` or
+-- `q:<model>:suspect`. `record`: further fields to set, {field, value, …}.
 local function enqueue(tag, job, stream, record)
   job.stream = stream
   job.entry = add_entry(tag .. ':' .. stream, job)
@@ -169,15 +171,15 @@ local function enqueue(tag, job, stream, record)
   for _, word in ipairs({'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry}) do
     table.insert(record, word)
   end
-  ledger.line_up(tag, job, record)
+  ledger.note_position(tag, job, record)
   redis.call('HSET', job.key, unpack(record))
   ledger.count(tag, job, 'queued', 1)
   redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
 end
 
--- Takes a job out of its stream, and its lease and its owner from it.
-local function leave(tag, job)
-  running.put_back(tag, job)
+-- Removes a job from its stream and ends its lease and its ownership.
+local function dequeue(tag, job)
+  running.write_back(tag, job)
   local key = tag .. ':' .. job.stream
   redis.call('XACK', key, GROUP, job.entry)
   redis.call('XDEL', key, job.entry)
@@ -190,8 +192,8 @@ local function leave(tag, job)
   ledger.count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
 end
 
--- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …} and the entry
--- has the number of the last. An entry for each event would cost three times the memory.
+-- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …}, and the entry's id
+-- is the last number. One entry per event takes three times the memory.
 local PACK = 64
 
 local function compact(tag, job)
@@ -200,7 +202,7 @@ local function compact(tag, job)
   local entries, events = redis.call('XRANGE', key, '-', '+'), {}
   for i, entry in ipairs(entries) do
     local is_readable, found = pcall(events_of, entry)
-    if not is_readable then return end  -- it stays as it is
+    if not is_readable then return end  -- leave the log as it is
     events[i] = found[1]
   end
   redis.call('DEL', key)
@@ -214,12 +216,12 @@ local function compact(tag, job)
   end
 end
 
--- A job's entry in `kept`: what is left to forget of it once its record has expired.
+-- A job's entry in `kept`: what `sweep` needs to forget it after its record has expired.
 local function kept_entry(job)
   return job.id .. ' ' .. (job.has_objects and '1' or '0') .. ' ' .. job.tenant
 end
 
--- Forgets a job that has ended; what it keeps in the object store becomes orphaned.
+-- Forgets a job that has ended; its objects in the object store become orphaned.
 local function forget(tag, id, tenant, has_objects, entry)
   redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
   redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
@@ -228,14 +230,15 @@ local function forget(tag, id, tenant, has_objects, entry)
   if has_objects then redis.call('SADD', tag .. ':orphaned', id) end
 end
 
--- Forgets a job whose record load_job cannot read: no function could do anything with it.
-local function forget_half(tag, id)
+-- Forgets a job whose record load_job cannot read.
+local function forget_unreadable(tag, id)
   local record = redis.call('HMGET', tag .. ':job:' .. id, 'tenant', 'has_objects')
   forget(tag, id, record[1] or '', record[2] == '1', '')
 end
 
--- The only way into a terminal state: terminal event, bill, record, queue, counters, callback,
--- expiry. A result (msgpack ObjectRef, '': none) says where the log up to the end is kept instead of here.
+-- Ends a job: appends the terminal event, settles the cost, and updates record, queue, counters,
+-- callback and expiry. `result` (msgpack ObjectRef, '': none) names the object that holds the log before
+-- the end, which is then deleted here.
 local function terminal(tag, job, status, code, message, now, result)
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
@@ -248,7 +251,7 @@ local function terminal(tag, job, status, code, message, now, result)
   end
   ledger.settle(tag, job, status)
   totals.ended(tag, job, status, now)
-  leave(tag, job)
+  dequeue(tag, job)
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,
@@ -260,26 +263,28 @@ local function terminal(tag, job, status, code, message, now, result)
   outbox.post(tag, job, status, now, code, message)
 end
 
--- Ends a job from outside its worker, and tells the worker.
+-- Ends a job and notifies its worker.
 local function terminate(tag, job, status, now)
   local owner = job.owner
   terminal(tag, job, status, '', '', now)
-  if owner ~= '' then redis.call('PUBLISH', tag .. ':ctl:' .. owner, 'ended ' .. job.id .. ' ' .. status) end
+  if owner ~= '' then
+    redis.call('PUBLISH', tag .. ':ctl:' .. owner, 'ended ' .. job.id .. ' ' .. status)
+  end
 end
 
--- Gives a running job back to the front of its lane.
-local function give_back(tag, job)
-  leave(tag, job)
+-- Returns a running job to the front of its lane.
+local function requeue(tag, job)
+  dequeue(tag, job)
   enqueue(tag, job, 'back:' .. job.model .. ':' .. job.lane)
 end
 
--- Gives a running job back to be run alone, so that it can harm no other.
-local function isolate(tag, job)
-  leave(tag, job)
+-- Returns a running job to the suspects, which run alone.
+local function requeue_as_suspect(tag, job)
+  dequeue(tag, job)
   enqueue(tag, job, 'q:' .. job.model .. ':suspect')
 end
 
--- Why a worker may not write to a job, or nil where it may.
+-- The reason why a worker may not write to a job; nil where it may.
 local function fence(job, incarnation, epoch)
   if not job then return 'GONE' end
   if TERMINAL[job.state] then return job.state end

@@ -1,9 +1,9 @@
--- What has happened to a model's jobs since counting began, by lane: hash totals:<model>, whole
--- numbers that never fall. A field is `<metric>:<lane>[:<label>]`; a histogram's are `…:<bucket>`,
--- from 1 on, the one past the last bound being +Inf, and `…:sum` (us). contract/telemetry/metrics.py names
--- them all. Counted where it happens, so that neither a worker's nor a gateway's death loses any.
+-- Totals of a model's jobs by lane: the hash `totals:<model>` of whole numbers that never decrease. A
+-- field is `<metric>:<lane>[:<label>]`; a histogram has `…:<bucket>` from 1 on, the last for +Inf, and
+-- `…:sum` (us). contract/telemetry/metrics.py lists the metrics. Functions count with each transition,
+-- so that no count is lost when a worker or gateway dies.
 local TOTALS_TTL_MS = 30 * 24 * 3600 * 1000
-local TOLD_TTL_MS = 24 * 3600 * 1000
+local REPORTED_TTL_MS = 24 * 3600 * 1000
 local LATENCY_BOUNDS_MS = {
   5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 30000, 60000, 300000, 1800000, 7200000,
 }
@@ -22,7 +22,7 @@ local function add_all(tag, model, gains)
   redis.call('HSET', key, unpack(gains))
 end
 
--- One more observation of a job's latency, beside a field that grows with it.
+-- Adds an observation to a latency histogram, and a value to another field.
 local function observe(tag, job, metric, ms, field, value)
   local bucket, name = 1, metric .. ':' .. job.lane
   while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
@@ -33,7 +33,7 @@ function totals.age(job, now)
   return math.max(0, now - job.created)
 end
 
--- A worker has taken the job.
+-- Counts a claim.
 function totals.claimed(tag, job, now, is_first)
   local attempts = 'attempts_total:' .. job.lane
   if is_first then
@@ -43,8 +43,8 @@ function totals.claimed(tag, job, now, is_first)
   end
 end
 
--- Output came into a job's log, its first.
-function totals.began(tag, job, now)
+-- Counts a job's first output.
+function totals.first_output(tag, job, now)
   observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now),
     'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
 end
@@ -58,19 +58,19 @@ function totals.ended(tag, job, status, now)
   end
 end
 
--- Adds what a worker has counted since it last said so: {field: its own total}. Each counts once,
--- also where a heartbeat comes twice, or late.
-function totals.take_in(tag, model, incarnation, counted)
+-- Adds the growth of a worker's own totals, {field: total}, since its last report. A repeated or late
+-- heartbeat adds nothing twice.
+function totals.merge(tag, model, incarnation, counted)
   local key = tag .. ':told:' .. incarnation
   local raw = redis.call('GET', key)
-  local told = raw and cmsgpack.unpack(raw) or {}
+  local reported = raw and cmsgpack.unpack(raw) or {}
   for field, value in pairs(counted) do
-    local gained = value - (told[field] or 0)
+    local gained = value - (reported[field] or 0)
     if gained > 0 then
       totals.add(tag, model, field, gained)
-      told[field] = value
+      reported[field] = value
     end
   end
-  redis.call('SET', key, cmsgpack.pack(told), 'PX', TOLD_TTL_MS)
+  redis.call('SET', key, cmsgpack.pack(reported), 'PX', REPORTED_TTL_MS)
   redis.call('PEXPIRE', tag .. ':totals:' .. model, TOTALS_TTL_MS)
 end

@@ -1,61 +1,59 @@
--- append: one step's output of all of a worker's jobs; ends those that are done. Renews leases.
+-- append: appends one step's output of all of a worker's jobs, ends finished jobs, renews leases.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 what is said of the jobs, packed
---       4… the id of each
--- packed: ITEM for each job: epoch, output tokens in the event, the event (msgpack, '': none), its
---       number (as text), '' or 'succeeded' or 'failed'.
---       After these an END: error code, error message, where its log is kept from now on (msgpack
---       ObjectRef, '': here)
--- reply {} where all was appended: each job's next event has the number after the one it said.
---       Else, of the others: {place of the job among them, verdict, number, place, verdict, …}
---       'OK', next event number    ended beside its event, or appended before
---       'GAP', next event number   events are missing before this one
---       'OVER', output tokens      more output than the job's cap: not appended
---       'FENCED', 0                the job is another worker's, or waits
+-- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 items, packed
+--       4… job ids
+-- items  for each job an ITEM: epoch, output tokens in the event, the event (msgpack, '': none), its
+--       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
+--       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none)
+-- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
+--       simply appended under its number
+--       'OK', next event number    also ended, or appended before
+--       'GAP', next event number   events before this one are missing
+--       'OVER', output tokens      over the job's output cap: not appended
+--       'FENCED', 0                another worker holds the job, or it waits
 --       'GONE', 0                  no such job
 --       status, 0                  the job has ended: succeeded, failed, cancelled, expired
--- A call is made for every step of a worker, so it does little for each job: what it must know of
--- those that go on is read and written for all together, and so are leases and counters; an argument
--- of its own for each thing said would cost more than the thing. The first output of a job, its end
--- and whatever is refused go the long way, by the record.
+-- A worker calls it at every step. Progress, leases and counters of jobs that continue are read and
+-- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
+-- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
 local END = '<sI4c0I4c0'
-local MOST_ARGUMENTS = 1000  -- of one command
+local MAX_ARGUMENTS = 1000  -- arguments of one command
 local FIRST_ID = 4  -- argument
 
--- What the jobs of one place, a lane of a model, have gained in this call: output tokens, and
--- tokens of their cost, all and those of jobs that are in the count (_recount.lua).
-local function gains_of(said, place)
-  local gains = said[place]
+-- What one lane of a model gains in this call: output tokens, computed tokens of the jobs' costs, and
+-- those of jobs that the current recount includes (_recount.lua).
+local function gains_of(gains_by_lane, model_lane)
+  local gains = gains_by_lane[model_lane]
   if not gains then
     gains = {tokens = 0, done = 0, counted = 0}
-    said[place] = gains
+    gains_by_lane[model_lane] = gains
   end
   return gains
 end
 
--- Appends the event, and writes all that it changes in the record.
-local function progress(tag, job, event, num_tokens, now, said)
-  local gains, done_before = gains_of(said, running.place(job)), ledger.done(job)
+-- Appends an event and updates the job's record.
+local function progress(tag, job, event, num_tokens, now, gains_by_lane)
+  local gains, done_before = gains_of(gains_by_lane, running.model_lane(job)), ledger.done(job)
   local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
   local done = ledger.done(job) - done_before
   gains.done = gains.done + done
-  if recount.has(tag, job.deadline) then gains.counted = gains.counted + done end
+  if recount.includes(tag, job.deadline) then gains.counted = gains.counted + done end
   job.hash = write_event(tag, job.id, job.next, job.hash, event)
   job.next = job.next + 1
   local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash}
   if is_first then
     changed[9], changed[10] = 'first_token', now
-    totals.began(tag, job, now)
+    totals.first_output(tag, job, now)
   end
   redis.call('HSET', job.key, unpack(changed))
-  running.note(tag, job)
+  running.store(tag, job)
 end
 
--- The long way: a verdict and its number.
-local function append_one(tag, now, incarnation, item, said, renewed)
+-- Handles one item by the job's record: a verdict and its number.
+local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
   local refusal = fence(job, incarnation, item.epoch)
   if refusal then return refusal, 0 end
@@ -68,7 +66,7 @@ local function append_one(tag, now, incarnation, item, said, renewed)
   if job.tokens + num_tokens > job.max_tokens then return 'OVER', job.tokens end
 
   if item.event ~= '' then
-    progress(tag, job, item.event, num_tokens, now, said)
+    progress(tag, job, item.event, num_tokens, now, gains_by_lane)
     local every = item.fin == '' and job.callback_every or 0
     if every > 0 and job.tokens % every < num_tokens then
       outbox.post(tag, job, 'progress', now, '', '')
@@ -82,39 +80,40 @@ local function append_one(tag, now, incarnation, item, said, renewed)
   return 'OK', job.next
 end
 
--- The short way, for a job that goes on with output: how far it is now, packed; nil where it must go
--- the long one.
-local function go_on(tag, now, packed, id, epoch, number, event, num_tokens, said, place_of_count)
-  local its_epoch, next_number, tokens, hash, deadline, max_tokens, to_do, place =
+-- Appends output of a job that continues, without its record: the new packed progress, or nil where
+-- append_one must handle the item.
+local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane,
+  recount_position)
+  local known_epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
     running.unpack(packed)
-  if epoch ~= its_epoch or tonumber(number) ~= next_number then return nil end
+  if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
   tokens = tokens + num_tokens
   if now >= deadline or tokens > max_tokens then return nil end
   hash = write_event(tag, id, number, hash, event)
-  local gains, done = said[place] or gains_of(said, place), num_tokens
-  if done > to_do then done = to_do end
+  local gains, done = gains_by_lane[model_lane] or gains_of(gains_by_lane, model_lane), num_tokens
+  if done > remaining then done = remaining end
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + done
-  if deadline <= place_of_count then gains.counted = gains.counted + done end
-  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, to_do - done,
-    place)
+  if deadline <= recount_position then gains.counted = gains.counted + done end
+  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, remaining - done,
+    model_lane)
 end
 
--- How far those of the call's jobs are that go on, packed, by id; false of others.
-local function those_running(tag, incarnation, argv)
-  local found = {}
-  for first = FIRST_ID, #argv, MOST_ARGUMENTS do
-    local last = math.min(#argv, first + MOST_ARGUMENTS - 1)
+-- Packed progress of the call's jobs by id; false for jobs without.
+local function load_running(tag, incarnation, argv)
+  local running_jobs = {}
+  for first = FIRST_ID, #argv, MAX_ARGUMENTS do
+    local last = math.min(#argv, first + MAX_ARGUMENTS - 1)
     local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, first, last))
-    for i, value in ipairs(values) do found[argv[first + i - 1]] = value end
+    for i, value in ipairs(values) do running_jobs[argv[first + i - 1]] = value end
   end
-  return found
+  return running_jobs
 end
 
--- Gives a command its arguments, as many at a time as it may have.
+-- Runs a command once for each MAX_ARGUMENTS arguments.
 local function write(name, key, arguments)
-  for first = 1, #arguments, MOST_ARGUMENTS do
-    local last = math.min(#arguments, first + MOST_ARGUMENTS - 1)
+  for first = 1, #arguments, MAX_ARGUMENTS do
+    local last = math.min(#arguments, first + MAX_ARGUMENTS - 1)
     redis.call(name, key, unpack(arguments, first, last))
   end
 end
@@ -125,10 +124,10 @@ local function renew(tag, lapses, ids)
   write('ZADD', tag .. ':leases', leases)
 end
 
--- Adds what was gained to its lanes' counters.
-local function count(tag, said)
-  for place, gains in pairs(said) do
-    local lane, model = string.match(place, '^(%S+) +(.*)$')
+-- Adds the gains to the lanes' counters.
+local function count(tag, gains_by_lane)
+  for model_lane, gains in pairs(gains_by_lane) do
+    local lane, model = string.match(model_lane, '^(%S+) +(.*)$')
     if gains.tokens > 0 then
       totals.add(tag, model, 'generation_tokens_total:' .. lane, gains.tokens)
     end
@@ -140,51 +139,49 @@ local function count(tag, said)
 end
 
 local function append(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local odd, said, renewed = {}, {}, {}  -- said: gains by place
-  local place_of_count = recount.place(tag)
-  local found, gone_on, num_gone_on = those_running(tag, incarnation, argv), {}, 0
-  local says, from, unpack_struct = argv[3], 1, struct.unpack
+  local exceptions, gains_by_lane, renewed = {}, {}, {}  local recount_position = recount.position(tag)
+  local running_jobs, advanced, num_advanced = load_running(tag, incarnation, argv), {}, 0
+  local packed_items, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
     local id = argv[i]
-    local epoch, num_tokens, event, number, fin, after = unpack_struct(ITEM, says, from)
+    local epoch, num_tokens, event, number, fin, after = unpack_struct(ITEM, packed_items, from)
     from = after
-    local known = found[id]
-    local packed = known
-    found[id] = nil  -- a second event of a job in one call goes the long way
+    local stored = running_jobs[id]
+    local packed = stored
+    running_jobs[id] = nil  -- append_one handles a second event of a job
     if packed and event ~= '' and fin == '' then
-      packed = go_on(tag, now, packed, id, epoch, number, event, num_tokens, said, place_of_count)
+      packed = append_running(tag, now, packed, id, epoch, number, event, num_tokens,
+        gains_by_lane, recount_position)
     else
       packed = nil
     end
     if packed then
-      gone_on[num_gone_on + 1] = id
-      gone_on[num_gone_on + 2] = packed
-      num_gone_on = num_gone_on + 2
+      advanced[num_advanced + 1] = id
+      advanced[num_advanced + 2] = packed
+      num_advanced = num_advanced + 2
       renewed[#renewed + 1] = id
     else
-      write('HSET', running.key(tag, incarnation), gone_on)
-      gone_on, num_gone_on = {}, 0
+      write('HSET', running.key(tag, incarnation), advanced)
+      advanced, num_advanced = {}, 0
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
-        num_tokens = num_tokens, fin = fin, packed = known}
+        num_tokens = num_tokens, fin = fin, packed = stored}
       if fin ~= '' then
-        item.code, item.message, item.result, from = struct.unpack(END, says, from)
+        item.code, item.message, item.result, from = struct.unpack(END, packed_items, from)
       end
-      local verdict, its_number = append_one(tag, now, incarnation, item, said, renewed)
-      if verdict ~= 'OK' or its_number ~= item.number + 1 then
-        table.insert(odd, i - FIRST_ID + 1)
-        table.insert(odd, verdict)
-        table.insert(odd, its_number)
+      local verdict, verdict_number = append_one(tag, now, incarnation, item, gains_by_lane, renewed)
+      if verdict ~= 'OK' or verdict_number ~= item.number + 1 then
+        table.insert(exceptions, i - FIRST_ID + 1)
+        table.insert(exceptions, verdict)
+        table.insert(exceptions, verdict_number)
       end
     end
   end
-  write('HSET', running.key(tag, incarnation), gone_on)
+  write('HSET', running.key(tag, incarnation), advanced)
   if lease_ms > 0 then renew(tag, now + lease_ms, renewed) end
-  count(tag, said)
-  return odd
+  count(tag, gains_by_lane)
+  return exceptions
 end
 
-redis.register_function{
-  function_name = 'batchway_v1_append', callback = append, flags = {'allow-oom'},
-}
+register('append', append, 'allow-oom')

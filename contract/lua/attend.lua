@@ -1,9 +1,9 @@
--- attend: a caller still waits for these jobs; without one for long enough they are cancelled.
+-- attend: a caller still waits for these jobs; jobs that nobody attends for too long are cancelled.
 -- KEYS  1 tag
 -- ARGV  job ids
--- reply how many of them are attended
+-- reply the number of jobs that need attendance
 local function attend(keys, argv)
-  local tag, now, attended = keys[1], now_ms(keys[1]), 0
+  local tag, now, attended = keys[1], now_ms(), 0
   for _, id in ipairs(argv) do
     local attendance = tonumber(redis.call('HGET', tag .. ':job:' .. id, 'attendance') or 0)
     if attendance > 0 then
@@ -13,6 +13,5 @@ local function attend(keys, argv)
   end
   return attended
 end
-redis.register_function{
-  function_name = 'batchway_v1_attend', callback = attend, flags = {'allow-oom'},
-}
+
+register('attend', attend, 'allow-oom')

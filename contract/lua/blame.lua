@@ -1,8 +1,8 @@
--- blame: the engine process died while it computed these jobs. Each is run alone from now on; the
--- third time it is poison, fails, and is put on record.
+-- blame: the engine process died while it computed these jobs. Each job then runs alone; after
+-- argument 2 crashes it fails as poison and enters the quarantine.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 crashes that make poison  then 3 for each job:
---       id, epoch, what is recorded of it (JSON: sizes and hashes, never text)
+-- ARGV  1 incarnation  2 crashes until a job is poison  then 3 for each job:
+--       id, epoch, description for the quarantine (JSON: sizes and hashes, never text)
 -- reply one verdict for each job, in order:
 --       {'OK'} in the queue of suspects   {'failed'} poison   {'FENCED'}, {'GONE'}, {status}
 local QUARANTINE_MAX = 1000
@@ -18,7 +18,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
   job.crashes = job.crashes + 1
   redis.call('HSET', job.key, 'crashes', job.crashes)
   if job.crashes < max_crashes then
-    isolate(tag, job)
+    requeue_as_suspect(tag, job)
     return {'OK'}
   end
   terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',
@@ -33,7 +33,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
 end
 
 local function blame(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local verdicts = {}
   for i = 3, #argv, 3 do
     table.insert(verdicts, blame_one(tag, now, argv[1], tonumber(argv[2]), argv[i], argv[i + 1],
@@ -41,6 +41,5 @@ local function blame(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_blame', callback = blame, flags = {'allow-oom'},
-}
+
+register('blame', blame, 'allow-oom')

@@ -1,8 +1,8 @@
--- delete: forgets a job that has ended, for its owner: record, log, place in the tenant's list. What
--- it keeps in the object store becomes orphaned; a part with access to the store deletes it.
+-- delete: deletes an ended job for its caller: record, log, entry in the tenant's list. Its objects in
+-- the object store become orphaned; a process with access to the store deletes them.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant
--- reply {'DELETED'}   {status} it has not ended   {'NOT_FOUND'} or not theirs, or deleted before
+-- reply {'DELETED'}   {status} it has not ended   {'NOT_FOUND'} no such job of the tenant
 local function delete(keys, argv)
   local tag = keys[1]
   local job = load_job(tag, argv[1])
@@ -11,6 +11,5 @@ local function delete(keys, argv)
   forget(tag, job.id, job.tenant, job.has_objects, kept_entry(job))
   return {'DELETED'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_delete', callback = delete, flags = {'allow-oom'},
-}
+
+register('delete', delete, 'allow-oom')

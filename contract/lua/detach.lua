@@ -1,14 +1,13 @@
--- detach: its caller waits no longer, and the job goes on without one, under a job's terms.
+-- detach: the caller of a job stops waiting; the job continues with a new deadline and retention.
 -- KEYS  1 tag
--- ARGV  1 job id  2 tenant  3 deadline (ms from now)  4 retention (ms); each counts where it is
---       more than the job has
--- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+-- ARGV  1 job id  2 tenant  3 deadline (ms from now)  4 retention (ms); neither shortens the job's
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} no such job of the tenant
 local function detach(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
-  running.put_back(tag, job)
+  running.write_back(tag, job)
   local deadline = math.max(job.deadline, now + tonumber(argv[3]))
   recount.move(tag, job, deadline)
   redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
@@ -21,6 +20,5 @@ local function detach(keys, argv)
   end
   return {'OK'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_detach', callback = detach, flags = {'allow-oom'},
-}
+
+register('detach', detach, 'allow-oom')

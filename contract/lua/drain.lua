@@ -1,9 +1,9 @@
--- drain: tells workers to take no more jobs, end what they can, and go. The order stays in the
--- worker's record, for the message may be lost.
+-- drain: orders workers to claim no more jobs, finish what they can, and exit. The order stays in the
+-- worker's record because the message may be lost.
 -- KEYS  1 tag
 -- ARGV  incarnations
 -- reply one verdict for each worker, in order:
---       'OK' it is told, now or before   'GONE' no such worker, or unheard of for long
+--       'OK' ordered, now or before   'GONE' no such worker, or its record has expired
 local function drain(keys, argv)
   local verdicts = {}
   for _, incarnation in ipairs(argv) do
@@ -18,6 +18,5 @@ local function drain(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_drain', callback = drain, flags = {'allow-oom'},
-}
+
+register('drain', drain, 'allow-oom')

@@ -1,17 +1,17 @@
--- heartbeat: a worker lives; renews the leases of the jobs it runs.
+-- heartbeat: reports that a worker is alive and renews the leases of its jobs.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (takes no more jobs) | 'gone'
---       5 what it says of itself (JSON)
---       6 tokens per second that it drains, 7 that one stream gets (0: not measured)
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (claims no more jobs) | 'gone'
+--       5 status of its jobs and KV blocks (JSON)
+--       6 tokens per second of the worker, 7 of one stream (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)
---       10 lanes that it serves, most urgent first, with a space between; `=` and its share behind
---          one that is guaranteed a share of the tokens
---       11 what it has counted since it began (msgpack {field of the totals: number}, '': nothing)
+--       10 lanes that it serves, most urgent first: `<lane>` or `<lane>=<minimum share>`, separated by
+--          spaces
+--       11 its counts since its start (msgpack {field of the totals: number}, '': none)
 --       then 2 for each job: id, epoch
--- reply ids of the jobs that are no longer its own
-local POOL_TTL_MS = 3600 * 1000  -- a rate that no worker has confirmed for so long is forgotten
+-- reply ids of the jobs that the worker no longer holds
+local POOL_TTL_MS = 3600 * 1000  -- a measured rate is forgotten after this long without a heartbeat
 
--- What one worker of the model does and holds: the mean over those that live and know.
+-- Stores the mean rates and capacities of the live workers that have measured them.
 local function measure_pool(tag, model, now)
   local sums, known = {}, {}
   local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf', 'BYSCORE')
@@ -27,10 +27,10 @@ local function measure_pool(tag, model, now)
   redis.call('PEXPIRE', tag .. ':pool:' .. model, POOL_TTL_MS)
 end
 
--- Keeps the lanes that a worker says it serves, and their shares.
-local function keep_lanes(tag, model, said)
+-- Stores the lanes that a worker serves, and their minimum shares.
+local function keep_lanes(tag, model, served)
   local names, shares = {}, {}
-  for name, share in string.gmatch(said, '([^%s=]+)=?(%S*)') do
+  for name, share in string.gmatch(served, '([^%s=]+)=?(%S*)') do
     table.insert(names, name)
     table.insert(shares, share ~= '' and share or '0')
   end
@@ -41,8 +41,8 @@ end
 local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
-  local now, counted = now_ms(tag), argv[11] ~= '' and cmsgpack.unpack(argv[11])
-  if counted then totals.take_in(tag, model, incarnation, counted) end
+  local now, counted = now_ms(), argv[11] ~= '' and cmsgpack.unpack(argv[11])
+  if counted then totals.merge(tag, model, incarnation, counted) end
   if argv[4] == 'gone' then
     redis.call('ZREM', workers, incarnation)
     redis.call('DEL', worker)
@@ -69,6 +69,5 @@ local function heartbeat(keys, argv)
   end
   return lost
 end
-redis.register_function{
-  function_name = 'batchway_v1_heartbeat', callback = heartbeat, flags = {'allow-oom'},
-}
+
+register('heartbeat', heartbeat, 'allow-oom')

@@ -1,16 +1,16 @@
--- list: a tenant's jobs, the youngest first; looks at a bounded number of them.
+-- list: a tenant's jobs, youngest first; reads a bounded number of records.
 -- KEYS  1 tag
--- ARGV  1 tenant  2 after this job ('': from the youngest)  3 accepted later than this (ms, 0: any)
---       4 jobs at most  5 jobs looked at, at most  6 states, each followed by a space ('': any)
+-- ARGV  1 tenant  2 after this job ('': from the youngest)  3 created after this time (ms, 0: any)
+--       4 jobs at most  5 records read at most  6 states, each followed by a space ('': any)
 --       7 lane ('': any)  8 model ('': any)  9… metadata: key, value, …
--- reply {'NOT_FOUND'}      the job to go on after is not in the list
---       {'OK', job id, {{field, value, …}, …}}   where the search stands ('': at its end), its finds
+-- reply {'NOT_FOUND'}      the job of argument 2 is not in the list
+--       {'OK', job id, {{field, value, …}, …}}  job to continue after ('': none), records
 
--- Whether a job is one that was asked for.
+-- Whether a job matches the filters.
 local function matches(key, argv)
   local state, lane, model, raw = unpack(
     redis.call('HMGET', key, 'state', 'lane', 'model', 'metadata'))
-  if not state then return false end  -- its retention ended since the last sweep
+  if not state then return false end  -- expired since the last sweep
   if argv[6] ~= '' and not string.find(argv[6], state .. ' ', 1, true) then return false end
   if argv[7] ~= '' and argv[7] ~= lane then return false end
   if argv[8] ~= '' and argv[8] ~= model then return false end
@@ -45,6 +45,5 @@ local function list(keys, argv)
   end
   return {'OK', #rows == 2 * max_looks and rows[#rows - 1] or '', found}
 end
-redis.register_function{
-  function_name = 'batchway_v1_list', callback = list, flags = {'no-writes'},
-}
+
+register('list', list, 'no-writes')

@@ -1,20 +1,19 @@
--- mine: the running jobs of a worker that it does not know of, for want of a reply to its claim.
+-- mine: running jobs of a worker that it does not know, because the reply to its claim was lost.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 lease (ms)  3… ids of the jobs it knows
 -- reply as claim
 local function mine(keys, argv)
-  local tag, now, lease_ms = keys[1], now_ms(keys[1]), tonumber(argv[2])
+  local tag, now, lease_ms = keys[1], now_ms(), tonumber(argv[2])
   local known, found = {}, {}
   for i = 3, #argv do known[argv[i]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', tag .. ':own:' .. argv[1])) do
     local job = not known[id] and load_job(tag, id)
     if job and job.owner == argv[1] then
       redis.call('ZADD', tag .. ':leases', now + lease_ms, id)
-      table.insert(found, handed_out(tag, job, now))
+      table.insert(found, claim_reply(tag, job, now))
     end
   end
   return found
 end
-redis.register_function{
-  function_name = 'batchway_v1_mine', callback = mine, flags = {'allow-oom'},
-}
+
+register('mine', mine, 'allow-oom')

@@ -1,4 +1,4 @@
--- outbox_dead: a tenant's dead letters, the youngest first, or one of them; writes nothing.
+-- outbox_dead: a tenant's dead letters, youngest first, or one of them; writes nothing.
 -- KEYS  1 tag
 -- ARGV  1 tenant  2 job id ('': all)  3 records at most  4 that died before this time (ms, '': any)
 -- reply list of {job id, died (ms), {field, value, …}}
@@ -21,6 +21,5 @@ local function outbox_dead(keys, argv)
   end
   return letters
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_dead', callback = outbox_dead, flags = {'no-writes'},
-}
+
+register('outbox_dead', outbox_dead, 'no-writes')

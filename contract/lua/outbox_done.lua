@@ -1,12 +1,12 @@
--- outbox_done: an attempt to deliver has ended.
+-- outbox_done: reports the outcome of a delivery attempt.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 attempt  3 'delivered' | 'retry' | 'dead'  4 ms to the next attempt
---       5 what came of it, in a few words
--- reply {'OK'}          noted, now or before
---       {'SUPERSEDED'}  another message came meanwhile, which is due now
+--       5 note on the outcome
+-- reply {'OK'}          recorded, now or before
+--       {'SUPERSEDED'}  a newer message of the job is due now
 --       {'FENCED'}      a later attempt has begun
 --       {'GONE'}        no such record
-local function bury(tag, id, tenant, now)
+local function add_dead_letter(tag, id, tenant, now)
   local dead = tag .. ':dead:' .. tenant
   redis.call('ZADD', dead, now, id)
   redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - OUTBOX_KEEP_MS)
@@ -14,8 +14,8 @@ local function bury(tag, id, tenant, now)
   redis.call('PEXPIRE', tag .. ':out:' .. id, OUTBOX_KEEP_MS)
 end
 
--- The record's new state. Only an end is kept when it is over: what is told of a start or of
--- progress has no worth afterwards.
+-- Applies the outcome; returns the record's new state. Only final messages become delivered or dead; a
+-- start or progress message is dropped.
 local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
   if outcome == 'retry' then
     redis.call('HINCRBY', key, 'failures', 1)
@@ -24,7 +24,7 @@ local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
   end
   if not TERMINAL[record.kind] then return 'idle' end
   if outcome == 'dead' then
-    bury(tag, id, record.tenant, now)
+    add_dead_letter(tag, id, record.tenant, now)
   else
     redis.call('HDEL', key, 'callback')  -- it may hold a secret
     redis.call('PEXPIRE', key, DELIVERED_KEEP_MS)
@@ -33,7 +33,7 @@ local function outcome_of(tag, key, id, record, outcome, delay_ms, now)
 end
 
 local function outbox_done(keys, argv)
-  local tag, id, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, id, now = keys[1], argv[1], now_ms()
   local key = tag .. ':out:' .. id
   local record = {}
   local names = {'state', 'attempt', 'number', 'taken', 'kind', 'to', 'tenant'}
@@ -43,7 +43,7 @@ local function outbox_done(keys, argv)
   if record.taken == '' then return {'OK'} end
   redis.call('HINCRBY', tag .. ':deliveries', argv[3], 1)
   redis.call('ZREM', tag .. ':flying:' .. record.to, id)
-  redis.call('ZREM', tag .. ':due:' .. record.to, id)  -- there again where the lease has lapsed
+  redis.call('ZREM', tag .. ':due:' .. record.to, id)  -- a lapsed lease has added it again
   local state
   if record.taken == record.number then
     state = outcome_of(tag, key, id, record, argv[3], tonumber(argv[4]), now)
@@ -55,6 +55,5 @@ local function outbox_done(keys, argv)
   outbox.reschedule(tag, record.to, now, math.huge)
   return {record.taken == record.number and 'OK' or 'SUPERSEDED'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_done', callback = outbox_done, flags = {'allow-oom'},
-}
+
+register('outbox_done', outbox_done, 'allow-oom')

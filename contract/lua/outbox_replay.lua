@@ -1,9 +1,10 @@
--- outbox_replay: a dead letter is tried again from the first rung on, with the same message.
+-- outbox_replay: schedules a dead letter for delivery again, with a new series of attempts.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant
--- reply {'OK'}   {'NOT_FOUND'} or not theirs   {state} it is not dead: due, taken, idle, delivered
+-- reply {'OK'}   {'NOT_FOUND'} no such record of the tenant
+--       {state} it is not dead: due, taken, idle, delivered
 local function outbox_replay(keys, argv)
-  local tag, id, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, id, now = keys[1], argv[1], now_ms()
   local key = tag .. ':out:' .. id
   local record = redis.call('HMGET', key, 'state', 'tenant', 'to')
   if record[2] ~= argv[2] then return {'NOT_FOUND'} end
@@ -15,6 +16,5 @@ local function outbox_replay(keys, argv)
   outbox.wake(tag, record[3], now)
   return {'OK'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_replay', callback = outbox_replay, flags = {'allow-oom'},
-}
+
+register('outbox_replay', outbox_replay, 'allow-oom')

@@ -1,5 +1,5 @@
--- outbox_start: an attempt to deliver begins, or goes on; its lease is renewed. What it delivers is
--- the newest message at its beginning.
+-- outbox_start: begins a delivery attempt or renews its lease. An attempt delivers the newest message
+-- at its beginning.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 attempt  3 lease (ms)  4 'begin' | 'renew'
 -- reply {'OK', {field, value, …}}  the outbox record
@@ -12,9 +12,8 @@ local function outbox_start(keys, argv)
   if not record[1] then return {'GONE'} end
   if record[1] ~= 'taken' or record[2] ~= argv[2] then return {'FENCED'} end
   if argv[4] == 'begin' then redis.call('HSET', key, 'taken', record[3]) end
-  redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms(tag) + tonumber(argv[3]), id)
+  redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms() + tonumber(argv[3]), id)
   return {'OK', redis.call('HGETALL', key)}
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_start', callback = outbox_start, flags = {'allow-oom'},
-}
+
+register('outbox_start', outbox_start, 'allow-oom')

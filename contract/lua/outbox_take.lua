@@ -1,15 +1,15 @@
--- outbox_take: hands messages that are due to a relay, for so long as its lease. Destinations take
--- turns, and none is sent more than so many at a time, so that a slow one holds up itself alone.
+-- outbox_take: leases due messages to a relay. Destinations take turns and each has a limit of messages
+-- in flight, so that a slow destination delays no other.
 -- KEYS  1 tag
--- ARGV  1 lease (ms)  2 messages at most  3 on their way to one destination at most
+-- ARGV  1 lease (ms)  2 messages at most  3 messages in flight to one destination at most
 -- reply list of {job id, attempt}
-local MAX_DESTINATIONS = 100  -- looked at in one call
+local MAX_DESTINATIONS = 100  -- checked in one call
 
--- What was taken for longer than its lease is due again: whoever had it is gone.
-local function recover(tag, to, now)
-  local flying = tag .. ':flying:' .. to
-  for _, id in ipairs(redis.call('ZRANGE', flying, '-inf', now, 'BYSCORE')) do
-    redis.call('ZREM', flying, id)
+-- Makes messages due again whose lease has lapsed.
+local function requeue_lapsed_attempts(tag, to, now)
+  local in_flight = tag .. ':flying:' .. to
+  for _, id in ipairs(redis.call('ZRANGE', in_flight, '-inf', now, 'BYSCORE')) do
+    redis.call('ZREM', in_flight, id)
     if redis.call('EXISTS', tag .. ':out:' .. id) == 1 then
       redis.call('HSET', tag .. ':out:' .. id, 'state', 'due')
       redis.call('ZADD', tag .. ':due:' .. to, now, id)
@@ -22,8 +22,8 @@ local function take_one(tag, to, id, until_ms)
   redis.call('ZREM', tag .. ':due:' .. to, id)
   local record = redis.call('HMGET', key, 'number', 'tenant', 'kind', 'to')
   local number, tenant, kind = unpack(record)
-  if not number then return nil end  -- its time to be kept is over
-  if not tenant or not kind or record[4] ~= to then  -- nobody could say what became of it
+  if not number then return nil end  -- the record has expired
+  if not tenant or not kind or record[4] ~= to then  -- malformed: no attempt could be reported
     redis.call('DEL', key)
     redis.call('HINCRBY', tag .. ':deliveries', 'dead', 1)
     return nil
@@ -35,13 +35,13 @@ local function take_one(tag, to, id, until_ms)
 end
 
 local function outbox_take(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local lease_ms, room, cap = tonumber(argv[1]), tonumber(argv[2]), tonumber(argv[3])
   local taken = {}
   local destinations = redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
     MAX_DESTINATIONS)
   for _, to in ipairs(destinations) do
-    recover(tag, to, now)
+    requeue_lapsed_attempts(tag, to, now)
     local free = math.min(cap - redis.call('ZCARD', tag .. ':flying:' .. to), room - #taken)
     if free > 0 then
       local ids = redis.call('ZRANGE', tag .. ':due:' .. to, '-inf', now, 'BYSCORE', 'LIMIT', 0,
@@ -55,6 +55,5 @@ local function outbox_take(keys, argv)
   end
   return taken
 end
-redis.register_function{
-  function_name = 'batchway_v1_outbox_take', callback = outbox_take, flags = {'allow-oom'},
-}
+
+register('outbox_take', outbox_take, 'allow-oom')

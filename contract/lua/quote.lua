@@ -1,17 +1,16 @@
--- quote: what submit would say, and how long the job would run; queues nothing, writes nothing.
+-- quote: what submit would reply, and how long the job would run; writes nothing.
 -- KEYS  1 tag
--- ARGV  as submit; idempotency key and body hash are not looked at
--- reply {'OK' or its refusal's reason, limit, ms until another try may do (-1: unknown),
+-- ARGV  as submit; idempotency key and body hash are ignored
+-- reply {'OK' or the refusal's reason, limit, ms until a retry may succeed (-1: unknown),
 --        {jobs ahead, tokens ahead, ms until it starts (-1: unknown)},
 --        ms that it runs (0: unknown), cost (prompt + predicted output, tokens), rates}
 local function quote(keys, argv)
-  local tag, now, terms = keys[1], now_ms(keys[1]), cmsgpack.unpack(argv[6])
+  local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {tenant = argv[2], model = argv[3], lane = argv[4]}
-  local found = admission.weigh(tag, job, terms, now)
+  local found = admission.evaluate(tag, job, terms, now)
   local reason, limit, retry_ms = unpack(found.refusal or {'OK', '', UNKNOWN})
   return {reason, limit, retry_ms, {found.ahead.jobs, found.ahead.tokens, found.wait},
     found.service, job.cost, admission.rates(found.tenant, terms)}
 end
-redis.register_function{
-  function_name = 'batchway_v1_quote', callback = quote, flags = {'no-writes'},
-}
+
+register('quote', quote, 'no-writes')

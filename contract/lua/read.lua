@@ -1,16 +1,16 @@
--- read: a job's record and its log after a given event, for its owner.
+-- read: a job's record and its log after a given event, for its caller.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
--- reply {'NOT_FOUND'} or not theirs
---       {'OK', {field, value, …}, {{event number, hash, event}, …}, place}
---       place  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
---              its tenant's line, else {}; it costs the same however long the line
-local function place(tag, id, key)
+-- reply {'NOT_FOUND'} no such job of the tenant
+--       {'OK', {field, value, …}, {{event number, hash, event}, …}, position}
+--       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
+--              its tenant's queue, else {}; computed in constant time
+local function queue_position(tag, id, key)
   local job = load_job(tag, id)
-  if job.state ~= 'queued' or not is_in_line(job) then return {} end
-  local pool = pools.find(tag, job.model, now_ms(tag))
+  if job.state ~= 'queued' or not is_in_tenant_queue(job) then return {} end
+  local pool = pools.find(tag, job.model, now_ms())
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
-  local line = numbers(line_key(tag, job), {'left_jobs', 'left_tokens'})
+  local line = numbers(tenant_queue_key(tag, job), {'left_jobs', 'left_tokens'})
   job.weight = fairness.weight(tag, job.tenant)
   local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),
     math.max(0, mark.turn_tokens - line.left_tokens), 1)
@@ -34,8 +34,7 @@ local function read(keys, argv)
       end
     end
   end
-  return {'OK', view(tag, id), entries, place(tag, id, key)}
+  return {'OK', view(tag, id), entries, queue_position(tag, id, key)}
 end
-redis.register_function{
-  function_name = 'batchway_v1_read', callback = read, flags = {'no-writes'},
-}
+
+register('read', read, 'no-writes')

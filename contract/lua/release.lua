@@ -1,10 +1,10 @@
--- release: a worker gives running jobs back to the front of their lanes.
+-- release: returns a worker's running jobs to the front of their lanes.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  then 5 for each job:
 --       id, epoch, 'drain' (the attempt does not count) | 'error' (it does), error code, message
 -- reply one verdict for each job, in order:
---       {'OK'} back in the queue   {'failed'} its last attempt was used up, or it was released too
---       often   {'FENCED'}, {'GONE'}, {status} as for append
+--       {'OK'} queued again   {'failed'} no attempt is left, or it was released too often
+--       {'FENCED'}, {'GONE'}, {status} as for append
 local MAX_RELEASES = 32
 
 local function release_one(tag, now, incarnation, id, epoch, kind, code, message)
@@ -25,12 +25,12 @@ local function release_one(tag, now, incarnation, id, epoch, kind, code, message
     terminal(tag, job, 'failed', code, message, now)
     return {'failed'}
   end
-  give_back(tag, job)
+  requeue(tag, job)
   return {'OK'}
 end
 
 local function release(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local verdicts = {}
   for i = 2, #argv, 5 do
     table.insert(verdicts, release_one(tag, now, argv[1], argv[i], argv[i + 1], argv[i + 2],
@@ -38,6 +38,5 @@ local function release(keys, argv)
   end
   return verdicts
 end
-redis.register_function{
-  function_name = 'batchway_v1_release', callback = release, flags = {'allow-oom'},
-}
+
+register('release', release, 'allow-oom')

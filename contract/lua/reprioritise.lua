@@ -1,13 +1,13 @@
--- reprioritise: its caller moves a queued or running job to another lane, or another deadline.
+-- reprioritise: gives a queued or running job another lane or deadline, for its caller.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 lane ('': as it is)  4 deadline (ms from now, '': as it is)
--- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} or not theirs
+-- reply {'OK'}   {status} it has ended   {'NOT_FOUND'} no such job of the tenant
 local function reprioritise(keys, argv)
-  local tag, now = keys[1], now_ms(keys[1])
+  local tag, now = keys[1], now_ms()
   local job = load_job(tag, argv[1])
   if not job or job.tenant ~= argv[2] then return {'NOT_FOUND'} end
   if TERMINAL[job.state] then return {job.state} end
-  running.put_back(tag, job)
+  running.write_back(tag, job)
   if argv[4] ~= '' then
     local deadline = now + tonumber(argv[4])
     recount.move(tag, job, deadline)
@@ -23,7 +23,7 @@ local function reprioritise(keys, argv)
   if argv[3] == '' or argv[3] == job.lane then return {'OK'} end
   if job.state == 'queued' then
     local suspect = string.find(job.stream, ':suspect$')
-    leave(tag, job)
+    dequeue(tag, job)
     fairness.move(tag, job, argv[3], suspect)
     job.lane = argv[3]
     redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
@@ -41,6 +41,5 @@ local function reprioritise(keys, argv)
   end
   return {'OK'}
 end
-redis.register_function{
-  function_name = 'batchway_v1_reprioritise', callback = reprioritise, flags = {'allow-oom'},
-}
+
+register('reprioritise', reprioritise, 'allow-oom')

@@ -1,11 +1,12 @@
--- snapshot: a model's lanes, workers and totals at one moment; changes nothing.
+-- snapshot: a model's lanes, workers and totals at one moment; writes nothing.
 -- KEYS  1 tag
 -- ARGV  1 model  2… lanes
--- reply {now (ms), {field, total, …} and of all models `corrections_total:<kind>`, one {queued jobs, queued tokens, running jobs, running tokens,
---        ms since the first waiting job was submitted (0: none waits)} for each lane, in order,
---        one {incarnation, ms since it was heard of, what it says of itself (JSON)} for each live
---        worker, {outcome of a callback's attempt, how many, …}}
-local MAX_LINES = 64  -- tenants of a lane whose lines are looked at
+-- reply {now (ms), {field, total, …} with `corrections_total:<kind>` of all models,
+--        {{queued jobs, queued tokens, running jobs, running tokens,
+--          ms since the oldest waiting job was submitted (0: none waits)}, …} in the lanes' order,
+--        {{incarnation, ms since its heartbeat, its status (JSON)}, …} of live workers,
+--        {outcome of callback attempts, number, …}}
+local MAX_LINES = 64  -- tenants of a lane whose queues are read
 
 local function first_created(tag, key)
   if redis.call('EXISTS', key) == 0 then return nil end
@@ -25,7 +26,7 @@ local function oldest_wait(tag, model, lane, now)
 end
 
 local function snapshot(keys, argv)
-  local tag, model, now = keys[1], argv[1], now_ms(keys[1])
+  local tag, model, now = keys[1], argv[1], now_ms()
   local lanes, workers = {}, {}
   for i = 2, #argv do
     local counted = redis.call('HMGET', lane_key(tag, 'counters', model, argv[i]), 'queued_jobs',
@@ -46,6 +47,5 @@ local function snapshot(keys, argv)
   end
   return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries')}
 end
-redis.register_function{
-  function_name = 'batchway_v1_snapshot', callback = snapshot, flags = {'no-writes'},
-}
+
+register('snapshot', snapshot, 'no-writes')

@@ -1,32 +1,32 @@
--- submit: accepts a job, all or nothing, or says why not and when to come again.
+-- submit: accepts a job, or says why it is refused and when to retry.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 model  4 lane  5 job (msgpack)  6 terms (a msgpack map):
 --       prompt_tokens, max_tokens (output cap, all choices), choices,
 --       deadline_ms (from now), ttl_ms (retention), max_attempts, version (of the wire),
---       attendance_ms (without a caller for so long it is cancelled; 0: never),
+--       attendance_ms (cancelled after this long without a caller; 0: never),
 --       idem_key ('': none), idem_ttl_ms, body_hash,
 --       lane_tokens, lane_wait_ms (bounds of the lane; 0: none),
 --       weight (of the tenant, from now on; absent: 1),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
---       lane_share (of lane_tokens that one tenant may hold waiting; 0: all),
---       stored_bytes (that the job takes until it is forgotten), max_tenant_bytes, max_bytes
---       (bounds of what is stored of its tenant, of all; 0: none),
---       needs_worker (refuse where no worker lives), cold_ms (until a first worker is up),
---       is_stored (its prompt lies in the object store)
---       callback_to ('': no callback), callback_started (tell of the start),
---       callback_every (tell of progress every so many output tokens; 0: never)
+--       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
+--       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
+--       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
+--       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
+--       is_stored (the object store holds its prompt),
+--       callback_to (destination, '': no callback), callback_started (send a message at the start),
+--       callback_every (output tokens between progress messages; 0: none)
 --       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
---       {'MEMORY_FULL'}          the rest of the memory is for the jobs that run
---       {'REFUSED', reason, limit, ms until another try may do (-1: unknown), rates}
+--       {'MEMORY_FULL'}          the rest of the memory is reserved for running jobs
+--       {'REFUSED', reason, limit, ms until a retry may succeed (-1: unknown), rates}
 --         reason  unknown_lane, no_workers, storage_full, tenant_quota, lane_full,
 --                 deadline_infeasible
---         limit   the one that was met: stored_bytes, requests_per_min, tokens_per_min,
---                 concurrent_tokens, lane_share, lane_tokens, lane_wait; of unknown_lane the lanes
---                 that there are
---       rates     {requests left, ms until all are there again, tokens left, ms as before}
+--         limit   the limit exceeded: stored_bytes, requests_per_min, tokens_per_min,
+--                 concurrent_tokens, lane_share, lane_tokens, lane_wait; for unknown_lane the lanes
+--                 that the workers serve
+--       rates     {requests left, ms until full, tokens left, ms until full}
 local function known(tag, job, terms)
   local idem = terms.idem_key ~= '' and tag .. ':idem:' .. job.tenant .. ':' .. terms.idem_key
   local before = idem and redis.call('GET', idem)
@@ -74,18 +74,18 @@ local function accept(tag, job, terms, argv, found, now)
 end
 
 local function submit(keys, argv)
-  local tag, now, terms = keys[1], now_ms(keys[1]), cmsgpack.unpack(argv[6])
+  local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {
     id = argv[1], key = tag .. ':job:' .. argv[1], tenant = argv[2], model = argv[3], lane = argv[4],
   }
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   if is_memory_full(tag) then return {'MEMORY_FULL'} end
-  local found = admission.weigh(tag, job, terms, now)
+  local found = admission.evaluate(tag, job, terms, now)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
-    recount.expect(tag, job)
+    recount.include_sums(tag, job)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end

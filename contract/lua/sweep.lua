@@ -1,17 +1,17 @@
--- sweep: what time has done. Anyone may call it.
--- A lapsed lease gives its job back (the second time to be run alone); a passed deadline ends its
--- job; a job whose callers have all gone is cancelled; a job whose retention is over is forgotten.
--- Once a second it also holds counters and lists against some records (_recount.lua).
--- The first sweep of a Redis that has been restarted renews what lapsed meanwhile: nobody could beat
--- while it was away.
+-- sweep: applies what has become due; any process may call it.
+-- Requeues jobs with lapsed leases (the second time as suspects), expires jobs after their deadline,
+-- cancels jobs without a caller, forgets jobs after their retention. Once a second it also checks
+-- counters and lists (_recount.lua).
+-- The first sweep after a restart of Redis only extends leases and attendance, which could not be
+-- renewed while Redis was down.
 -- KEYS  1 tag
 -- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
 -- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten, corrections}; corrections:
---       {{'lane', 'line', 'tenant' or 'list', key after the tag, field or member, what it held, what
---       it holds now}, …}
+--       {{'lane', 'line', 'tenant' or 'list', key after the tag, field or member, old value, new
+--       value}, …}
 
--- True where another server process was swept last: all whose time ran on meanwhile get a grace.
-local function booted(tag, now, grace_ms)
+-- True after a restart of Redis: extends leases and attendance to the end of the grace.
+local function grant_restart_grace(tag, now, grace_ms)
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local before = redis.call('GET', tag .. ':runid')
   if before == run_id then return false end
@@ -28,19 +28,19 @@ local function due(tag, set, now, limit)
   return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
 end
 
--- Does something with the jobs in a set whose time has come, each by itself: what fails on a record
--- that no function has written forgets that job, and holds up no other. Returns how many.
+-- Calls `act` for each due job in a set; a job on which it raises is forgotten. `act` returns whether
+-- the job has left the set. Returns the number of due jobs.
 local function each_due(tag, set, now, limit, act)
   local ids = due(tag, set, now, limit)
   for _, id in ipairs(ids) do
-    local is_kept, is_done = try(act, id)
-    if not is_done then forget_half(tag, id) end
-    if not is_kept then redis.call('ZREM', tag .. set, id) end
+    local has_left, is_done = try(act, id)
+    if not is_done then forget_unreadable(tag, id) end
+    if not has_left then redis.call('ZREM', tag .. set, id) end
   end
   return #ids
 end
 
--- Ends the jobs in a set whose time has come.
+-- Ends the due jobs in a set.
 local function end_due(tag, set, status, now, limit)
   return each_due(tag, set, now, limit, function(id)
     local job = load_job(tag, id)
@@ -48,23 +48,23 @@ local function end_due(tag, set, status, now, limit)
       terminate(tag, job, status, now)
       return true
     end
-    if not job then forget_half(tag, id) end
+    if not job then forget_unreadable(tag, id) end
   end)
 end
 
--- Gives the jobs back whose leases have lapsed.
-local function lapse_due(tag, now, limit)
+-- Requeues the jobs whose leases have lapsed.
+local function requeue_lapsed(tag, now, limit)
   return each_due(tag, ':leases', now, limit, function(id)
     local job = load_job(tag, id)
     if job and (job.state == 'claimed' or job.state == 'streaming') then
       redis.call('HSET', job.key, 'lapses', job.lapses + 1)
-      if job.lapses == 0 then give_back(tag, job) else isolate(tag, job) end
+      if job.lapses == 0 then requeue(tag, job) else requeue_as_suspect(tag, job) end
       return true
     end
   end)
 end
 
--- Their records may have expired by themselves a moment ago.
+-- Forgets jobs after their retention; their records may have expired already.
 local function forget_due(tag, now, limit)
   local entries = due(tag, ':kept', now, limit)
   for _, entry in ipairs(entries) do
@@ -79,19 +79,18 @@ local function forget_due(tag, now, limit)
 end
 
 local function sweep(keys, argv)
-  local tag, now, limit = keys[1], now_ms(keys[1]), argv[1]
-  if booted(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
+  local tag, now, limit = keys[1], now_ms(), argv[1]
+  if grant_restart_grace(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
-  local lapsed = lapse_due(tag, now, limit)
+  local lapsed = requeue_lapsed(tag, now, limit)
   local forgotten = forget_due(tag, now, limit)
-  local corrections = try(recount.some, tag, now)
+  local corrections = try(recount.step, tag, now)
   if not corrections then
     corrections = {}
     redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
   end
   return {lapsed, expired, unattended, forgotten, corrections}
 end
-redis.register_function{
-  function_name = 'batchway_v1_sweep', callback = sweep, flags = {'allow-oom'},
-}
+
+register('sweep', sweep, 'allow-oom')

@@ -1,7 +1,7 @@
-"""Objects as files of a directory, for installations on one machine or one shared file system.
+"""Stores objects as files in a directory of one machine or a shared file system.
 
-A file `.store` names the directory and holds the secret of its URLs: a gateway and a worker whose
-directories have the same path but are not the same are told apart.
+The file `.store` holds an id, which distinguishes directories with the same path on different
+machines, and the secret that signs URLs.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ URL_PATH = "/v1/objects/"
 
 
 class DirectoryStore:
-    """Opens nothing before its first call. `path` is made where it is missing."""
+    """Opens nothing before its first call. Creates `path` where it is missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ class DirectoryStore:
                     self.delete_job(entry.name)
                     num_jobs += 1
         except FileNotFoundError:
-            return num_jobs  # somebody else deletes too
+            return num_jobs  # another process deletes too
         except OSError as exc:
             raise PayloadUnavailable(f"cannot list objects: {exc.strerror}") from exc
         return num_jobs
@@ -89,7 +89,7 @@ class DirectoryStore:
         return f"{URL_PATH}{ref.key}?{urlencode(fields)}"
 
     def opened(self, key: str, query: dict[str, str]) -> ObjectRef | None:
-        """The object that a URL of ours names; None where it is none, or has expired."""
+        """The object of a URL; None where the signature is wrong or the URL has expired."""
         names = ("sha256", "num_bytes", "expires")
         fields = {name: query.get(name, "") for name in names}
         signature = self._signature(key, fields)
@@ -105,7 +105,7 @@ class DirectoryStore:
 
     @cached_property
     def _identity(self) -> str:
-        """The directory's id and, behind it, its secret; drawn by whoever comes first."""
+        """The directory's id followed by its secret; the first process creates them."""
         path = self._path / _IDENTITY
         try:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class DirectoryStore:
                 partial = path.with_name(f"{_IDENTITY}.{secrets.token_hex(8)}.part")
                 _write(partial, secrets.token_hex(_ID_CHARS // 2 + 32).encode())
                 with suppress(FileExistsError):
-                    os.link(partial, path)  # atomic, and refused where somebody was faster
+                    os.link(partial, path)  # atomic; fails where another process was faster
                 partial.unlink()
             return path.read_text()
         except OSError as exc:
@@ -123,7 +123,7 @@ class DirectoryStore:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """To the disk itself: a job that points here is durable, and so must this be."""
+    """Writes and syncs a file: objects must be as durable as the jobs that refer to them."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)

@@ -1,8 +1,8 @@
-"""Objects in a bucket of S3, or of a server that speaks its protocol.
+"""Stores objects in a bucket of S3 or a compatible server.
 
-Credentials and region come from boto3's own chain (environment, profile, role). boto3 is loaded at
-the first call: a gateway on Lambda that never sees a large payload never pays for it. Objects that
-were forgotten expire by the bucket's lifecycle, which is the operator's.
+Credentials and region come from boto3's chain (environment, profile, role). boto3 is imported at
+the first call, so that gateways on Lambda without large payloads start faster. The bucket's
+lifecycle, which the operator sets, expires old objects.
 """
 
 import importlib
@@ -38,7 +38,7 @@ class S3Store:
         found = self._call("get_object", Key=self._prefix + ref.key)
         try:
             data: bytes = found["Body"].read()
-        except Exception as exc:  # of any layer below botocore's stream
+        except Exception as exc:  # botocore's stream raises errors of several libraries
             raise PayloadUnavailable(f"S3 broke off an object ({type(exc).__name__})") from exc
         return checked(ref, data)
 
@@ -51,7 +51,7 @@ class S3Store:
             self._call("delete_objects", Delete={"Objects": names, "Quiet": True})
 
     def delete_older(self, age_s: float) -> int:
-        return 0  # the bucket's lifecycle does
+        return 0  # the bucket's lifecycle deletes them
 
     def url(self, ref: ObjectRef, ttl_s: float) -> str:
         url: str = self._client.generate_presigned_url(
@@ -87,6 +87,6 @@ class S3Store:
             raise PayloadUnavailable(
                 "boto3 is not installed: run `pip install 'batchway[aws]'`"
             ) from exc
-        # A session of its own: boto3's default one is not safe between threads while it is made.
+        # Not boto3's default session, whose creation is not thread-safe.
         session = boto3.session.Session()
         return session.client("s3", endpoint_url=self._endpoint, config=config)

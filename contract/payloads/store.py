@@ -1,13 +1,12 @@
-"""What an object store must do, and what goes wrong with one. Knows neither S3 nor file systems.
+"""The interface and the errors of object stores.
 
 PayloadError
-├── PayloadUnavailable   the store does not answer, or refuses: try again later
-└── PayloadLost          the object is gone, or is not what was written: it will not come back
+├── PayloadUnavailable   the store does not answer or refuses: a retry may succeed
+└── PayloadLost          the object is missing or damaged: a retry does not help
 
 Objects are written once, under a job's id: `<job id>/prompt` before the job is submitted,
-`<job id>/result-<epoch>` before its end. Nobody looks for objects: what points to one is a part of
-the job's record, which only a fenced transition writes, so that what a stale worker has written is
-never read.
+`<job id>/result-<epoch>` before its end. Readers find objects only through the job's record, which
+only fenced transitions write, so that an object of a stale worker is never read.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from typing import Protocol
 from contract.errors import BatchwayError
 from contract.jobs import ObjectRef
 
-# The longest a job may wait and be kept: objects older than this belong to nobody.
+# The longest time that a job may wait and be kept; older objects belong to no job.
 MAX_AGE_S = 38 * 86_400.0
 
 _KEY = re.compile(r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|result-\d{1,9})")
@@ -28,32 +27,32 @@ class PayloadError(BatchwayError):
 
 
 class PayloadUnavailable(PayloadError):
-    """The store does not answer, or refuses us."""
+    """The store does not answer or refuses."""
 
 
 class PayloadLost(PayloadError):
-    """The object is not there, or not as it was written."""
+    """The object is missing or damaged."""
 
 
 class ObjectStore(Protocol):
-    """Blocking calls, to be made from a thread. Each raises PayloadUnavailable."""
+    """Blocking calls, for use in a thread. Each raises PayloadUnavailable."""
 
     def put(self, key: str, data: bytes) -> ObjectRef:
-        """Writes an object whole or not at all; a reader of the reference can tell."""
+        """Writes an object atomically; returns its reference."""
 
     def get(self, ref: ObjectRef) -> bytes:
-        """Raises PayloadLost, also where the bytes are not those that were written."""
+        """The object's bytes. Raises PayloadLost where it is missing or damaged."""
 
     def delete_job(self, job_id: str) -> None:
-        """Deletes all objects of a job; there may be none."""
+        """Deletes all objects of a job, if any."""
 
     def delete_older(self, age_s: float) -> int:
-        """Deletes objects of jobs that were written so long ago; how many jobs had some. A store
-        that does so by itself deletes nothing here."""
+        """Deletes objects older than `age_s` seconds; the number of their jobs. Does nothing where
+        the store expires objects itself."""
 
     def url(self, ref: ObjectRef, ttl_s: float) -> str:
-        """A URL that reads the object for so long without any key; from a directory, the path and
-        query below the gateway's own address."""
+        """A URL that reads the object without a key for `ttl_s` seconds. For a directory, path and
+        query relative to the gateway's address."""
 
 
 def prompt_key(job_id: str) -> str:
@@ -65,7 +64,7 @@ def result_key(job_id: str, epoch: int) -> str:
 
 
 def is_key(key: str) -> bool:
-    """Whether this is a key that batchway gives out."""
+    """Whether batchway makes such keys."""
     return _KEY.fullmatch(key) is not None
 
 
@@ -75,15 +74,15 @@ def reference(store: str, key: str, data: bytes) -> ObjectRef:
 
 
 def check_place(store: str, ref: ObjectRef) -> None:
-    """Raises PayloadLost where a reference is of another store, or no key of ours."""
+    """Raises PayloadLost where a reference has another store or an invalid key."""
     if ref.store != store:
-        raise PayloadLost(f"the object lies in another store than ours: {ref.store}, not {store}")
+        raise PayloadLost(f"the object is in another store: {ref.store}, not {store}")
     if not is_key(ref.key):
-        raise PayloadLost("the reference names no object of batchway's")
+        raise PayloadLost("the reference has an invalid key")
 
 
 def checked(ref: ObjectRef, data: bytes) -> bytes:
-    """The data. Raises PayloadLost where they are not what the reference says."""
+    """The data. Raises PayloadLost where size or hash differ from the reference."""
     if len(data) != ref.num_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
-        raise PayloadLost(f"object {ref.key} is damaged: its hash is not the one on record")
+        raise PayloadLost(f"object {ref.key} is damaged: its size or hash differs")
     return data

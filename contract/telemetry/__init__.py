@@ -1,1 +1,1 @@
-"""What can be seen of a running installation: names of metrics, how they are counted and shown."""
+"""Metrics and traces: their names, counts and pages."""

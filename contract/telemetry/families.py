@@ -1,21 +1,25 @@
-"""Makes Prometheus families of counted fields and fleet snapshots."""
+"""Makes Prometheus families of counted fields and fleet snapshots, and pages of families."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from contract.fleet_snapshot import FleetSnapshot
 from contract.function_types import CORRECTION_KINDS
 from contract.jobs import JobStatus
 from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
 
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # every Prometheus reads it
+
 Labels = tuple[str, ...]
 
 
 def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) -> Iterator[Family]:
-    """One family for each metric of these sources; `fields` by model. Unknown fields are left out:
-    they are of another version."""
+    """One family for each metric of these sources; `fields` by model. Ignores unknown fields, which
+    other versions may write."""
     for metric in of_sources(*sources):
         series = {
             (model, *labels): values
@@ -32,7 +36,7 @@ def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) 
 
 
 def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str, int]]:
-    """The parts of each series: a counter's one is called '', a histogram's by bucket or `sum`."""
+    """The parts of each series: '' for a counter, the buckets and `sum` for a histogram."""
     series: dict[Labels, dict[str, int]] = {}
     num_parts = len(metric.labels) + (metric.kind == "histogram")
     for field, value in counts.items():
@@ -40,7 +44,7 @@ def _series(metric: Metric, counts: Mapping[str, int]) -> dict[Labels, dict[str,
         if name != metric.name:
             continue
         parts = rest.split(":") if rest else []
-        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # a lane with colons
+        if len(parts) > num_parts and metric.labels[:1] == ("lane",):  # the lane contains colons
             cut = len(parts) - num_parts + 1
             parts = [":".join(parts[:cut]), *parts[cut:]]
         if len(parts) != num_parts:
@@ -62,7 +66,7 @@ def _histogram(metric: Metric, series: Mapping[Labels, Mapping[str, int]]) -> Fa
 
 
 def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Family]:
-    """What one gateway counted of itself, by name and labels."""
+    """A gateway's own counts, by name and labels."""
     for name, series in counts.items():
         metric = METRICS[name]
         kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
@@ -73,7 +77,7 @@ def gateway_families(counts: Mapping[str, Mapping[Labels, int]]) -> Iterator[Fam
 
 
 def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
-    """Lanes and workers as they are now, by model; callbacks' attempts."""
+    """Current lanes and workers by model; attempts of callbacks; corrections."""
     gauges = {
         metric.name: GaugeMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
         for metric in of_sources(Source.FLEET)
@@ -95,28 +99,39 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
             gauges["worker_sequences"].add_metric((*labels, "waiting"), worker.num_waiting)
             gauges["kv_cache_usage_perc"].add_metric(labels, worker.kv_usage)
     yield from gauges.values()
-    # What follows is not of a model: each snapshot has all of it.
+    # Deliveries and corrections are the same in each model's snapshot.
     any_snapshot = next(iter(snapshots.values()), None)
-    yield _counter("webhook_deliveries_total", any_snapshot.deliveries if any_snapshot else {})
     totals = any_snapshot.totals if any_snapshot else {}
-    # 0 is shown too: of a series that begins with 1, Prometheus sees no increase.
-    corrections = {kind: totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS}
-    yield _counter("corrections_total", corrections)
-
-
-def _counter(name: str, values: Mapping[str, int]) -> Family:
-    """Of one label."""
-    metric = METRICS[name]
-    family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
-    for label, value in sorted(values.items()):
-        family.add_metric((label,), value)
-    return family
+    deliveries = any_snapshot.deliveries if any_snapshot else {}
+    counts: dict[str, dict[Labels, int]] = {
+        "webhook_deliveries_total": {(outcome,): num for outcome, num in deliveries.items()},
+        # Includes zeros: Prometheus sees no increase in a series that begins with 1.
+        "corrections_total": {
+            (kind,): totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS
+        },
+    }
+    yield from gateway_families(counts)
 
 
 def deadline_kept_ratio(snapshot: FleetSnapshot, lane: str) -> float | None:
-    """Since counting began; None where no job has succeeded or expired."""
+    """The share of succeeded jobs among succeeded and expired ones; None without any."""
     succeeded, expired = (
         snapshot.totals.get(f"requests_total:{lane}:{status}", 0)
         for status in (JobStatus.SUCCEEDED, JobStatus.EXPIRED)
     )
     return succeeded / (succeeded + expired) if succeeded + expired else None
+
+
+class _Given(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def page(families: Iterable[Family]) -> bytes:
+    """The families as the text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Given(families))
+    return generate_latest(registry)

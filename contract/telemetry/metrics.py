@@ -1,9 +1,11 @@
-"""Every metric: its name, its labels, what it says. docs/metrics.md lists the same; tests compare.
+"""All metrics: names, labels, help texts. A test compares them with docs/metrics.md.
 
 Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is done elsewhere: in
 Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,18 +27,18 @@ RATIO_BOUNDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
 class Source(StrEnum):
-    """Who counts a metric, and so on whose page it stands."""
+    """Where a metric is counted, which decides whose page shows it."""
 
-    JOBS = "jobs"  # Redis, where it happens: on every gateway's page, for all of them
-    ENGINES = "engines"  # workers: on their own page, and all together on every gateway's
-    FLEET = "fleet"  # as Redis has it now: on every gateway's page
-    GATEWAY = "gateway"  # one gateway, of itself
+    JOBS = "jobs"  # in Redis; on every gateway's page, for all gateways
+    ENGINES = "engines"  # by workers; on their own page, and the sum on every gateway's
+    FLEET = "fleet"  # the current state in Redis; on every gateway's page
+    GATEWAY = "gateway"  # by one gateway, on its own page
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`labels` beside model_name, which all but a gateway's own have. `scale`: what one of a
-    field's whole numbers is worth in the metric's unit."""
+    """A metric. `labels` exclude model_name, which all but a gateway's own metrics have. `scale`:
+    the metric's units per unit of a field's whole numbers."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -56,7 +58,7 @@ class Metric:
 
 
 _LANE = ("lane",)
-_US = 1e-6  # seconds and shares are summed up in millionths
+_US = 1e-6  # seconds and shares are summed in millionths
 
 
 def _jobs(name: str, help_: str, *labels: str) -> Metric:
@@ -95,6 +97,7 @@ _ALL = (
     _latency("e2e_request_latency_seconds", "From a job's submission to its success."),
     _engines("num_preemptions_total", "Sequences that lost their KV blocks to others."),
     _engines("tokens_recomputed_total", "Tokens computed again after a preemption."),
+    _engines("tokens_forced_total", "Output tokens that a grammar forced, without a sample."),
     _engines("tokens_after_cancel_total", "Tokens computed for jobs that were cancelled already."),
     _engines("prefix_cache_queries_total", "Tokens that were looked for in the prefix cache."),
     _engines("prefix_cache_hits_total", "Tokens that were found in the prefix cache."),
@@ -153,16 +156,34 @@ METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric
 
 
 def of_sources(*sources: Source) -> Iterable[Metric]:
-    """The metrics that these count."""
+    """The metrics of these sources."""
     return (metric for metric in _ALL if metric.source in sources)
 
 
-def exported_names() -> frozenset[str]:
-    """Every name that may stand in a query: histograms have three each."""
-    names = set()
-    for metric in _ALL:
-        if metric.kind == "histogram":
-            names |= {f"{metric.full_name}_{part}" for part in ("bucket", "sum", "count")}
-        else:
-            names.add(metric.full_name)
-    return frozenset(names)
+class Counts:
+    """What one process has counted since it began: whole numbers that only grow, by field.
+
+    A field is `metric:label:…`, for a histogram followed by `:bucket` or `:sum`, as in the totals
+    in Redis, to which a worker's counts are added.
+    """
+
+    def __init__(self) -> None:
+        self.fields: Counter[str] = Counter()
+
+    def add(self, name: str, *labels: str, value: int = 1) -> None:
+        if value:
+            self.fields[":".join((name, *labels))] += value
+
+    def set_total(self, name: str, value: int) -> None:
+        """Sets a total that is counted elsewhere."""
+        if value:
+            self.fields[name] = value
+
+    def observe(self, name: str, *labels: str, value: float, times: int = 1) -> None:
+        """Adds `times` equal values, in the metric's unit, to a histogram."""
+        metric = METRICS[name]
+        series = ":".join((name, *labels))
+        bucket = bisect_left(metric.bounds, value) + 1
+        self.fields[f"{series}:{bucket}"] += times
+        if sum_ := round(value / metric.scale) * times:
+            self.fields[f"{series}:sum"] += sum_

@@ -1,6 +1,6 @@
-"""A page of metrics read again: lanes, workers and engines between one page and the next.
+"""Reads pages of metrics: lanes, workers and engines at one page and between two.
 
-Knows names and arithmetic; leaves fetching pages and showing them to others.
+Does not fetch or display pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ CLASSES = ("decode", "mixed", "prefill")
 
 
 class MetricsSamples:
-    """The samples of one page, or what was added since an earlier one."""
+    """The samples of one page, or their growth since an earlier page."""
 
     def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
         self._samples = samples
 
     @classmethod
     def parse(cls, text: str) -> "MetricsSamples":
-        """Raises ValueError where it is no page of metrics."""
+        """Raises ValueError where the text is not a page of metrics."""
         return cls(
             {
                 (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
@@ -31,7 +31,7 @@ class MetricsSamples:
         )
 
     def since(self, before: "MetricsSamples") -> "MetricsSamples":
-        """What counters and histograms have gained; one that fell has started again."""
+        """The growth of counters and histograms; a lower value means that one has restarted."""
         earlier = before._samples
         return MetricsSamples(
             {
@@ -52,11 +52,11 @@ class MetricsSamples:
         )
 
     def has(self, name: str, **labels: str) -> bool:
-        """Whether there is such a series."""
+        """Whether a series has these labels."""
         return any(n == name and labels.items() <= pairs for n, pairs in self._samples)
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """As Prometheus computes it: within a bucket evenly. None where nothing was observed."""
+        """As Prometheus computes it, linear within a bucket. None without observations."""
         wanted, counts = labels.items(), dict[float, float]()
         for (n, pairs), value in self._samples.items():
             if n == f"{name}_bucket" and wanted <= pairs:
@@ -70,7 +70,7 @@ class MetricsSamples:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Of (upper bound, cumulative count), ascending. Above the last finite bound: that bound."""
+    """The quantile of ascending (upper bound, cumulative count); at most the last finite bound."""
     if not buckets or not buckets[-1][1]:
         return None
     rank = share * buckets[-1][1]
@@ -86,7 +86,8 @@ def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | No
 
 @dataclass(frozen=True, slots=True)
 class LaneRow:
-    """A lane of a model. Seconds; (p50, p99) or None; rates are None on a first page."""
+    """A lane of a model. Times in seconds, as (p50, p99) or None; rates are None on a first
+    page."""
 
     model: str
     lane: str
@@ -103,7 +104,7 @@ class LaneRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker as it last said."""
+    """A worker by its last heartbeat."""
 
     model: str
     worker: str
@@ -116,7 +117,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """All engines of a model: what their steps were like, and how much of the time they filled.
+    """All engines of a model.
 
     `busy`: seconds of steps per worker and second, by class; None on a first page.
     """
@@ -127,7 +128,7 @@ class EngineRow:
     step_share: Mapping[str, float]  # of all steps' time, by class
     step_s: Mapping[str, tuple[float, float] | None]
     batch_size: float | None
-    prompt_share: float | None  # of the tokens that were computed
+    prompt_share: float | None  # of the computed tokens
     padding: float | None
     prefix_hits: float | None
     num_preemptions: int
@@ -137,7 +138,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class MetricsReader:
-    """What one look shows. `window_s`: since the look before; None: since counting began."""
+    """The values of a page. `window_s`: seconds since the page before; None: since the start."""
 
     window_s: float | None
     is_broker_up: bool
@@ -151,7 +152,7 @@ class MetricsReader:
 def look(
     now: MetricsSamples, before: MetricsSamples | None = None, window_s: float | None = None
 ) -> MetricsReader:
-    """A page, and what has happened since the one before."""
+    """The values of a page, with growth since the page before."""
     gained = now if before is None else now.since(before)
     models = now.labels_of("workers", "model_name")
     return MetricsReader(

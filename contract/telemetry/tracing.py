@@ -1,8 +1,8 @@
-"""Traces, where OpenTelemetry is installed and told where to send them; else nothing happens.
+"""Sends traces with OpenTelemetry, where it is installed and configured.
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` turns it on, and the SDK's own variables (OTEL_TRACES_SAMPLER …) hold.
-Attributes follow the GenAI semantic conventions. Never a prompt or an output. Times are of the
-wall clock, which machines share well enough for a picture; no figure is computed from two of them.
+`OTEL_EXPORTER_OTLP_ENDPOINT` turns it on; the SDK's other variables apply. Attributes follow the
+GenAI semantic conventions and never contain a prompt or an output. Times are wall clock times of
+different machines, so no metric is computed from them.
 """
 
 import logging
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchway.telemetry")
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_FLUSH_MS = 2000  # at the end of a process; what is not sent then is lost
+_FLUSH_MS = 2000  # at the end of a process; later spans are lost
 PROVIDER = "batchway"
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
 
-# Of the request that is answered in this task: where its trace stands.
+# The span of the request that the current task answers.
 _current: ContextVar["Span | None"] = ContextVar("batchway_span", default=None)
 
 
 class Tracing:
-    """One for each process. Off until `open` finds what it needs; `provider` is given by tests."""
+    """A process's tracer. Off until `open` succeeds; tests pass a `provider`."""
 
     def __init__(self, service: str, provider: "TracerProvider | None" = None) -> None:
         self._service = service
@@ -39,7 +39,7 @@ class Tracing:
         self.tracer: Tracer | None = provider.get_tracer(PROVIDER) if provider else None
 
     def open(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Starts sending, where an address is set and the extra `tracing` is installed."""
+        """Starts tracing, where an endpoint is set and the extra `tracing` is installed."""
         if self.tracer is not None or not any(environ.get(name) for name in _ENDPOINTS):
             return
         try:
@@ -56,18 +56,18 @@ class Tracing:
         self.tracer = self._provider.get_tracer(PROVIDER)
 
     def close(self) -> None:
-        """Sends what is left, for a moment. Blocks."""
+        """Sends the remaining spans, for at most 2 s. Blocks."""
         if self._provider is not None:
             self._provider.force_flush(_FLUSH_MS)
 
 
 def set_current(span: "Span | None") -> None:
-    """The span of the request that this task answers."""
+    """Sets the span of the request that this task answers."""
     _current.set(span)
 
 
 def traced(job: Job, now_ns: int) -> Job:
-    """The job with its request's place in a trace, which also learns what is asked for."""
+    """The job with its request's trace context; adds the job's attributes to the current span."""
     span = _current.get()
     if span is None:
         return job
@@ -76,13 +76,13 @@ def traced(job: Job, now_ns: int) -> Job:
 
 
 def traceparent_of(span: "Span") -> str:
-    """A span as W3C Trace Context has it."""
+    """A span's `traceparent` (W3C Trace Context)."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def parent_of(traceparent: str) -> Any:
-    """The context in which a child of that span starts; a new trace where it is none."""
+    """The context for a child of that span; a new trace where `traceparent` is invalid."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -90,7 +90,7 @@ def parent_of(traceparent: str) -> Any:
 
 
 def job_attributes(job: Job) -> dict[str, str | int | float]:
-    """What is asked for, in the words of the GenAI conventions."""
+    """A job's attributes by the GenAI semantic conventions."""
     return {
         "gen_ai.operation.name": _OPERATIONS[job.endpoint],
         "gen_ai.provider.name": PROVIDER,

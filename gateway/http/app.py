@@ -12,15 +12,16 @@ from contract import tasks
 from contract.telemetry.tracing import Tracing
 from gateway.http import health, metrics_route
 from gateway.http.concurrency_cap import ConcurrencyCap
-from gateway.http.drain import StreamDrain
 from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import RequestLimits
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.middleware import RequestObserver
+from gateway.http.sse import StreamDrain
 from gateway.jobs import dead_letters, job_lists, job_routes, objects, quotes
 from gateway.jobs.streams import Gateway
 from gateway.openai import models, sync_answers
+from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
 
@@ -52,13 +53,16 @@ def create_app(
         attending = asyncio.create_task(gateway.broker.attend())
         yield
         await tasks.end(attending)
+        await gateway.grammars.aclose()
         if broker is None:
             await gateway.broker.aclose()
         await asyncio.to_thread(tracing.close)
 
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
-    gateway = Gateway(settings, broker or Broker(settings), StreamDrain(), counted)
+    gateway = Gateway(
+        settings, broker or Broker(settings), StreamDrain(), counted, GrammarCompiler()
+    )
     app = FastAPI(
         title="batchway",
         description=_DESCRIPTION,

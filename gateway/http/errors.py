@@ -132,6 +132,10 @@ class TemplateBusy(BatchwayError):
     """The chat template is kept busy by earlier requests."""
 
 
+class GrammarBusy(BatchwayError):
+    """The process that compiles grammars is busy with earlier requests."""
+
+
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param=param)
 
@@ -236,6 +240,9 @@ def to_api_error(exc: BatchwayError) -> ApiError:
         case TemplateBusy():
             message = "the model's chat template is kept busy by other requests"
             return _dropped(503, "template_busy", message, _SOON_S)
+        case GrammarBusy():
+            message = "the compiler of grammars is busy with other requests"
+            return _dropped(503, "grammar_busy", message, _SOON_S)
         case ModelUnreadable():
             message = f"{exc}, as its worker has published it: its operator must act"
             return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)

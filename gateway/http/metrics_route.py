@@ -1,4 +1,4 @@
-"""GET /metrics: the whole fleet as Redis has it, and this gateway, for Prometheus."""
+"""GET /metrics: the metrics of the fleet, read from Redis, and of this gateway, for Prometheus."""
 
 from collections.abc import Mapping
 
@@ -9,6 +9,7 @@ from contract.errors import BrokerUnavailable
 from contract.fleet_snapshot import FleetSnapshot
 from gateway.http.auth import MetricsReader
 from gateway.http.handlers import answers
+from gateway.http.metrics import GatewayMetrics, Labels
 from gateway.jobs.streams import ThisGateway
 
 router = APIRouter(tags=["health"])
@@ -23,7 +24,32 @@ async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
         snapshots = await known.snapshots()
     except BrokerUnavailable:
         snapshots = None
-    from gateway.http.metrics_page import CONTENT_TYPE, metrics_page  # functions start without it
+    return _page(gateway.metrics, snapshots, known.num_unreadable)
 
-    content = metrics_page(gateway.metrics, snapshots, known.num_unreadable)
-    return Response(content, media_type=CONTENT_TYPE)
+
+def _page(
+    metrics: GatewayMetrics, snapshots: Mapping[str, FleetSnapshot] | None, num_unreadable: int
+) -> Response:
+    """The gateway's own counts, and the fleet's by model; `snapshots` is None while Redis is down.
+
+    Imports Prometheus' client here: a Lambda function starts faster without it.
+    """
+    from contract.telemetry.families import (
+        CONTENT_TYPE,
+        counted_families,
+        fleet_families,
+        gateway_families,
+        page,
+    )
+    from contract.telemetry.metrics import Source
+
+    now: dict[str, Mapping[Labels, int]] = {
+        "broker_up": {(): int(snapshots is not None)},
+        "unreadable_models": {(): num_unreadable},
+    }
+    families = [*gateway_families({**metrics.counts(), **now})]
+    if snapshots is not None:
+        totals = {model: snapshot.totals for model, snapshot in snapshots.items()}
+        families += counted_families(totals, Source.JOBS, Source.ENGINES)
+        families += fleet_families(snapshots)
+    return Response(page(families), media_type=CONTENT_TYPE)

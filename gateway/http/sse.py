@@ -183,3 +183,23 @@ class EventStream(StreamingResponse):
             if error.code == "internal_error":
                 log.error("a stream failed: %s", type(exc).__name__)
             yield message(error.body()) + DONE
+
+
+class StreamDrain:
+    """The shutdown of a server: streams may end by themselves until the drain time is over."""
+
+    def __init__(self) -> None:
+        self._over_at_s: float | None = None
+
+    def begin(self, budget_s: float) -> None:
+        if self._over_at_s is None:
+            self._over_at_s = time.monotonic() + budget_s
+
+    @property
+    def has_begun(self) -> bool:
+        return self._over_at_s is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether streams must end now."""
+        return self._over_at_s is not None and time.monotonic() >= self._over_at_s

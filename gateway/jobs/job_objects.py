@@ -8,9 +8,9 @@ from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from contract.callback_state import CallbackState
 from contract.function_types import JobView, QueuePosition, Submitted
-from contract.jobs import Job, JobStatus, public_status
+from contract.jobs import Job, JobStatus, ResumeKind, public_status
+from contract.outbox import CallbackState
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 from gateway.openai.answer_models import (
@@ -64,6 +64,10 @@ class JobObject(AcceptedJob):
     predicted_wait_s: float | None
     wait_s: float | None
     error: JobError | None
+    resume: ResumeKind = Field(
+        description="exact: after the death of its worker the job goes on with the tokens that it "
+        "would have had; distribution: with others of the same distribution"
+    )
 
 
 class CallbackObject(BaseModel):
@@ -142,6 +146,7 @@ def job_object(view: JobView) -> JobObject:
         predicted_wait_s=_seconds(view.predicted_wait_ms),
         wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
         error=JobError(code=view.code, message=view.message) if view.code else None,
+        resume=view.job.resume,
     )
 
 

@@ -1,17 +1,19 @@
 """POST /v1/jobs; GET, PATCH /v1/jobs/{id}; GET …/events; POST …/cancel."""
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from starlette.responses import Response, StreamingResponse
 
-from contract.function_types import JobView
-from contract.jobs import JobStatus
+from contract.function_types import JobView, Submission
+from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
-from gateway.http.auth import JobsReader, JobsWriter
+from gateway.http.auth import Caller, JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, invalid_value
 from gateway.http.handlers import answers
+from gateway.jobs.callbacks import to_callback
 from gateway.jobs.event_ids import AskedPosition
 from gateway.jobs.job_objects import (
     AcceptedJob,
@@ -21,11 +23,10 @@ from gateway.jobs.job_objects import (
     callback_object,
     job_object,
 )
-from gateway.jobs.job_terms import AskedJob, prepare_job
 from gateway.jobs.streams import AcceptingGateway, Gateway, ThisGateway, job_stream
-from gateway.openai.admission import check_lane
+from gateway.openai.admission import Terms, check_goes_on, check_lane, prepare
 from gateway.openai.answers import Answer
-from gateway.openai.schemas import JobChange
+from gateway.openai.schemas import AnyJob, JobChange
 from gateway.openai.sync_answers import (
     EVENTS,
     IdempotencyKey,
@@ -34,8 +35,11 @@ from gateway.openai.sync_answers import (
     submit_job,
 )
 from gateway.openai.unsupported import ignored_header
+from gateway.settings import GatewaySettings
 
 router = APIRouter(route_class=StrictRoute, tags=["jobs"], responses=answers(401, 403, 429))
+
+AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
 
 @router.post(
@@ -138,3 +142,40 @@ def _already_terminal(status: JobStatus) -> ApiError:
 
 async def _nothing() -> None:
     """A job of its own goes on without readers."""
+
+
+async def prepare_job(
+    gateway: Gateway, asked: AnyJob, caller: Caller, *, idempotency_key: str, body_hash: str
+) -> tuple[Job, Submission]:
+    """Raises ApiError; parameters of the inner body are named below `body`."""
+    settings = gateway.settings
+    endpoint = Endpoint(asked.endpoint)
+    terms = Terms(
+        caller=caller,
+        lane=asked.lane,
+        deadline_s=asked.deadline_s or settings.job_deadline_s,
+        retention_s=_retention_s(settings, asked, caller),
+        metadata=asked.metadata or {},
+        callback=to_callback(asked.callback, caller.tenant, settings),
+        idempotency_key=idempotency_key,
+        body_hash=body_hash,
+    )
+    try:
+        check_goes_on(asked.body)
+        return await prepare(
+            gateway.broker, gateway.grammars, settings, endpoint, asked.body, terms
+        )
+    except ApiError as exc:
+        if exc.param not in (None, "lane"):
+            exc.param = f"body.{exc.param}"
+        raise
+
+
+def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> float:
+    """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
+    if asked.retention_s is None:
+        return caller.job_retention_s(settings)
+    if asked.retention_s > settings.max_retention_s:
+        most = f"{settings.max_retention_s:g}"
+        raise invalid_value("retention_s", f"retention_s may be at most {most} here")
+    return asked.retention_s

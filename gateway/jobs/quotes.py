@@ -14,7 +14,7 @@ from gateway.http.errors import to_api_error
 from gateway.http.handlers import answers
 from gateway.http.load_headers import rate_headers
 from gateway.jobs.job_objects import UnixSeconds, place
-from gateway.jobs.job_terms import AskedJob, prepare_job
+from gateway.jobs.job_routes import AskedJob, prepare_job
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath
 

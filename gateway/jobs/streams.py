@@ -15,7 +15,6 @@ from contract.function_types import JobView, Submission, Submitted
 from contract.jobs import Job, JobStatus
 from contract.telemetry.tracing import traced
 from gateway.http import sse
-from gateway.http.drain import StreamDrain
 from gateway.http.errors import (
     ApiError,
     became_job,
@@ -25,13 +24,15 @@ from gateway.http.errors import (
     to_call_error,
 )
 from gateway.http.metrics import GatewayMetrics
+from gateway.http.sse import StreamDrain
 from gateway.jobs.event_ids import START, LogPosition
 from gateway.jobs.job_objects import events_url, job_object, place
 from gateway.jobs.sync_call import SyncCall
 from gateway.openai.answers import Answer, Chunks, needs_tokenizer
+from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
-from gateway.redis.log_items import Idle, Reset
+from gateway.redis.cursor import Idle, Reset
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -44,6 +45,7 @@ class Gateway(msgspec.Struct, frozen=True):
     broker: Broker
     drain: StreamDrain
     metrics: GatewayMetrics
+    grammars: GrammarCompiler
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job, and counts the answer. Raises what Broker.submit raises."""

@@ -13,8 +13,16 @@ from contract.callbacks import Callback
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
 from gateway.http.auth import Caller
-from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value, no_such_model
+from gateway.http.errors import (
+    UNSUPPORTED,
+    ApiError,
+    TemplateRefused,
+    bad_request,
+    invalid_value,
+    no_such_model,
+)
 from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
+from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
@@ -42,7 +50,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prepare(
-    broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
+    broker: Broker,
+    grammars: GrammarCompiler,
+    settings: GatewaySettings,
+    endpoint: Endpoint,
+    body: CallBody,
+    terms: Terms,
 ) -> tuple[Job, Submission]:
     """The job and what to submit it with. Raises ApiError."""
     lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
@@ -51,10 +64,15 @@ async def prepare(
     if card is None:
         raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
+    _check_capabilities(card, body)
     prompts = await _prompts(await broker.known.tokenizer(card), card, body)
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
     params = _sampling(card, body, caps, job_id)
+    if (constraint := body.constraint()) is not None:
+        _check_constrained(body, constraint.param)
+        grammar = await grammars.compile(constraint)
+        params = msgspec.structs.replace(params, grammar=grammar)
     is_list = len(prompts) > 1
     job = Job(
         id=job_id,
@@ -71,6 +89,7 @@ async def prepare(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         weight=terms.caller.terms.weight,
+        resume=card.capabilities.resume,
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
@@ -94,6 +113,13 @@ async def prepare(
     )
 
 
+def _check_constrained(body: CallBody, param: str) -> None:
+    """Raises ApiError for what contradicts a grammar, which alone says where an output may end."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(body, name):
+            raise invalid_value(name, f"{name} cannot be combined with {param}")
+
+
 def check_goes_on(body: CallBody) -> None:
     """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
     if body.on_disconnect == "cancel":
@@ -106,6 +132,20 @@ def check_lane(card: ModelCard, lane: str) -> None:
     if lane not in card.lanes:
         message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
         raise bad_request("unknown_lane", message, "lane")
+
+
+def _check_capabilities(card: ModelCard, body: CallBody) -> None:
+    """Raises ApiError where the body asks for what the model's engine cannot do. No body can ask
+    for tools, LoRA or embeddings yet."""
+    constraint = body.constraint()
+    if constraint is not None and not card.capabilities.structured_output:
+        param = constraint.param.split(".")[0]
+        message = f"{param}: the engine of {card.name!r} cannot constrain its output"
+        raise bad_request(UNSUPPORTED, message, param)
+    if _prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
+        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
+        raise bad_request(UNSUPPORTED, message, param)
 
 
 async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:

@@ -15,13 +15,11 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.openai.child import Refused
+
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 _REFUSAL_CHARS = 200
 MAX_POWER = 1_000
-
-
-class Refused(Exception):
-    """The template did not take these messages; the message is for the caller only."""
 
 
 class ChatTemplate:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Path
 from pydantic import BaseModel
 
-from contract.jobs import ModelCard
+from contract.jobs import ModelCard, ResumeKind
 from gateway.http.auth import AnyCaller
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers
@@ -14,12 +15,24 @@ from gateway.jobs.streams import ThisGateway
 router = APIRouter(tags=["models"], responses=answers(401, 403, 429))
 
 
+class ModelCapabilities(BaseModel):
+    """What the engine of the model's workers can do; the rest is refused by name."""
+
+    prompt_logprobs: bool
+    structured_output: bool
+    tools: bool
+    lora: bool
+    embeddings: bool
+    resume: ResumeKind
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "batchway"
     max_model_len: int
+    capabilities: ModelCapabilities
 
 
 class ModelList(BaseModel):
@@ -48,4 +61,9 @@ async def get_model(
 
 
 def _shown(card: ModelCard) -> Model:
-    return Model(id=card.name, created=card.created_s, max_model_len=card.context_length)
+    return Model(
+        id=card.name,
+        created=card.created_s,
+        max_model_len=card.context_length,
+        capabilities=ModelCapabilities(**msgspec.structs.asdict(card.capabilities)),
+    )

@@ -5,14 +5,10 @@ Leaves to admission what needs the model: vocabulary, context length, defaults.
 Over 300 lines: it is one list of fields.
 """
 
-import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     ValidationInfo,
@@ -23,7 +19,9 @@ from pydantic import (
 
 from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
-from gateway.http.errors import MISSING, UNKNOWN
+from gateway.http.errors import MISSING
+from gateway.openai.strict_model import StrictModel
+from gateway.openai.structured import Constrained
 from gateway.openai.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -31,7 +29,6 @@ from gateway.openai.unsupported import (
     UNSUPPORTED,
     refusal,
     unsupported,
-    without,
 )
 
 MAX_STOPS = 4
@@ -150,27 +147,7 @@ def _prompt(value: Any) -> Any:
     raise refusal("must be a string or a non-empty list of token ids")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
-
-    unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter: values that ask for nothing
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_known_names(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        kept = without(fields, cls.unasked)
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in kept:
-            if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {similar[0]}?" if similar else ""
-                raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
-        return kept
-
-
-class Message(_Strict):
+class Message(StrictModel):
     unasked = OF_MESSAGES
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
@@ -184,13 +161,13 @@ class Message(_Strict):
         return "" if value is None and info.data.get("role") == "assistant" else value
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
     include_obfuscation: bool | None = None  # accepted; there is none
 
 
-class _SamplingBody(_Strict):
+class _SamplingBody(Constrained):
     """What both endpoints take. None always means the default."""
 
     unasked = UNSUPPORTED
@@ -303,7 +280,7 @@ class CompletionBody(_SamplingBody):
         return self.logprobs
 
 
-class CallbackBody(_Strict):
+class CallbackBody(StrictModel):
     """Whom to tell of a job's end: exactly one of the first six."""
 
     url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
@@ -320,7 +297,7 @@ class CallbackBody(_Strict):
     progress_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-class JobBody(_Strict):
+class JobBody(StrictModel):
     """What POST /v1/jobs and POST /v1/quote take beside the call itself."""
 
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
@@ -340,7 +317,7 @@ class CompletionJob(JobBody):
     body: CompletionBody
 
 
-class JobChange(_Strict):
+class JobChange(StrictModel):
     """PATCH /v1/jobs/{id}."""
 
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None

@@ -130,10 +130,14 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     terms = _terms(gateway, caller, preference, body, key, hashed)
     if preference.is_at_once:
         check_goes_on(body)
-        prepared = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+        prepared = await prepare(
+            gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms
+        )
         return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
     _check_resumes(request, position, body, key)
-    job, submission = await prepare(gateway.broker, gateway.settings, endpoint, body, terms)
+    job, submission = await prepare(
+        gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms
+    )
     submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")

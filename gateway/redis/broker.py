@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.callback_state import CallbackState, callback_state
 from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
@@ -22,16 +21,15 @@ from contract.function_types import JobPage, JobView, Quote, Submission, Submitt
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.orphaned_objects import OrphanedObjects
-from contract.outbox import Outbox
+from contract.outbox import CallbackState, Outbox, callback_state
+from contract.stored_objects import clear_orphan
 from gateway.http.errors import UnknownJob
 from gateway.redis.breaker import Breaker
-from gateway.redis.cursor import Cursor
+from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end
 from gateway.redis.guarded_redis import GuardedRedis
 from gateway.redis.hints import Hints
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels
-from gateway.redis.log_items import Idle, LogPage, Reset, is_end
 from gateway.redis.payloads import Payloads
 from gateway.settings import GatewaySettings
 
@@ -64,7 +62,6 @@ class Broker:
         self.known = KnownModels(door, Catalogue(self._client, self.keys), self._functions)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
-        self._orphaned = OrphanedObjects(self._client, self.keys)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
@@ -167,7 +164,7 @@ class Broker:
         if found is not True:
             return found
         if await self.payloads.discard(job_id):
-            await self._call(lambda: self._orphaned.cleared([job_id]))
+            await self._call(lambda: clear_orphan(self._client, self.keys, job_id))
         return None
 
     async def detach(

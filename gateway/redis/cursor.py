@@ -1,13 +1,37 @@
-"""Where a follower stands in a job's log. Knows what to read next, and when the log is another."""
+"""A follower's position in a job's log, and the items that it receives."""
 
 from collections.abc import Sequence
 
-from contract.events import LogEntry
+import msgspec
+
+from contract.events import End, LogEntry
 from contract.function_types import JobView
 
 
+class Idle(msgspec.Struct, frozen=True):
+    """No new event for a while. `view` is the job as last read, None while Redis is down."""
+
+    view: JobView | None
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """The log was replaced: the events that follow start at the first event of the new log."""
+
+
+class LogPage(msgspec.Struct, frozen=True):
+    """A job and the new items of its log; `is_whole` where the log has no more of them yet."""
+
+    view: JobView
+    items: Sequence[LogEntry | Reset]
+    is_whole: bool
+
+
+def is_end(item: LogEntry | Reset) -> bool:
+    return isinstance(item, LogEntry) and isinstance(item.event, End)
+
+
 class Cursor:
-    """Where a follower stands in a log: the last event it has, and the hash of the log there."""
+    """A position in a log: the number of the last event received, and the log's hash there."""
 
     def __init__(self, number: int, hash_: str | None) -> None:
         self._number = number

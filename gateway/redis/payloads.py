@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import Job, StoredPrompt
-from contract.payloads.opening import open_store
-from contract.payloads.prompts import encode_prompts, with_prompts
-from contract.payloads.results import decode_log
+from contract.payloads import open_store
+from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
 from contract.payloads.store import ObjectStore, PayloadError, PayloadUnavailable, prompt_key
 
 log = logging.getLogger("batchway.gateway")

@@ -12,10 +12,9 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors, connect, now_ms
 from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
-from contract.redis_clock import now_ms
 from contract.redis_url import redis_url_of
 
 
@@ -23,15 +22,15 @@ async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
     """Jobs that this host's worker holds; None without recent heartbeats. Incarnations begin with
     the host name. Raises BrokerUnavailable, WireError."""
     prefix = f"{socket.gethostname().split('.')[0]}-".encode()
-    since_ms = await now_ms(client, keys) - int(WORKER_TTL_S * 1000)
+    since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
     with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
-        models: Any = await client.smembers(keys.models)
+        models: Any = await client.smembers(keys.of("models"))
         for model in models:
             key = keys.workers(model.decode())
             names: Any = await client.zrangebyscore(key, since_ms, "+inf")
             for name in names:
                 if name.startswith(prefix):
-                    num_jobs: Any = await client.scard(keys.owned(name.decode()))
+                    num_jobs: Any = await client.scard(keys.of("own", name.decode()))
                     return int(num_jobs)
     return None
 

@@ -120,7 +120,11 @@ def test_images_are_linted(name: str) -> None:
 def test_compose_starts_every_part_safely() -> None:
     """Redis evicts nothing and is not published; what listens beyond loopback asks for a key."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert set(services) == {"redis", "gateway", "worker", "callbacks", "prometheus", "grafana"}
+    assert set(services) == {
+        "redis", "gateway", "worker", "worker-vllm", "callbacks", "prometheus", "grafana",
+    }  # fmt: skip
+    assert services["worker-vllm"]["profiles"] == ["vllm"]
+    assert services["worker-vllm"]["extends"] == {"service": "worker"}
     assert "noeviction" in services["redis"]["command"]
     assert "ports" not in services["redis"]
     assert ":?" in services["gateway"]["environment"]["BATCHWAY_API_KEY"]
@@ -143,8 +147,16 @@ def test_compose_runs_commands_that_exist() -> None:
             command = service.get("command") or _last(image, "CMD")
             is_worker = "infra.aws.worker_entry" in _last(image, "ENTRYPOINT")
             arguments = ["worker", *command] if is_worker else command
-            run[name] = build_parser().parse_args(arguments).command
-    assert run == {"gateway": "gateway", "worker": "worker", "callbacks": "callbacks"}
+            options = build_parser().parse_args(arguments)
+            run[name] = options.command, getattr(options, "engine", None)
+            target = service["build"].get("target")
+            assert target is None or re.search(rf"^FROM \S+ AS {target}$", image, re.M)
+    assert run == {
+        "gateway": ("gateway", None),
+        "worker": ("worker", "own"),
+        "worker-vllm": ("worker", "vllm"),
+        "callbacks": ("callbacks", None),
+    }
     assert "--require-hashes -r locks/gateway.txt" in (ROOT / "Dockerfile.gateway").read_text()
 
 

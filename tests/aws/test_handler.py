@@ -109,7 +109,7 @@ async def test_messages_that_are_refused_stay_in_the_queue(
     first, second = await invoke(event), await invoke(event)
 
     assert first == second == {"batchItemFailures": [{"itemIdentifier": "m2"}]}
-    counters = await redis_client.hgetall(keys.counters(MODEL, "standard"))
+    counters = await redis_client.hgetall(keys.of("counters", MODEL, "standard"))
     assert counters[b"queued_jobs"] == b"2"
 
 

@@ -42,6 +42,12 @@ def test_every_service_runs_a_command_that_exists() -> None:
     assert batchway.parse_args(arguments("CallbacksTask")).command == "callbacks"
     # The image's entry point puts `worker` before them.
     assert batchway.parse_args(["worker", *arguments("WorkerTask")]).command == "worker"
+    engines = written()["Parameters"]["WorkerEngine"]
+    for engine in engines["AllowedValues"]:
+        changed = [
+            engine if part == engines["Default"] else part for part in arguments("WorkerTask")
+        ]
+        assert batchway.parse_args(["worker", *changed]).engine == engine
     assert container("PoolTask")["EntryPoint"] == ["python", "-m", pool_service.__name__]
     pool = pool_service.policy_of(pool_service.build_parser().parse_args(arguments("PoolTask")))
     assert pool.max_workers == int(written()["Parameters"]["MaxWorkers"]["Default"])

@@ -166,7 +166,7 @@ async def test_a_signal_reaches_the_worker(
     host = socket.gethostname().split(".")[0]
     incarnation = f"{host}-1-ab"
     await FakeWorker(functions, incarnation=incarnation).beat()
-    await redis_client.sadd(keys.owned(incarnation), "job")
+    await redis_client.sadd(keys.of("own", incarnation), "job")
     program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); signal.pause()"
     url = f"http://127.0.0.1:{agent.server_port}"
     running = asyncio.create_task(

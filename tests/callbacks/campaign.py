@@ -106,7 +106,7 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
         await killing
         await receiver.until(lambda: len(_told(receiver)) >= plan.num_jobs, 300.0)
         ends = await _ends(functions, list(paths))
-        num_dead = int(await client.zcard(keys.dead_letters(TENANT)))
+        num_dead = int(await client.zcard(keys.of("dead", TENANT)))
     await client.aclose()
     return _report(plan, receiver, paths, ends, num_dead, time.monotonic() - started_s)
 

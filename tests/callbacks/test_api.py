@@ -7,14 +7,14 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.callback_state import callback_state
 from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.outbox import Outbox
+from contract.outbox import Outbox, callback_state
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Answer, Receiver, always
 from tests.callbacks.test_delivery import dead_letter, service, to_url
+from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import make_job, make_submission
 from tests.gateway.conftest import gateway_url, http, idle_worker  # noqa: F401 - fixtures
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -180,7 +180,7 @@ async def test_a_job_shows_how_far_its_callback_is(
     assert later["attempts"] == 1
     assert later["next_attempt_at"] == pytest.approx(ended["next_attempt_at"] + 60, abs=30)
     assert await callback_state(redis_client, keys, job_id, "a stranger") is None
-    await redis_client.incrby(keys.clock_offset, 60_000)
+    await redis_client.incrby(TEST_CLOCK, 60_000)
     [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
     await outbox.start(taken, lease_s=5)
     await outbox.done(taken, "delivered")

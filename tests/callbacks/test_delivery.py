@@ -195,7 +195,7 @@ async def test_whatever_an_attempt_raises_leads_down_the_ladder(
     assert letter.record.note == "it could not be sent (RecursionError)"
 
 
-@pytest.mark.parametrize("num_jobs", [20, pytest.param(800, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num_jobs", [20, pytest.param(200, marks=pytest.mark.campaign)])
 async def test_a_flood_of_unreadable_urls_is_given_up_and_holds_up_nobody(
     functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis, num_jobs: int
 ) -> None:
@@ -233,7 +233,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
     """One field of it: the message is lost, and counted; the next one is delivered."""
     async with Receiver({"/": always(Answer())}) as receiver:
         spoiled = await ended_job(functions, to_url(receiver.url("/")))
-        key = keys.outbox_record(spoiled.id)
+        key = keys.of("out", spoiled.id)
         if value is None:
             await redis_client.hdel(key, field)
         else:

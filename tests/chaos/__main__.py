@@ -8,15 +8,20 @@ import asyncio
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from tests.chaos.campaign import CampaignOptions, run_campaign
+from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
 from tests.chaos.faults import KINDS
 from tests.chaos.report import Report
+from tests.vllm_environment import interpreter
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.model == "vllm" and not interpreter().exists():
+        parser.error("vLLM is not installed: scripts/setup-vllm")
     campaign = CampaignOptions(
         num_faults=options.faults,
         seed=options.seed,
@@ -26,6 +31,8 @@ def main() -> int:
         keeps_logs=options.keep_logs,
         kinds=tuple(options.only or ()),
     )
+    if options.model == "vllm":  # whose next start needs the cores more than callers do
+        campaign = replace(campaign, callers=FEW_CALLERS)
     try:
         report = asyncio.run(_run(campaign))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -51,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=100, help="how many (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
-    parser.add_argument("--model", choices=("hash", "demo"), default="hash")
+    parser.add_argument(
+        "--model",
+        choices=("hash", "demo", "vllm"),
+        default="hash",
+        help="that workers run: the hash model, the demo model, or the demo model on vLLM",
+    )
     parser.add_argument(
         "--fsync",
         choices=("always", "everysec"),

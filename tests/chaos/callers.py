@@ -98,7 +98,7 @@ class Client:
             story = self._ledger.open(
                 f"{self._name}-{self._num_stories}",
                 ask.expected,
-                prompt_ids=ask.prompt_ids,
+                asked=ask.asked,
                 is_exact=self._callers.oracle.is_exact,
                 may_be_cancelled=self.may_cancel,
             )

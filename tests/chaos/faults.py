@@ -9,14 +9,16 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from contract.tasks import end
 from tests.chaos.fleet import Fleet
 from tests.chaos.proxy import Doom
 from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
 
+ENGINE_CORE = "engine core kill -9"  # of vLLM only
 _MAX_AT_ONCE = 4
 _REDIS_REST_S = 3.0  # between two faults of Redis: each of its restarts grants leases a grace
 _STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
@@ -29,7 +31,7 @@ class Injector:
     fleet: Fleet
     rng: random.Random
     mean_gap_s: float
-    kinds: Sequence[str] = ()  # (): all
+    kinds: Sequence[str] = ()  # (): all that meet an engine of one process
 
     def __post_init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -54,7 +56,7 @@ class Injector:
             await end(*self._under_way)
 
     def _draw(self) -> str:
-        names = list(self.kinds or KINDS)
+        names = list(self.kinds or (name for name in KINDS if name != ENGINE_CORE))
         return self.rng.choices(names, [_KINDS[name][0] for name in names])[0]
 
     def _begin(self, name: str) -> None:
@@ -101,10 +103,22 @@ class Injector:
         return await self._pause(self._idle_callbacks(), self.rng.uniform(0.2, 2 * LEASE_S))
 
     async def kill_engine(self) -> bool:
-        return await self._signal_engine(signal.SIGKILL, 0.0)
+        return await self._kill_engine(WorkerSeat.engine_pid)
+
+    async def kill_engine_core(self) -> bool:
+        return await self._kill_engine(WorkerSeat.engine_core_pid)
 
     async def stop_engine(self) -> bool:
-        return await self._signal_engine(signal.SIGSTOP, self.rng.uniform(0.2, 2 * LEASE_S))
+        seconds = self.rng.uniform(0.2, 2 * LEASE_S)
+        seat = self._idle_worker()
+        if seat is None:
+            return False
+        with seat.busy():
+            pid = await seat.engine_pid()
+            if pid is None:
+                return False
+            await self._stop_for(seat, pid, seconds)
+        return True
 
     async def _replace(self, seat: Seat | None, number: signal.Signals) -> bool:
         """One process goes, after a while the next one sits down."""
@@ -127,18 +141,20 @@ class Injector:
             await self._stop_for(seat, seat.pid, seconds)
         return True
 
-    async def _signal_engine(self, number: signal.Signals, pause_s: float) -> bool:
+    async def _kill_engine(
+        self, pid_of: Callable[[WorkerSeat], Coroutine[Any, Any, int | None]]
+    ) -> bool:
+        """Kills one process of an engine; its worker starts another engine."""
         seat = self._idle_worker()
         if seat is None:
             return False
         with seat.busy():
-            pid = await seat.engine_pid()
+            pid = await pid_of(seat)
             if pid is None:
                 return False
-            if number == signal.SIGSTOP:
-                await self._stop_for(seat, pid, pause_s)
-            else:
-                seat.send_to(pid, number)
+            times_ready = seat.times_ready()
+            seat.send_to(pid, signal.SIGKILL)
+            await seat.until_ready(times_ready + 1)
         return True
 
     async def _stop_for(self, seat: Seat, pid: int, seconds: float) -> None:
@@ -239,6 +255,7 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
     "worker SIGSTOP": (3, Injector.stop_worker),
     "worker SIGTERM": (2, Injector.drain_worker),
     "engine kill -9": (3, Injector.kill_engine),
+    ENGINE_CORE: (3, Injector.kill_engine_core),
     "engine SIGSTOP": (2, Injector.stop_engine),
     "gateway kill -9": (3, Injector.kill_gateway),
     "gateway SIGSTOP": (2, Injector.stop_gateway),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.events import End, LogEntry, Tokens
-from contract.jobs import TERMINAL_STATUSES, JobStatus
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
 # What `appendfsync everysec` may lose: a second, and while the disk is busy the two by which Redis
 # puts off a write.
@@ -56,13 +56,13 @@ class Story:
     """One request of one client, across all its connections.
 
     `expected` are all tokens of each choice. Where `is_exact` is False a model with arithmetic
-    says them: the first difference is kept in `differs_at`, to be judged by the model itself.
+    says them: `is_diverged` is set at the first difference, and the model judges `output`.
     """
 
     ledger: "Ledger"
     name: str
     expected: Sequence[Sequence[int]]
-    prompt_ids: Sequence[int] = ()
+    asked: Job | None = None  # what the model needs to judge a difference
     is_exact: bool = True
     may_be_cancelled: bool = False
     has_callback: bool = False
@@ -237,11 +237,11 @@ class Ledger:
         name: str,
         expected: Sequence[Sequence[int]],
         *,
-        prompt_ids: Sequence[int] = (),
+        asked: Job | None = None,
         is_exact: bool = True,
         may_be_cancelled: bool = False,
     ) -> Story:
-        story = Story(self, name, expected, prompt_ids, is_exact, may_be_cancelled)
+        story = Story(self, name, expected, asked, is_exact, may_be_cancelled)
         story.opened_s = self.clock_s()
         story.touch()
         self.stories.append(story)

@@ -1,5 +1,5 @@
 """What to ask, and what the right answer is: computed for the hash model, asked for beforehand of
-a model with arithmetic."""
+a model with arithmetic, and judged by the same weights in this process."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,20 @@ from typing import Any, Protocol
 
 import httpx
 
-from contract.jobs import SamplingParams
+from contract.jobs import Job, SamplingParams
+from infra.demo_model import demo_model_path
+from tests.chaos.ledger import Output
 from tests.fakes import HashModelOptions, encode_text, expected_output
+from tests.resume.logged_job import new_job
+from tests.resume.near_ties import NEAR_TIE, Judge
+from workers.ipc.messages import EngineOptions
+from workers.model.loader import load_model
+from workers.model.runner import ModelRunner
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-NEAR_TIE = 1e-3  # difference of log probabilities below which the last bits of a sum decide
+# The demo model is sure of every digit of a count, at any temperature, unless it may not repeat.
+DOUBT = {"presence_penalty": 1.5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +30,8 @@ class Ask:
 
     endpoint: str
     body: Mapping[str, Any]
-    prompt_ids: tuple[int, ...]
     expected: tuple[tuple[int, ...], ...]
+    asked: Job | None = None  # for a model with arithmetic
 
 
 class Oracle(Protocol):
@@ -33,6 +41,10 @@ class Oracle(Protocol):
     is_exact: bool
 
     def draw(self, rng: random.Random) -> Ask: ...
+
+    def is_right(self, asked: Job | None, output: Output, *, is_whole: bool) -> bool:
+        """Whether an answer that is not the expected one is right all the same."""
+        ...
 
 
 class HashOracle:
@@ -68,7 +80,10 @@ class HashOracle:
             for prompt_ids in prompts
             for choice in range(n)
         )
-        return Ask(endpoint, body, prompts[0], expected)
+        return Ask(endpoint, body, expected)
+
+    def is_right(self, asked: Job | None, output: Output, *, is_whole: bool) -> bool:
+        return False
 
     def _output(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, choice: int
@@ -83,54 +98,79 @@ class HashOracle:
         return token_ids
 
 
+def demo_judge() -> Judge:
+    """The demo model in this process, through batchway's own code."""
+    path = str(demo_model_path())
+    options = EngineOptions(
+        model_path=path, device="cpu", dtype="float32", num_threads=1, kv_memory_bytes=2**24
+    )
+    runner = load_model(options, lambda text: None).model
+    assert isinstance(runner, ModelRunner)
+    return Judge(runner)
+
+
 class DemoOracle:
-    """The demo model: each question was asked once before anything was disturbed."""
+    """The demo model: each question was asked once before anything was disturbed.
+
+    Half of the questions are sampled, hot and with penalties, so that the model is sure of nothing:
+    a token at another position, or after another history, would be another one.
+    """
 
     model = "demo"
     is_exact = False
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
+    def __init__(self, asks: Sequence[Ask], judge: Judge) -> None:
         self._asks = asks
+        self._judge = judge
 
     @classmethod
     async def ask_undisturbed(cls, url: str, rng: random.Random, number: int) -> "DemoOracle":
-        """Asks so many greedy questions."""
+        """Asks so many questions. Raises AssertionError where an answer is not the model's."""
         asks = []
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            for _ in range(number):
+            for i in range(number):
                 first = rng.randint(1, 400)
                 question = f"Count from {first} to {first + rng.randint(3, 30)}."
+                sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 150}
+                if i % 2:
+                    sampling = {
+                        "temperature": 2.0,
+                        "seed": rng.randrange(2**31),
+                        "max_tokens": rng.randint(20, 150),
+                        "ignore_eos": True,
+                        "n": rng.choice((1, 2)),
+                        **DOUBT,
+                    }
                 body = {
                     "model": cls.model,
                     "messages": [{"role": "user", "content": question}],
-                    "temperature": 0,
                     "return_token_ids": True,
+                    **sampling,
                 }
                 answer = (await http.post(CHAT, json=body)).raise_for_status().json()
-                ids = tuple(answer["choices"][0]["token_ids"])
-                asks.append(Ask(CHAT, body, tuple(answer["prompt_token_ids"]), (ids,)))
-        return cls(asks)
+                asked = new_job(f"question-{i}", answer["prompt_token_ids"], **sampling)
+                expected = tuple(tuple(choice["token_ids"]) for choice in answer["choices"])
+                asks.append(Ask(CHAT, body, expected, asked))
+        oracle = cls(asks, demo_judge())
+        for ask in asks:
+            output = dict(enumerate(ask.expected))
+            assert oracle.is_right(ask.asked, output, is_whole=True), "wrong before any fault"
+        return oracle
 
     def draw(self, rng: random.Random) -> Ask:
         return rng.choice(self._asks)
 
-
-async def is_near_tie(
-    http: httpx.AsyncClient, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]
-) -> bool:
-    """Whether each token of a greedy answer was the likeliest, or nearly so, after those before
-    it: the model scores the text with the answer forced upon it."""
-    body = {
-        "model": model,
-        "prompt": [*prompt_ids, *output_ids],
-        "max_tokens": 0,
-        "echo": True,
-        "prompt_logprobs": 1,
-    }
-    answer = (await http.post(COMPLETIONS, json=body)).raise_for_status().json()
-    rows = answer["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
-    for token_id, row in zip(output_ids, rows, strict=True):
-        best = max(entry["logprob"] for entry in row.values())
-        if best - row[str(token_id)]["logprob"] > NEAR_TIE:
-            return False
-    return True
+    def is_right(self, asked: Job | None, output: Output, *, is_whole: bool) -> bool:
+        """Teacher-forced scoring: each token was chosen, or nearly so, after those before it; a
+        whole answer ends where it must."""
+        assert asked is not None
+        params, eos_token_ids = asked.params, self._judge.runner.eos_token_ids
+        for choice, token_ids in output.items():
+            for position, token_id in enumerate(token_ids):
+                scores = self._judge.scores(asked, choice, token_ids[:position])
+                if scores.max() - scores[token_id] > NEAR_TIE:
+                    return False
+            has_ended = not params.ignore_eos and token_ids and token_ids[-1] in eos_token_ids
+            if is_whole and not has_ended and len(token_ids) != params.max_tokens:
+                return False
+        return True

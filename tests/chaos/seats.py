@@ -20,11 +20,11 @@ from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
 from tests.fakes import HashModelOptions
 from tests.hash_engine import HASH_MODEL_VARIABLE
-from tests.infra.processes import descendants
+from tests.infra.processes import command_of, descendants
 
 NAMESPACE = "chaos"
 LEASE_S = 2.0
-_READY_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 240.0  # three vLLMs that start at once on two busy cores
 _POLL_S = 0.05
 
 
@@ -82,16 +82,17 @@ class Seat:
                 start_new_session=True,
             )
 
-    async def until_ready(self) -> None:
-        """Raises TimeoutError, with the end of its log where the process has ended."""
+    async def until_ready(self, times: int = 1) -> None:
+        """Returns once the process has said so many times that it is ready. Raises TimeoutError,
+        and AssertionError with the end of the log where the process has ended."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
-            while not self.is_ready():
+            while self.times_ready() < times:
                 if self._process is None or self._process.poll() is not None:
                     raise AssertionError(f"{self.name} has ended:\n{self.log()[-2000:]}")
                 await asyncio.sleep(_POLL_S)
 
-    def is_ready(self) -> bool:
-        return self.sign_of_readiness in self.log()
+    def times_ready(self) -> int:
+        return self.log().count(self.sign_of_readiness)
 
     def log(self) -> str:
         """What the present process has said."""
@@ -189,6 +190,11 @@ class WorkerSeat(Seat):
         children = await asyncio.to_thread(descendants, self.pid)
         return children[0] if children else None
 
+    async def engine_core_pid(self) -> int | None:
+        """The process in which vLLM computes; None while there is none."""
+        children = await asyncio.to_thread(descendants, self.pid)
+        return next((pid for pid in children if "EngineCore" in command_of(pid)), None)
+
     def _command(self) -> Sequence[str]:
         settings = {
             "redis_url": self.link.url,
@@ -203,7 +209,12 @@ class WorkerSeat(Seat):
         return [sys.executable, "-m", "tests.chaos.worker", msgspec.json.encode(settings).decode()]
 
     def _environ(self) -> Mapping[str, str]:
-        return {HASH_MODEL_VARIABLE: msgspec.json.encode(self._hash_model).decode()}
+        return {
+            HASH_MODEL_VARIABLE: msgspec.json.encode(self._hash_model).decode(),
+            # vLLM binds a thread to each core, several workers to the same ones.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
 
 
 class CallbacksSeat(Seat):

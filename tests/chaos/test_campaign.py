@@ -1,20 +1,18 @@
 """Campaigns that are short enough for every run of the tests; `scripts/chaos` has the long ones."""
 
-from collections.abc import Mapping
-
 import pytest
 
-from tests.chaos.callers import Client
-from tests.chaos.campaign import CampaignOptions, run_campaign
-from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
+from tests.chaos.clients import Streamer
+from tests.chaos.faults import ENGINE_CORE
 from tests.chaos.fleet import FleetOptions
 from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
 from tests.chaos.report import Report
+from tests.vllm_environment import vllm_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 
-FEW: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
 SMALL = FleetOptions(num_workers=2, num_gateways=1, num_callbacks=1)
 
 
@@ -39,16 +37,29 @@ async def test_a_real_model_goes_on_where_it_was() -> None:
     """The demo model: the very tokens of its undisturbed run, or near-ties."""
     kinds = ("engine kill -9", "worker SIGSTOP", "reply lost", "link parted")  # no slow starts
     options = CampaignOptions(
-        6, seed=2, model="demo", mean_gap_s=0.2, callers=FEW, fleet=SMALL, kinds=kinds
+        6, seed=2, model="demo", mean_gap_s=0.2, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
     )
     assert_clean(await run_campaign(options))
+
+
+@pytest.mark.timeout(300)
+async def test_vllm_goes_on_where_it_was() -> None:
+    """The demo model on vLLM, whose engine core, gateway and Redis are killed."""
+    vllm_python()
+    kinds = (ENGINE_CORE, "gateway kill -9", "redis kill -9")
+    options = CampaignOptions(
+        4, seed=4, model="vllm", mean_gap_s=0.5, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.faults[ENGINE_CORE]
 
 
 @pytest.mark.timeout(300)
 async def test_a_redis_that_loses_its_last_second_says_so() -> None:
     """Power cuts under `everysec`: what was lost was young, and no stream was spliced."""
     options = CampaignOptions(
-        3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW, fleet=SMALL
+        3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW_CALLERS, fleet=SMALL
     )
     report = await run_campaign(options)
     assert_clean(report)

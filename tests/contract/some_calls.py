@@ -7,6 +7,7 @@ from contract.function_types import Append, Claimed, Submission, Verdict
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
+from tests.clock import TEST_CLOCK
 
 LEASE_S = 10.0
 
@@ -60,4 +61,4 @@ async def append(
 
 
 async def pass_time(client: redis.asyncio.Redis, keys: Keys, seconds: float) -> None:
-    await client.incrby(keys.clock_offset, int(seconds * 1000))
+    await client.incrby(TEST_CLOCK, int(seconds * 1000))

@@ -18,6 +18,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import (
     append,
     claim,
@@ -72,13 +73,17 @@ async def test_a_refused_job_leaves_nothing_behind(
     """No record, no key of idempotency, no charge: the same call is new when it comes again."""
     limits = TenantLimits(requests_per_min=1)
     await functions.submit(make_job(), make_submission(limits=limits))
-    before = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    before = {
+        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
+    }
     again = make_submission(limits=limits, idempotency_key="k", body_hash="b")
     with pytest.raises(JobRefused):
         await functions.submit(make_job(), again)
 
-    assert not await redis_client.exists(keys.idempotency("t", "k"))
-    after = {await redis_client.hget(keys.tenant("t"), name) for name in ("requests", "reserved")}
+    assert not await redis_client.exists(keys.of("idem", "t", "k"))
+    after = {
+        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
+    }
     assert after == before
     await pass_time(redis_client, keys, 60)
     assert (await functions.submit(make_job(), again)).is_new
@@ -88,7 +93,7 @@ async def test_a_meter_says_exactly_when_it_has_room(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """60 a minute, all at once; then a second's wait, no less and no more."""
-    await redis_client.set(keys.clock_offset, "=1700000000000")
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(requests_per_min=60)
     for left in reversed(range(60)):
         submitted = await functions.submit(make_job(), make_submission(limits=limits))
@@ -96,9 +101,9 @@ async def test_a_meter_says_exactly_when_it_has_room(
         assert submitted.rates.requests.remaining == left
     refused = await refusal(functions, limits=limits)
     assert (refused.limit, refused.retry_after_s) == ("requests_per_min", 1.0)
-    await redis_client.set(keys.clock_offset, "=1700000000999")
+    await redis_client.set(TEST_CLOCK, "=1700000000999")
     await refusal(functions, limits=limits)
-    await redis_client.set(keys.clock_offset, "=1700000001000")
+    await redis_client.set(TEST_CLOCK, "=1700000001000")
     await functions.submit(make_job(), make_submission(limits=limits))
 
 
@@ -106,15 +111,15 @@ async def test_what_was_not_used_of_a_cost_comes_back(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """13 tokens are reserved; 5 are used, 8 come back to the meter and all to what is reserved."""
-    await redis_client.set(keys.clock_offset, "=1700000000000")
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
     job = make_job()
     await functions.submit(job, make_submission(limits=limits))
-    assert await redis_client.hget(keys.tenant("t"), "reserved") == b"13"
+    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"13"
     await functions.claim("w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99)
     await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7, 8), 2, JobStatus.SUCCEEDED))
 
-    figures: Any = await redis_client.hmget(keys.tenant("t"), "tokens", "reserved")
+    figures: Any = await redis_client.hmget(keys.of("tenant", "t"), "tokens", "reserved")
     assert [float(figure) for figure in figures] == [5.0, 0.0]
     assert await redis_client.hmget(keys.job(job.id), "cost", "charge", "refund") == [
         b"13",

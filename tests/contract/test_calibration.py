@@ -13,6 +13,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from infra import cli
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.gateway.fake_worker import publish_model
 
@@ -27,7 +28,7 @@ async def beat(functions: Functions) -> None:
 
 
 async def set_clock(client: redis.asyncio.Redis, keys: Keys, ms: int) -> None:
-    await client.set(keys.clock_offset, f"={1_700_000_000_000 + ms}")
+    await client.set(TEST_CLOCK, f"={1_700_000_000_000 + ms}")
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ async def test_the_last_thousand_count(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, taken: object
 ) -> None:
     """The list is bounded."""
-    key = keys.calibration("m", "standard")
+    key = keys.of("calibration", "m", "standard")
     await redis_client.rpush(key, *["100 1000"] * 2000)
     await functions.submit(make_job(), make_submission(max_output_tokens=7))
     assert await claim(functions, max_jobs=1)
@@ -97,7 +98,7 @@ def test_an_operator_sees_them(
     """As a table and as JSON."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
-        client.rpush(Keys("test").calibration("hash", "batch"), "500 1000", "900 1000")
+        client.rpush(Keys("test").of("calibration", "hash", "batch"), "500 1000", "900 1000")
 
     async def publish() -> None:
         async with redis.asyncio.Redis.from_url(redis_server.url) as own:

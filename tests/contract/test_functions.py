@@ -49,11 +49,16 @@ async def test_a_job_runs_from_submission_to_its_one_terminal_event(
     assert [e.number for e in entries] == [1, 2, 3]
     assert entries[-1].event == End(JobStatus.SUCCEEDED, "", "", 3, 3)
     assert len({e.hash for e in entries}) == 3
-    for key in (keys.leases, keys.deadlines, keys.owned("w1"), keys.queue("m", "standard", "t")):
+    for key in (
+        keys.of("leases"),
+        keys.of("deadlines"),
+        keys.of("own", "w1"),
+        keys.of("q", "m", "standard", "t"),
+    ):
         assert not await redis_client.exists(key), key
     assert await redis_client.pttl(keys.job(job.id)) > 0
-    assert await redis_client.pttl(keys.log(job.id)) > 0
-    counters = await redis_client.hgetall(keys.counters("m", "standard"))
+    assert await redis_client.pttl(keys.of("log", job.id)) > 0
+    counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
     assert set(counters.values()) == {b"0"}
 
 
@@ -136,7 +141,7 @@ async def test_a_cancelled_queued_job_never_runs(
     assert await functions.cancel(job.id, "t") is JobStatus.CANCELLED
     assert await functions.cancel(job.id, "t") is JobStatus.CANCELLED
     assert await claim(functions) == []
-    assert not await redis_client.exists(keys.queue("m", "standard", "t"))
+    assert not await redis_client.exists(keys.of("q", "m", "standard", "t"))
 
 
 async def test_a_cancel_fences_the_worker_at_once(functions: Functions) -> None:

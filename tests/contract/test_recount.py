@@ -199,7 +199,7 @@ async def test_what_a_refusal_names_is_held_against_the_records(
 ) -> None:
     """No job of the tenant's is left, so nothing else leads to what it seems to have reserved."""
     limits = TenantLimits(concurrent_tokens=20)
-    await redis_client.hset(keys.tenant("t"), "reserved", 19)
+    await redis_client.hset(keys.of("tenant", "t"), "reserved", 19)
     with pytest.raises(JobRefused):
         await functions.submit(make_job(), make_submission(limits=limits))
     [found] = await sweep(functions, redis_client, keys, 2)
@@ -215,7 +215,7 @@ async def test_half_a_record_is_forgotten(
     await redis_client.hdel(keys.job(jobs["waiting"]), "model", "lane")
     await sweep(functions, redis_client, keys, 6)
     assert not await redis_client.exists(keys.job(jobs["waiting"]))
-    counted = await redis_client.hget(keys.counters("m", "standard"), "queued_jobs")
+    counted = await redis_client.hget(keys.of("counters", "m", "standard"), "queued_jobs")
     assert counted == b"0"
     await functions.submit(make_job(), make_submission())
     assert len(await claim(functions)) == 1, "its entry is passed over"
@@ -254,13 +254,13 @@ async def test_a_count_stays_right_while_jobs_change(
 
     for _ in range(300):
         await submit()
-    await redis_client.hincrby(keys.counters("m", "standard"), "queued_tokens", 11)
-    await redis_client.hincrby(keys.tenant("u"), "reserved", -4)
+    await redis_client.hincrby(keys.of("counters", "m", "standard"), "queued_tokens", 11)
+    await redis_client.hincrby(keys.of("tenant", "u"), "reserved", -4)
     found, num_under_way = [], 0
     for _ in range(60):
         await change()
         found += await sweep(functions, redis_client, keys)
-        num_under_way += await redis_client.hexists(keys.recount("place"), "deadline")
+        num_under_way += await redis_client.hexists(keys.of("recount", "place"), "deadline")
     assert {(it.key, it.field) for it in found} == {
         ("counters:m:standard", "queued_tokens"),
         ("tenant:u", "reserved"),
@@ -310,8 +310,8 @@ async def test_sweeps_of_a_large_fleet_recount_once_a_second(
     """Whoever calls them: the cost is the server's, not each caller's."""
     await make_jobs(functions)
     await sweep(functions, redis_client, keys)
-    before = await redis_client.hget(keys.recount("place"), "next")
-    await redis_client.hset(keys.tenant("t"), "reserved", 1)
+    before = await redis_client.hget(keys.of("recount", "place"), "next")
+    await redis_client.hset(keys.of("tenant", "t"), "reserved", 1)
     for _ in range(20):
         assert (await functions.sweep()).corrections == ()
-    assert await redis_client.hget(keys.recount("place"), "next") == before
+    assert await redis_client.hget(keys.of("recount", "place"), "next") == before

@@ -80,9 +80,9 @@ async def test_nothing_of_it_is_left_once_it_has_ended(
 ) -> None:
     """Its worker's hash is gone, and the record says how far it came."""
     job_id = await running_job(functions)
-    assert await redis_client.exists(keys.running("w1"))
+    assert await redis_client.exists(keys.of("run", "w1"))
     await append(functions, "w1", Append(job_id, 1, 3, fin=JobStatus.SUCCEEDED))
-    assert not await redis_client.exists(keys.running("w1"))
+    assert not await redis_client.exists(keys.of("run", "w1"))
     said = await redis_client.hmget(keys.job(job_id), ["next", "tokens"])
     assert said == [b"4", b"2"]
 
@@ -96,7 +96,7 @@ async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
     job_id = await running_job(functions)
     await redis_client.hset(keys.job(job_id), mapping={"next": 3, "tokens": 2})
     await redis_client.hset(keys.job(job_id), "hash", (await hashes(functions, job_id))[-1])
-    await redis_client.delete(keys.running("w1"))
+    await redis_client.delete(keys.of("run", "w1"))
     assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
     assert await append(functions, "w1", said_by(job_id, 4)) == [(Verdict.OK, 5)]
 

@@ -92,11 +92,11 @@ async def test_leases_stay_as_they_are_where_none_is_asked_for(
     begins = make_job()
     await functions.submit(begins, make_submission())
     await claim(functions)
-    before = await redis_client.zrange(keys.leases, 0, -1, withscores=True)
+    before = await redis_client.zrange(keys.of("leases"), 0, -1, withscores=True)
     await pass_time(redis_client, keys, 5)
     items = [said_by(goes_on, 3), said_by(begins.id, 1)]
     assert await functions.append("w1", items, lease_s=0) == [(Verdict.OK, 4), (Verdict.OK, 2)]
-    assert await redis_client.zrange(keys.leases, 0, -1, withscores=True) == before
+    assert await redis_client.zrange(keys.of("leases"), 0, -1, withscores=True) == before
 
 
 async def test_many_jobs_are_said_in_one_call(functions: Functions) -> None:
@@ -119,4 +119,4 @@ async def test_progress_is_found_by_its_hash_not_by_a_search(
     await functions.submit(job, make_submission())
     await functions.claim("w1", "m", ["a"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)
     await append(functions, "w1", said_by(job.id, 1))
-    assert await redis_client.object("encoding", keys.running("w1")) == b"hashtable"
+    assert await redis_client.object("encoding", keys.of("run", "w1")) == b"hashtable"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import redis
 
+from contract.tasks import end
 from tests.e2e.questions import KEYS, LONG_COUNT, MODEL
 from tests.infra.stack import Stack
 
@@ -33,7 +34,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def running_jobs(view: redis.Redis) -> set[str]:
     """Ids of the jobs that some worker holds."""
-    ids: Any = view.zrange(KEYS.leases, 0, -1)
+    ids: Any = view.zrange(KEYS.of("leases"), 0, -1)
     return {job_id.decode() for job_id in ids}
 
 
@@ -44,15 +45,20 @@ def job_record(view: redis.Redis, job_id: str, field: str) -> str:
 
 def num_events(view: redis.Redis, job_id: str) -> int:
     """What its log holds; of a job that runs, the record itself may say less."""
-    num: Any = view.xlen(KEYS.log(job_id))
+    num: Any = view.xlen(KEYS.of("log", job_id))
     return int(num)
+
+
+def worker_infos(view: redis.Redis) -> list[dict[str, Any]]:
+    """What each worker last said of itself."""
+    incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
+    raw: Any = [view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
+    return [json.loads(info) for info in raw]
 
 
 def is_pool_free(view: redis.Redis) -> bool:
     """Whether the worker last said that it holds nothing, and all its blocks are free."""
-    incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
-    raw: Any = [view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
-    infos = [json.loads(info) for info in raw]
+    infos = worker_infos(view)
     return all(i["jobs_held"] == 0 and i["num_free_blocks"] == i["num_blocks"] for i in infos)
 
 
@@ -123,3 +129,51 @@ async def test_a_cancelled_queued_job_never_runs(stack: Stack, redis_view: redis
         job = await job_object(http, job_id)
     assert (job["status"], job["usage"]["completion_tokens"]) == ("cancelled", 0)
     assert job_record(redis_view, job_id, "epoch") == "0"
+
+
+@pytest.mark.campaign
+async def test_after_two_hundred_cancels_the_engine_runs_the_one_job_that_is_left(
+    stack: Stack, redis_view: redis.Redis
+) -> None:
+    """Half are cancelled by name, half by callers that go away, some waiting and some running. How
+    many sequences run is said by the engine itself (by vLLM, where it computes)."""
+
+    def told() -> list[tuple[int, int, int]]:
+        infos = worker_infos(redis_view)
+        return [(i["jobs_held"], i["num_running"], i["num_waiting"]) for i in infos]
+
+    async def cancel_by_name(http: httpx.AsyncClient) -> None:
+        body = {**LONG_COUNT, "ignore_eos": True, "max_tokens": 1900}
+        submission = {"endpoint": "/v1/chat/completions", "body": body}
+        job_id = (await http.post("/v1/jobs", json=submission)).json()["id"]
+        while True:
+            answer = await http.post(f"/v1/jobs/{job_id}/cancel")
+            if answer.status_code != 503:  # Redis is slow beside the load of all these
+                break
+        assert answer.status_code == 200, answer.text
+
+    async def go_away(http: httpx.AsyncClient, num_lines: int) -> None:
+        body = {**LONG_COUNT, "stream": True, "stop": ["200"]}
+        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            for _ in range(num_lines):
+                await anext(lines)
+
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
+        for _ in range(10):
+            calls = [cancel_by_name(http) for _ in range(10)]
+            calls += [go_away(http, 2 * number) for number in range(10)]
+            await asyncio.gather(*calls)
+        await until(lambda: not running_jobs(redis_view))
+        last = {**LONG_COUNT, "ignore_eos": True, "max_tokens": 1500}
+
+        async def run_alone() -> None:
+            while True:
+                assert (await http.post("/v1/chat/completions", json=last)).status_code == 200
+
+        running = asyncio.create_task(run_alone())
+        await until(lambda: (1, 1, 0) in told() or running.done())
+        await end(running)
+        assert running.cancelled()
+    await until(lambda: is_pool_free(redis_view))

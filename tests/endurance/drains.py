@@ -164,7 +164,7 @@ async def _drain(
 async def _num_held(found: Pool, pid: int) -> int:
     """Jobs that are a worker's in Redis. Its incarnation has its process id."""
     client, keys = found.caller.client, found.caller.keys
-    found_keys: Any = await client.keys(f"{keys.owned('')}*-{pid}-*")
+    found_keys: Any = await client.keys(f"{keys.of('own', '')}*-{pid}-*")
     sizes: list[int] = [await client.scard(key) for key in found_keys]
     return sum(sizes)
 

@@ -12,6 +12,7 @@ from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.function_types import Append, Claimed, Verdict, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import (
+    Capabilities,
     Endpoint,
     FinishReason,
     Job,
@@ -89,6 +90,7 @@ async def publish_model(
     files: TokenizerFiles | None = None,
     context_length: int = CONTEXT_LENGTH,
     lanes: tuple[str, ...] = LANES,
+    capabilities: Capabilities | None = None,
 ) -> ModelCard:
     files = files or hash_tokenizer()
     card = ModelCard(
@@ -99,6 +101,7 @@ async def publish_model(
         tokenizer_sha256=encode_tokenizer(files)[0],
         created_s=1_700_000_000,
         lanes=lanes,
+        capabilities=capabilities or Capabilities(structured_output=True),
     )
     await Catalogue(client, keys).publish(card, files)
     return card

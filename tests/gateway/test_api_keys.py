@@ -12,6 +12,7 @@ from contract.api_keys import ApiKey, ApiKeys, KeyTerms, Pepper, Scope
 from contract.keys import Keys
 from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
@@ -331,10 +332,10 @@ async def test_a_job_is_kept_for_as_long_as_its_key_says(
     answer = await fresh.post("/v1/jobs", json=JOB | asked, headers=headers)
     path = f"/v1/jobs/{answer.json()['id']}"
     await idle_worker.run(await idle_worker.claim())
-    await redis_client.incrby(keys.clock_offset, kept_s * 1000 - 60_000)
+    await redis_client.incrby(TEST_CLOCK, kept_s * 1000 - 60_000)
     await idle_worker.functions.sweep()
     assert (await fresh.get(path, headers=headers)).status_code == 200
-    await redis_client.incrby(keys.clock_offset, 60_000)
+    await redis_client.incrby(TEST_CLOCK, 60_000)
     await idle_worker.functions.sweep()
     assert code(await fresh.get(path, headers=headers)) == (404, "job_not_found")
 

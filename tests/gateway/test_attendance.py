@@ -76,7 +76,7 @@ async def attended(
     """The jobs that need a caller, once one of them is attended to until after a given time."""
     async with asyncio.timeout(15):
         while True:
-            rows: Any = await client.zrange(keys.attended, 0, -1, withscores=True)
+            rows: Any = await client.zrange(keys.of("attended"), 0, -1, withscores=True)
             if any(until_ms > later_than_ms for _, until_ms in rows):
                 return [(job_id.decode(), until_ms) for job_id, until_ms in rows]
             await asyncio.sleep(0.02)

@@ -8,6 +8,7 @@ import pytest
 import redis.asyncio
 
 from contract.keys import Keys
+from tests.clock import TEST_CLOCK
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +60,7 @@ async def test_a_deadline_that_is_moved_up_is_kept(
     job_id = await submit(http)
     answer = await http.patch(f"/v1/jobs/{job_id}", json={"deadline_s": 5})
     assert answer.json()["lane"] == "batch"
-    await redis_client.incrby(keys.clock_offset, 6000)
+    await redis_client.incrby(TEST_CLOCK, 6000)
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
         lines = [line async for line in stream.aiter_lines() if line.startswith("event: e")]
     assert lines == ["event: expired"]

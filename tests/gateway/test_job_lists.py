@@ -15,6 +15,7 @@ from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from gateway.http.app import create_app
 from gateway.settings import GatewaySettings
+from tests.clock import TEST_CLOCK
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -207,7 +208,7 @@ async def test_a_job_is_forgotten_when_its_retention_is_over(
     await submit(http, retention_s=60)
     await idle_worker.run(await idle_worker.claim())
     assert len(ids(await listed(http))) == 1
-    await redis_client.incrby(keys.clock_offset, 60_000)
+    await redis_client.incrby(TEST_CLOCK, 60_000)
     await functions.sweep()
     assert ids(await listed(http)) == []
     found: Any = await redis_client.keys(f"{keys.tag}:*")
@@ -230,7 +231,7 @@ async def test_a_job_is_deleted_with_all_that_it_held(
     assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 404
     assert ids(await listed(http)) == []
     assert await redis_client.keys(f"*{job_id}*") == []
-    assert await redis_client.zcard(keys.kept) == 0
+    assert await redis_client.zcard(keys.of("kept")) == 0
 
 
 def job_routes() -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from tests.clock import TEST_CLOCK
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
 
 pytestmark = pytest.mark.anyio
@@ -144,7 +145,7 @@ async def test_a_deadline_passes_where_no_worker_lives(
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
         lines = answer.aiter_lines()
         await anext(lines)
-        await redis_client.incrby(keys.clock_offset, 6000)
+        await redis_client.incrby(TEST_CLOCK, 6000)
         rest = [line async for line in lines if line.startswith("event: e")]
     assert rest == ["event: expired"]
     assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "expired"
@@ -253,7 +254,7 @@ async def test_an_expired_or_cancelled_call_says_so(
     """504 and 409, and clients are told not to repeat them."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await idle_worker.claim()
-    await redis_client.incrby(keys.clock_offset, 121_000)
+    await redis_client.incrby(TEST_CLOCK, 121_000)
     answer = await call
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     await idle_worker.beat()

@@ -22,13 +22,13 @@ async def lose_event(
     client: redis.asyncio.Redis, keys: Keys, worker: FakeWorker, job_id: str, number: int
 ) -> None:
     """What a power cut does: the log's end and what was noted of it are as they were before."""
-    log = keys.log(job_id)
+    log = keys.of("log", job_id)
     kept: Any = await client.xrange(log, "-", f"{number - 1}-0")
     async with client.pipeline(transaction=True) as transaction:
         transaction.delete(log)
         for entry_id, fields in kept:
             transaction.xadd(log, fields, id=entry_id)
-        transaction.hdel(keys.running(worker.incarnation), job_id)
+        transaction.hdel(keys.of("run", worker.incarnation), job_id)
         last_hash = kept[-1][1][b"s"].split(b" ")[1]
         transaction.hset(keys.job(job_id), mapping={"next": number, "hash": last_hash})
         await transaction.execute()
@@ -67,7 +67,7 @@ async def test_a_log_that_lost_its_end_is_waited_for_and_never_spliced(
 
 
 async def lose_job(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> None:
-    await client.delete(keys.job(job_id), keys.log(job_id))
+    await client.delete(keys.job(job_id), keys.of("log", job_id))
 
 
 @pytest.mark.parametrize("stream", [False, True])

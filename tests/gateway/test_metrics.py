@@ -8,10 +8,10 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys
-from contract.telemetry.families import gateway_families
-from contract.telemetry.text import page
+from contract.telemetry.families import gateway_families, page
 from gateway.http.metrics import MAX_TENANTS, GatewayMetrics
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.telemetry.test_exactness import page_of, summed
@@ -65,7 +65,7 @@ async def test_what_waits_is_shown_with_its_age(
     body = {"endpoint": "/v1/completions", "body": BODY, "lane": "batch"}
     for _ in range(2):
         (await http.post("/v1/jobs", json=body)).raise_for_status()
-    await redis_client.set(keys.clock_offset, 7000)
+    await redis_client.set(TEST_CLOCK, 7000)
     await idle_worker.beat()
     lane = {"model_name": MODEL, "lane": "batch"}
     shown = await page_of(http)
@@ -159,7 +159,7 @@ async def test_deliveries_are_shown(
     keys: Keys,
 ) -> None:
     """What relays have counted, by outcome."""
-    await redis_client.hset(keys.deliveries, mapping={"delivered": 3, "dead": 1})
+    await redis_client.hset(keys.of("deliveries"), mapping={"delivered": 3, "dead": 1})
     shown = await page_of(http)
     assert summed(shown, "webhook_deliveries_total", outcome="delivered") == 3
     assert summed(shown, "webhook_deliveries_total") == 4
@@ -176,7 +176,7 @@ async def test_corrections_are_shown_from_zero_on(
     shown = await page_of(http)
     assert summed(shown, "corrections_total", kind="tenant") == 0
     assert ("batchway_corrections_total", (("kind", "lane"),)) in shown
-    await redis_client.hset(keys.corrections, "tenant", 2)
+    await redis_client.hset(keys.of("corrections"), "tenant", 2)
     shown = await page_of(http)
     assert summed(shown, "corrections_total", kind="tenant") == 2
 

@@ -17,7 +17,7 @@ from contract.keys import Keys
 from contract.tasks import end
 from gateway.redis.breaker import Breaker
 from gateway.redis.broker import Broker
-from gateway.redis.log_items import Idle
+from gateway.redis.cursor import Idle
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway

@@ -14,6 +14,7 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.tasks import end
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
 from tests.gateway.test_jobs import events_of
@@ -107,7 +108,7 @@ async def test_a_job_that_was_handed_over_needs_no_caller(
     """Long after the attendance of its call it still waits, and is kept as a job is."""
     answer = await http.post("/v1/completions", json=BODY, headers={"prefer": "wait=0"})
     job_id = answer.json()["id"]
-    await redis_client.incrby(keys.clock_offset, 3_600_000)
+    await redis_client.incrby(TEST_CLOCK, 3_600_000)
     assert (await functions.sweep()).num_unattended == 0
     await idle_worker.beat()
     await idle_worker.run(await idle_worker.claim())
@@ -235,6 +236,6 @@ async def test_an_idempotency_key_is_kept_for_a_day(
         headers = headers | {"idempotency-key": key}
         one, two = [(await http.post(path, json=body, headers=headers)).json() for _ in range(2)]
         assert one["id"] == two["id"]
-        assert 86_300 < await redis_client.ttl(keys.idempotency("default", key)) <= 86_400
+        assert 86_300 < await redis_client.ttl(keys.of("idem", "default", key)) <= 86_400
         answer = await http.post(path, json=body | {"metadata": {"a": "b"}}, headers=headers)
         assert answer.status_code == 422

@@ -22,6 +22,7 @@ from gateway.http.load_headers import JITTER, rate_headers, retry_after
 from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -198,14 +199,14 @@ async def test_whoever_comes_when_told_is_let_in(
     """Not before, and at that time exactly, by the clock of Redis."""
     headers = await key_of(redis_client, keys, **limits)
     seconds, _ = await redis_client.time()
-    await redis_client.set(keys.clock_offset, f"={seconds * 1000}")
+    await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")
     async with gateway(make_settings(redis_server.url)) as http:
         for _ in range(2):
             await http.post("/v1/jobs", json=JOB, headers=headers)
         refused = await http.post("/v1/jobs", json=JOB, headers=headers)
         retry_s = int(refused.headers["retry-after"])
         for wait_s, status in ((retry_s - 1, 429), (retry_s, 202)):
-            await redis_client.set(keys.clock_offset, f"={(seconds + wait_s) * 1000}")
+            await redis_client.set(TEST_CLOCK, f"={(seconds + wait_s) * 1000}")
             await slow_worker.beat()
             answer = await http.post("/v1/jobs", json=JOB, headers=headers)
             assert answer.status_code == status

@@ -16,6 +16,7 @@ from contract.function_types import Claimed
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, says, until_followers
 
@@ -176,7 +177,7 @@ async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
     found = await idle_worker.functions.read(claimed.job.id, claimed.job.tenant)
     assert found is not None
     assert found[0].status is status
-    attended = await redis_client.zscore(keys.attended, claimed.job.id)
+    attended = await redis_client.zscore(keys.of("attended"), claimed.job.id)
     assert attended is None, "nobody waits for it any more, or nobody had to"
 
 
@@ -258,7 +259,7 @@ async def test_every_stream_of_a_job_ends_in_its_terminal_event(
     if status == "cancelled":
         await http.post(f"/v1/jobs/{job_id}/cancel")
     elif status == "expired":
-        await redis_client.incrby(keys.clock_offset, 61_000)
+        await redis_client.incrby(TEST_CLOCK, 61_000)
     else:
         await idle_worker.finish(claimed, 2, "engine_error" if status == "failed" else "")
     for answer in (await live, await http.get(f"/v1/jobs/{job_id}/events")):

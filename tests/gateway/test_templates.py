@@ -17,13 +17,15 @@ from msgspec.structs import replace
 
 from contract.keys import Keys
 from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
-from gateway.openai.chat_template import ChatTemplate, Refused
-from gateway.openai.template_process import TemplateLimits, TemplateProcess
+from gateway.openai.chat_template import ChatTemplate
+from gateway.openai.child import Refused
+from gateway.openai.child_process import ChildLimits
+from gateway.openai.template_process import TemplateProcess
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-LIMITS = TemplateLimits(cpu_s=1)
+LIMITS = ChildLimits(cpu_s=1)
 HOSTILE = {
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals of a function": "{{ raise_exception.__globals__.os }}",
@@ -77,7 +79,7 @@ class Templates:
     def __init__(self) -> None:
         self._made: list[TemplateProcess] = []
 
-    def of(self, source: str, limits: TemplateLimits = LIMITS) -> TemplateProcess:
+    def of(self, source: str, limits: ChildLimits = LIMITS) -> TemplateProcess:
         self._made.append(TemplateProcess("m", source, {}, limits))
         return self._made[-1]
 
@@ -290,10 +292,11 @@ def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
 
 _KILLED_GATEWAY = """
 import asyncio, os, signal
-from gateway.openai.template_process import TemplateLimits, TemplateProcess
+from gateway.openai.child_process import ChildLimits
+from gateway.openai.template_process import TemplateProcess
 
 async def main():
-    idle, busy = [TemplateProcess("m", {source!r}, {{}}, TemplateLimits(cpu_s=1)) for _ in range(2)]
+    idle, busy = [TemplateProcess("m", {source!r}, {{}}, ChildLimits(cpu_s=1)) for _ in range(2)]
     await asyncio.gather(*(t.render([{{"role": "user", "content": "a"}}]) for t in (idle, busy)))
     print(idle.pid, busy.pid, flush=True)
     task = asyncio.create_task(busy.render([{{"role": "user", "content": "loop"}}]))

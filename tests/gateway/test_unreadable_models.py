@@ -14,7 +14,7 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import MAX_CARD_BYTES, Catalogue
-from contract.codec import encode_card, encode_tokenizer
+from contract.codec import encode, encode_tokenizer
 from contract.errors import WireError
 from contract.jobs import MAX_TOKENIZER_BYTES, TokenizerFiles
 from contract.keys import Keys
@@ -62,7 +62,7 @@ CARDS = {
 
 async def spoil(client: redis.asyncio.Redis, keys: Keys, card: bytes) -> None:
     await client.set(keys.model(SPOILED), card)
-    await client.sadd(keys.models, SPOILED)
+    await client.sadd(keys.of("models"), SPOILED)
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -103,7 +103,7 @@ async def test_a_list_of_models_that_is_none_holds_none(
     redis_client: redis.asyncio.Redis, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker may write that key too."""
-    await redis_client.set(keys.models, "x")
+    await redis_client.set(keys.of("models"), "x")
     catalogue = Catalogue(redis_client, keys)
 
     assert [await catalogue.models() for _ in range(2)] == [[], []]
@@ -121,7 +121,7 @@ async def test_a_spoiled_model_costs_no_other(
     card = await publish_model(redis_client, keys, "listed")
     await redis_client.set(keys.workers("listed"), "x")
     await redis_client.rpush(keys.model("typed"), "x")
-    await redis_client.sadd(keys.models, b"\xff", "typed")
+    await redis_client.sadd(keys.of("models"), b"\xff", "typed")
     await spoil(redis_client, keys, b"x")
 
     with running_gateway(make_settings(redis_server.url)) as url:
@@ -168,8 +168,8 @@ async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
     """503 with a code of its own."""
     sha256, packed = TOKENIZERS[name]
     card = await publish_model(redis_client, keys, SPOILED + name.replace(" ", ""))
-    await redis_client.set(keys.tokenizer(sha256), packed)
-    spoiled = encode_card(replace(card, tokenizer_sha256=sha256))
+    await redis_client.set(keys.of("tokenizer", sha256), packed)
+    spoiled = encode(replace(card, tokenizer_sha256=sha256))
     await redis_client.set(keys.model(card.name), spoiled)
     await worker_of(worker, card.name)
 
@@ -230,6 +230,6 @@ def test_files_beyond_the_bound_are_not_published() -> None:
 async def test_what_is_longer_in_redis_than_its_bound_is_not_fetched_whole(
     redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    await redis_client.setrange(keys.tokenizer("a"), MAX_TOKENIZER_BYTES + 1, b"x")
+    await redis_client.setrange(keys.of("tokenizer", "a"), MAX_TOKENIZER_BYTES + 1, b"x")
     with pytest.raises(WireError, match="longer"):
         await Catalogue(redis_client, keys).tokenizer("a")

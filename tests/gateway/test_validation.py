@@ -60,7 +60,51 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", VALUE),
     ({"prompt_logprobs": -1}, "prompt_logprobs", VALUE),
     ({"prompt_logprobs": True}, "prompt_logprobs", VALUE),
-    ({"guided_json": {}}, "guided_json", UNSUPPORTED),
+    ({"guided_json": 3}, "guided_json", VALUE),
+    ({"guided_json": "{"}, "guided_json", VALUE),
+    ({"guided_json": {"x-guidance": {}}}, "guided_json.x-guidance", VALUE),
+    ({"guided_regex": "(?=a)"}, "guided_regex", VALUE),
+    ({"guided_regex": "a" * 65_537}, "guided_regex", VALUE),
+    ({"guided_choice": []}, "guided_choice", VALUE),
+    ({"guided_choice": ["a", 1]}, "guided_choice.1", VALUE),
+    ({"guided_grammar": "start: ("}, "guided_grammar", VALUE),
+    ({"guided_grammar": 'start: "a"\n%llguidance {}'}, "guided_grammar", VALUE),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", VALUE),
+    ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", VALUE),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", VALUE),
+    ({"structured_outputs": {}}, "structured_outputs", VALUE),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", VALUE),
+    (
+        {"structured_outputs": {"whitespace_pattern": "a"}},
+        "structured_outputs.whitespace_pattern",
+        UNKNOWN,
+    ),
+    (
+        {"structured_outputs": {"json": {"properties": {"a": {"type": "strin"}}}}},
+        "structured_outputs.json.properties.a",
+        VALUE,
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type", VALUE),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", VALUE),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+        VALUE,
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "a",
+                    "strict": True,
+                    "schema": {"items": {"type": "array", "uniqueItems": True}},
+                },
+            }
+        },
+        "response_format.json_schema.schema.items",
+        VALUE,
+    ),
     ({"no_such_thing": 1}, "no_such_thing", UNKNOWN),
 ]
 OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
@@ -100,7 +144,6 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
     ({"functions": [{}]}, "functions", UNSUPPORTED),
     ({"reasoning_effort": "low"}, "reasoning_effort", UNSUPPORTED),
-    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
     ({"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
     ({"audio": {}}, "audio", UNSUPPORTED),
 ]
@@ -191,7 +234,6 @@ async def test_parameters_that_change_nothing_are_named(
 async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
     """The values that are taken; the name that was meant."""
     for wrong, hint in (
-        ({"response_format": {"type": "json_object"}}, '{"type": "text"}'),
         ({"tools": [{}]}, "[]"),
         ({"max_token": 1}, "did you mean max_tokens?"),
     ):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from contract.codec import encode_job
+from contract.codec import encode
 from contract.function_types import Append, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
@@ -23,7 +23,7 @@ def absurd() -> list[bytes]:
     job = make_job()
     many = msgspec.structs.replace(job.params, n=2**30)
     other = msgspec.structs.replace(job, params=many)
-    return [encode_job(job), encode_job(other), encode_job(other)[:-3]]
+    return [encode(job), encode(other), encode(other)[:-3]]
 
 
 async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
@@ -73,11 +73,11 @@ async def test_a_record_without_its_words_is_forgotten(
     await functions.sweep()
     left = [key async for key in redis_client.scan_iter(match=keys.job("*"))]
     assert left == [keys.job(sound.id).encode()]
-    assert await redis_client.hkeys(keys.stored("jobs")) == [sound.id.encode()]
-    sums = await redis_client.hgetall(keys.stored("tenants"))
+    assert await redis_client.hkeys(keys.of("stored", "jobs")) == [sound.id.encode()]
+    sums = await redis_client.hgetall(keys.of("stored", "tenants"))
     assert sums[b"t"] == sums[b""]
     assert int(sums[b""]) > 0
-    await redis_client.hset(keys.stored("tenants"), mapping={"t": "x", "": "x"})
+    await redis_client.hset(keys.of("stored", "tenants"), mapping={"t": "x", "": "x"})
     await functions.submit(make_job(), make_submission(max_tenant_stored_bytes=10**6))
 
 
@@ -89,11 +89,11 @@ async def test_a_log_of_another_type_is_begun_anew(
     for job in jobs:
         await functions.submit(job, make_submission())
     claims = await claim(functions)
-    await redis_client.set(keys.log(jobs[0].id), "x")
+    await redis_client.set(keys.of("log", jobs[0].id), "x")
     items = [Append(c.job.id, c.epoch, 1, tokens(0, 7), 1) for c in claims]
     assert await append(functions, "w1", *items) == [(Verdict.OK, 2), (Verdict.OK, 2)]
     for job in jobs:
         found = await functions.read(job.id, "t", max_events=9)
         assert found is not None
         assert [entry.number for entry in found[1]] == [1]
-    assert await redis_client.hget(keys.corrections, "type") == b"1"
+    assert await redis_client.hget(keys.of("corrections"), "type") == b"1"

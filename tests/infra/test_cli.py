@@ -3,22 +3,27 @@
 import argparse
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from string import Template
 
 import pytest
 import redis
+import yaml  # type: ignore[import-untyped]  # types are a separate package
 from packaging.requirements import Requirement
 
 from infra import cli, options
+from infra.computing_options import node_options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import check_store
 from infra.running_up import RunningUp, leave_note
 from tests.infra.command_line import COMMANDS, command_options
+from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
 from workers.settings import LANES
 
@@ -270,6 +275,52 @@ def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
     assert given == EngineOptions(
         model_path="m", kv_memory_bytes=2**29, num_threads=3, max_num_seqs=7
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--nodes=2", "--master=host:1"), "--nodes needs --engine vllm"),
+        (("--engine=vllm", "--nodes=2"), "--nodes needs --master"),
+        (("--engine=vllm", "--node-rank=1"), "--node-rank and --master need --nodes"),
+        (("--engine=vllm", "--nodes=2", "--node-rank=2", "--master=host:1"), "must be below 2"),
+    ],
+)
+def test_nodes_are_refused_by_name(words: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=complaint):
+        options.engine_options(parse("worker", *words))
+
+
+@pytest.mark.parametrize("master", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
+def test_a_master_is_a_host_and_a_port(master: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("worker", f"--master={master}")
+    assert f"must be HOST:PORT, not {master!r}" in capsys.readouterr().err
+
+
+def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
+    """With what LeaderWorkerSet sets in a pod."""
+    blocks = code_blocks((ROOT / "docs" / "scaling.md").read_text())
+    [manifest] = [yaml.safe_load(b.text) for b in blocks if b.language == "yaml"]
+    spec = manifest["spec"]["leaderWorkerTemplate"]
+    [container] = spec["workerTemplate"]["spec"]["containers"]
+    assert container["command"] == ["sh", "-c"]
+    [line] = container["args"]
+    pod = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.host"}
+    words = shlex.split(Template(line).substitute(pod))
+    assert words[:5] == ["exec", "python", "-m", "infra", "worker"]
+    parsed = parse("worker", *words[5:])
+    expected = {"nodes": spec["size"], "node_rank": 1, "master": "leader.host:29600"}
+    assert node_options(parsed) == expected
+    assert parsed.drain_s < spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_node_needs_no_redis_but_an_interpreter(tmp_path: Path) -> None:
+    """The second of two: what it lacks is said before anything is started."""
+    node = ("--engine=vllm", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:1")
+    done = run_cli("worker", *node, f"--engine-python={tmp_path}/python")
+    assert done.returncode == 2
+    assert "no interpreter at" in done.stderr
 
 
 def test_a_worker_of_up_gets_the_same_options() -> None:

@@ -84,7 +84,7 @@ async def test_what_is_no_longer_kept_cannot_be_run_again(
     await redis_client.delete(keys.job(poison.id))
     [record] = await quarantine.list()
     assert (record.job_id, record.about, record.is_readable) == (poison.id, ABOUT, False)
-    with pytest.raises(CannotRequeue, match="no longer kept"):
+    with pytest.raises(CannotRequeue, match="have expired"):
         await quarantine.requeue(poison.id)
     with pytest.raises(NotInQuarantine):
         await quarantine.requeue("job-0-" + "0" * 32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from contract.telemetry.metrics import METRICS, exported_names
+from contract.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALERTS = ROOT / "infra" / "monitoring" / "alerts.yml"
@@ -44,6 +44,17 @@ def of_series(name: str) -> str:
     """The metric of a series."""
     base = name.removeprefix("batchway_")
     return base if base in METRICS else re.sub(r"_(bucket|sum|count)$", "", base)
+
+
+def exported_names() -> frozenset[str]:
+    """Every name that a query may contain: three for each histogram."""
+    names = set()
+    for metric in METRICS.values():
+        if metric.kind == "histogram":
+            names |= {f"{metric.full_name}_{part}" for part in ("bucket", "sum", "count")}
+        else:
+            names.add(metric.full_name)
+    return frozenset(names)
 
 
 @pytest.mark.parametrize("where", queries())

@@ -31,6 +31,7 @@ from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.callbacks.office import offices
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
+from tests.clock import TEST_CLOCK
 from tests.fakes import encode_text
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -140,8 +141,8 @@ def test_each_calls_its_own_functions_alone(user: redis.Redis) -> None:
 
 
 def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
-    """Other namespaces, other programs' keys, channels of neither, and the clock of tests."""
-    foreign = (Keys("other").job("x"), "x", Keys("test").clock_offset)
+    """Other namespaces, other programs' keys, and channels of neither."""
+    foreign = (Keys("other").job("x"), "x")
     for key in foreign:
         with pytest.raises(NoPermissionError):
             say(user, "HSET", key, "a", "b")
@@ -154,7 +155,7 @@ def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
 def test_keys_to_the_door_are_the_operators(user: redis.Redis) -> None:
     """Gateways may look at API keys, only the operator may make them, others not even look."""
     keys, name = Keys("test"), name_of(user)
-    looks = [("GET", keys.key_pepper), ("HMGET", keys.api_key("x"), "record")]
+    looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
     changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
     for command in looks if name not in ("gateway", "operator") else []:
         with pytest.raises(NoPermissionError):
@@ -219,6 +220,8 @@ def test_every_function_runs_under_every_role_that_has_it(
     calls: Counter[tuple[str, str]] = Counter()
     with redis.Redis.from_url(server.url) as admin:
         make_users(admin, "world")
+        for name in NAMES:
+            say(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
         monkeypatch.setattr(small_world, "connect", lambda url: RoleClients(url, turns, calls))
         try:
             for seed in range(8):
@@ -323,7 +326,7 @@ def test_different_object_stores_are_found_under_a_role(
     with pytest.raises(UsageError, match="keeps its objects in dir:"):
         check_store(url, "test", second)
     with redis.Redis.from_url(server.url) as admin:
-        admin.delete(Keys("test").object_store)
+        admin.delete(Keys("test").of("object_store"))
 
 
 def test_every_single_key_is_in_the_rules_of_those_that_need_it(server: EmbeddedRedis) -> None:

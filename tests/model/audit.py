@@ -15,11 +15,11 @@ import redis
 
 from contract.codec import decode_entry
 from contract.events import End, LogEntry, Tokens
-from contract.functions import FIRST_HASH
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
+from tests.clock import TEST_CLOCK
 from tests.model.findings import Record, members, same
-from tests.model.reference import MAX_RELEASES
+from tests.model.reference import FIRST_HASH, MAX_RELEASES
 
 TERMINAL = {status.value for status in TERMINAL_STATUSES}
 
@@ -40,8 +40,8 @@ class Audit:
         """Raises AssertionError at the first invariant that does not hold."""
         jobs = self._jobs()
         waiting, pending = self._queue_entries()
-        leases = {i.decode() for i in self.client.zrange(self.keys.leases, 0, -1)}
-        deadlines = {i.decode() for i in self.client.zrange(self.keys.deadlines, 0, -1)}
+        leases = {i.decode() for i in self.client.zrange(self.keys.of("leases"), 0, -1)}
+        deadlines = {i.decode() for i in self.client.zrange(self.keys.of("deadlines"), 0, -1)}
         open_jobs: set[str] = set()
         counters: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         owners: dict[str, set[str]] = defaultdict(set)
@@ -82,8 +82,8 @@ class Audit:
         self._check_counters(counters)
         self._check_lines(lines)
         self._check_tenants(reserved)
-        quarantined = {i.decode() for i in self.client.zrange(self.keys.quarantine, 0, -1)}
-        on_record = {i.decode() for i in self.client.hkeys(self.keys.poison)}
+        quarantined = {i.decode() for i in self.client.zrange(self.keys.of("quarantine"), 0, -1)}
+        on_record = {i.decode() for i in self.client.hkeys(self.keys.of("poison"))}
         same(
             "poison is on record", {"poison": members(on_record)}, {"poison": members(quarantined)}
         )
@@ -126,9 +126,9 @@ class Audit:
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hgetall(self.keys.job(job_id))
-                pipe.xrange(self.keys.log(job_id))
+                pipe.xrange(self.keys.of("log", job_id))
                 pipe.pttl(self.keys.job(job_id))
-                pipe.pttl(self.keys.log(job_id))
+                pipe.pttl(self.keys.of("log", job_id))
             replies: Any = pipe.execute()
         jobs = {}
         for index, job_id in enumerate(job_ids):
@@ -146,7 +146,7 @@ class Audit:
         """How far jobs are that go on, from what their workers' hashes hold, packed; what else is
         packed must be what the record says.
         """
-        prefix = self.keys.running("")
+        prefix = self.keys.of("run", "")
         for key in self.client.keys(f"{prefix}*"):
             packed: Any = self.client.hgetall(key)
             for raw_id, raw in packed.items():
@@ -287,7 +287,7 @@ class Audit:
                 has_objects = job["has_objects"] or "0"
                 entry = f"{job_id} {has_objects} {job['tenant']}"
                 kept[entry] = job.number("finished") + job.number("ttl_ms")
-        prefix = self.keys.jobs("")
+        prefix = self.keys.of("jobs", "")
         found = {
             key.decode()[len(prefix) :]: self._scores(key) for key in self.client.keys(f"{prefix}*")
         }
@@ -296,19 +296,19 @@ class Audit:
             {f"jobs:{tenant}": listed for tenant, listed in found.items()},
             {f"jobs:{tenant}": listed for tenant, listed in lists.items()},
         )
-        stored: Any = self.client.hgetall(self.keys.stored("jobs"))
+        stored: Any = self.client.hgetall(self.keys.of("stored", "jobs"))
         sums: Counter[str] = Counter()
         for raw_id, noted in stored.items():
             num_bytes, _, owner = noted.decode().partition(" ")
             assert raw_id.decode() in found.get(owner, {}), f"I11: stored:jobs {raw_id}: {owner}"
             sums[owner] += int(num_bytes)
             sums[""] += int(num_bytes)
-        held: Any = self.client.hgetall(self.keys.stored("tenants"))
+        held: Any = self.client.hgetall(self.keys.of("stored", "tenants"))
         counted = {tenant.decode(): int(num_bytes) for tenant, num_bytes in held.items()}
         same("I11: bytes stored", {"stored:tenants": counted}, {"stored:tenants": dict(sums)})
         listed_ids = sorted(job_id for listed in found.values() for job_id in listed)
         assert sorted(raw.decode() for raw in stored) == listed_ids, "I11: bytes stored of each job"
-        found_kept = {"kept": self._scores(self.keys.kept)}
+        found_kept = {"kept": self._scores(self.keys.of("kept"))}
         same("I15: what will be forgotten", found_kept, {"kept": kept})
 
     def _scores(self, key: str | bytes) -> dict[str, int]:
@@ -438,7 +438,7 @@ class Audit:
         self, due: dict[str, dict[str, float]], flying: dict[str, dict[str, float]]
     ) -> None:
         """A destination is looked at once something of it is due, or a lease of it lapses."""
-        rows: Any = self.client.zrange(self.keys.outbox, 0, -1, withscores=True)
+        rows: Any = self.client.zrange(self.keys.of("outbox"), 0, -1, withscores=True)
         turns = {to.decode(): at for to, at in rows}
         wanted = members(due.keys() | flying.keys())
         same("a turn for each destination", {"outbox": members(turns)}, {"outbox": wanted})
@@ -451,14 +451,14 @@ class Audit:
 
     def _now_ms(self) -> float:
         """The clock of the functions, which a test may have moved or stopped."""
-        offset: Any = self.client.get(self.keys.clock_offset) or b"0"
+        offset: Any = self.client.get(TEST_CLOCK) or b"0"
         if offset.startswith(b"="):
             return float(offset[1:])
         seconds, microseconds = self.client.time()
         return float(seconds * 1000 + microseconds // 1000 + int(offset))
 
     def _outbox_records(self) -> dict[str, Record]:
-        prefix = self.keys.outbox_record("")
+        prefix = self.keys.of("out", "")
         keys = self.client.keys(f"{prefix}*")
         with self.client.pipeline(transaction=False) as pipe:
             for key in keys:

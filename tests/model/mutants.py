@@ -42,8 +42,8 @@ MUTANTS = [
     ),
     Mutant(
         "who runs still counts among those who wait",
-        "names[1], (is[1] or 0) - 1,",
-        "names[1], (is[1] or 0),",
+        "names[1], (counts[1] or 0) - 1,",
+        "names[1], (counts[1] or 0),",
     ),
     Mutant(
         "how far a job is that waited for its worker is not looked at",
@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         "one that goes on may leave a gap, and say all again",
-        "its_epoch or tonumber(number) ~= next_number then",
-        "its_epoch then",
+        "known_epoch or tonumber(number) ~= next_number then",
+        "known_epoch then",
     ),
     Mutant(
         "one that goes on may do so past its deadline",
@@ -132,18 +132,18 @@ MUTANTS = [
     ),
     Mutant(
         "what is refused is told of the job beside it",
-        "        table.insert(odd, i - FIRST_ID + 1)\n",
-        "        table.insert(odd, math.max(1, i - FIRST_ID))\n",
+        "        table.insert(exceptions, i - FIRST_ID + 1)\n",
+        "        table.insert(exceptions, math.max(1, i - FIRST_ID))\n",
     ),
     Mutant(
         "an end beside an event is not told",
-        "      if verdict ~= 'OK' or its_number ~= item.number + 1 then",
+        "      if verdict ~= 'OK' or verdict_number ~= item.number + 1 then",
         "      if verdict ~= 'OK' then",
     ),
     Mutant(
         "what one that goes on has to do yet never gets less",
-        "tokens, hash, deadline, max_tokens, to_do - done,",
-        "tokens, hash, deadline, max_tokens, to_do,",
+        "tokens, hash, deadline, max_tokens, remaining - done,",
+        "tokens, hash, deadline, max_tokens, remaining,",
     ),
     Mutant(
         "how far a job is was forgotten when it left its worker",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "a job that is moved goes on under its old lane and deadline",
-        "  running.put_back(tag, job)\n  if argv[4] ~= ''",
+        "  running.write_back(tag, job)\n  if argv[4] ~= ''",
         "  if argv[4] ~= ''",
     ),
     Mutant(
@@ -234,9 +234,7 @@ MUTANTS = [
     Mutant(
         "poison is never poison", "if job.crashes < max_crashes then", "if job.crashes < 99 then"
     ),
-    Mutant(
-        "a cancel forgets the job's worker", "'cancelled', now_ms(tag))", "'expired', now_ms(tag))"
-    ),
+    Mutant("a cancel forgets the job's worker", "'cancelled', now_ms())", "'expired', now_ms())"),
     Mutant(
         "a key accepts another body",
         "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",
@@ -248,7 +246,9 @@ MUTANTS = [
         "return false",
         seed=4,
     ),
-    Mutant("an idle tenant saves up credit", "math.max(own, clock(tag, model, lane)),", "own,"),
+    Mutant(
+        "an idle tenant saves up credit", "math.max(own, lane_clock(tag, model, lane)),", "own,"
+    ),
     Mutant(
         "an empty line forgets a debt",
         "if own > now then redis.call('ZADD', idle, own, tenant) end",
@@ -278,13 +278,13 @@ MUTANTS = [
     Mutant("as much of each weight goes before", "sum + readable_weight(weights[i])", "sum + 1"),
     Mutant(
         "what was given back gets no place of another tenant",
-        "  if found then\n    for _, id in ipairs(returned)",
-        "  if false then\n    for _, id in ipairs(returned)",
+        "  if found then\n    for _, id in ipairs(passed)",
+        "  if false then\n    for _, id in ipairs(passed)",
         seed=6,
     ),
     Mutant(
         "unused service is not given back",
-        "fairness.bill(tag, job.model, job.lane, job.tenant, charge - job.charged)",
+        "fairness.add_tokens(tag, job.model, job.lane, job.tenant, charge - job.charged)",
         "return",
         seed=8,
     ),
@@ -306,12 +306,12 @@ MUTANTS = [
         "'passed', 0)",
         seed=13,
     ),
-    Mutant("no lane is owed its share", "if owed > 0 then", "if false then"),
-    Mutant("a lane takes places that are kept", "if lane.places > num_filled then", "if true then"),
+    Mutant("no lane is owed its share", "if deficit > 0 then", "if false then"),
+    Mutant("a lane takes places that are kept", "if lane.slots > num_filled then", "if true then"),
     Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
     Mutant(
         "a tenant takes more than its share",
-        "if jobs + 1 > math.floor(fair.jobs * weight / sum) then return 0 end",
+        "if slots + 1 > math.floor(fair.slots * weight / sum) then return 0 end",
         "",
     ),
     Mutant(
@@ -323,19 +323,28 @@ MUTANTS = [
     Mutant(
         "a share has no bound in tokens", "math.floor(fair.tokens * weight / sum) - tokens", "ANY"
     ),
-    Mutant("what a claim hands out is not held", "held.jobs + choices, held.tokens + cost", "0, 0"),
+    Mutant(
+        "what a claim hands out is not held", "held.slots + choices, held.tokens + cost", "0, 0"
+    ),
     Mutant(
         "a lane that is owed takes any place",
-        "if num_filled < lane.places and lane.taken",
-        "if lane.taken",
+        "if num_filled < lane.slots and lane.num_taken",
+        "if lane.num_taken",
         seed=7,
     ),
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
-    Mutant("what a lane is owed goes before all", "lane.taken < lane.owed and ", "", seed=43),
+    Mutant(
+        "what a lane is owed goes before all",
+        "lane.num_taken < lane.max_deficit_slots and ",
+        "",
+        seed=43,
+    ),
     Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
-    Mutant("a share is not used up", "if lane.name == name then owed = owed - tokens end", ""),
+    Mutant(
+        "a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""
+    ),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
     Mutant("a refund is kept", "math.max(0, used - refund)", "used"),
     Mutant("a reservation is never over", "'reserved', -job.cost)", "'reserved', 0)"),
@@ -475,7 +484,7 @@ MUTANTS = [
     ),
     Mutant(
         "all of the drain rate is promised",
-        "FIRST_COMERS * job.cost",
+        "UNPROMISED_RATIO * job.cost",
         "job.cost",
         seed=5,
     ),
@@ -499,12 +508,12 @@ MUTANTS = [
     ),
     Mutant(
         "a claim does not change the sums of a count",
-        "    recount.add(tag, shares(job, 'queued'), -1)\n",
+        "    recount.add(tag, state_contributions(job, 'queued'), -1)\n",
         "",
     ),
     Mutant(
         "a job that leaves or comes does not change the sums of a count",
-        "recount.add(tag, shares(job, what), sign) end",
+        "recount.add(tag, state_contributions(job, what), sign) end",
         "local _ end",
     ),
     Mutant(
@@ -520,12 +529,12 @@ MUTANTS = [
     ),
     Mutant(
         "output of one that goes on does not change the sums of a count",
-        "  if deadline <= place_of_count then gains.counted",
+        "  if deadline <= recount_position then gains.counted",
         "  if false then gains.counted",
     ),
     Mutant(
         "a first output does not change the sums of a count",
-        "  if recount.has(tag, job.deadline) then gains.counted",
+        "  if recount.includes(tag, job.deadline) then gains.counted",
         "  if false then gains.counted",
     ),
     Mutant(

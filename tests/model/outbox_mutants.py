@@ -77,7 +77,7 @@ _TEXTS = [
         "a lease is not renewed",
         (
             "  redis.call('ZADD', tag .. ':flying:' .. record[4], "
-            "now_ms(tag) + tonumber(argv[3]), id)\n"
+            "now_ms() + tonumber(argv[3]), id)\n"
         ),
         "",
     ),
@@ -123,7 +123,7 @@ _TEXTS = [
     ),
     (
         "a full destination is looked at for ever",
-        "if redis.call('ZCARD', flying) >= cap then due = nil end",
+        "if redis.call('ZCARD', in_flight) >= cap then due = nil end",
         "due = nil",
     ),
 ]

@@ -97,7 +97,7 @@ class Postmen:
         entries = self._there.entries
         with self._world.client.pipeline(transaction=False) as pipe:
             for job_id in entries:
-                pipe.hmget(self._world.keys.outbox_record(job_id), names)
+                pipe.hmget(self._world.keys.of("out", job_id), names)
             replies: Any = pipe.execute()
         for (job_id, entry), values in zip(entries.items(), replies, strict=True):
             there = {n: v.decode() if v else "0" for n, v in zip(names, values, strict=True)}
@@ -111,7 +111,7 @@ class Postmen:
         """Whether Redis looked at a destination, some of whose leases were over."""
         now_ms = self._world.reference.now_ms
         flying: Any = self._world.client.zrange(
-            self._world.keys.flying(to), 0, now_ms, byscore=True
+            self._world.keys.of("flying", to), 0, now_ms, byscore=True
         )
         return not flying
 

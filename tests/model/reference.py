@@ -1,7 +1,7 @@
-"""The functions once more, in Python, on plain dictionaries and a clock that is set.
+"""The functions in Python, on plain dictionaries and a clock that tests set.
 
-The specification of the state table: tests hold the functions in Redis against it, call by call,
-and the simulator runs on it. It has no concurrency, no expiry and no pub/sub.
+The specification of the state table: tests compare the functions in Redis with it, call by call. It
+has no concurrency, no expiry and no pub/sub.
 
 Over 300 lines: it is one table of states, which is checked against the functions as a whole.
 """
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from contract.arguments import encoded_parts, stored_bytes
 from contract.callbacks import MessageKind
-from contract.codec import decode_entry, encode_event
+from contract.codec import decode_entry, encode
 from contract.errors import BrokerFull, ErrorCode, JobRefused
 from contract.events import End, LogEntry, LogEvent
 from contract.function_types import (
@@ -35,16 +36,15 @@ from contract.function_types import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.functions import BOOT_GRACE_S, FIRST_HASH, MAX_LOOKS
+from contract.functions import BOOT_GRACE_S, MAX_LOOKS
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
-from contract.refusals import (
+from contract.replies import (
     UNKNOWN_MS,
     decode_position,
     decode_rates,
     idempotency_mismatch,
     refusal,
 )
-from contract.submit_arguments import stored_bytes
 from tests.model.reference_admission import (
     MIN_LENGTHS,
     Ahead,
@@ -62,6 +62,7 @@ from tests.model.reference_outbox import OutboxReference
 from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.model.reference_promises import Promises
 
+FIRST_HASH = "00000000"
 MAX_RELEASES = 32
 SUSPECT = "suspect"
 BACK = "back"
@@ -615,7 +616,7 @@ class Reference:
     def _forget(self, record: Record) -> None:
         del self.records[record.job.id]
         tenant = self._tenants[record.job.tenant]
-        tenant.stored_bytes -= stored_bytes(record.job, record.submission)
+        tenant.stored_bytes -= _stored_bytes(record.job, record.submission)
         if record.job.stored_prompt is not None or record.result is not None:
             self.orphaned.add(record.job.id)
 
@@ -809,7 +810,7 @@ class Reference:
             ahead=Ahead.of(self._loads(model), pool, lane, own, weights),
             pool=pool,
             now_ms=self.now_ms,
-            stored_bytes=stored_bytes(job, s),
+            stored_bytes=_stored_bytes(job, s),
             all_stored_bytes=sum(t.stored_bytes for t in self._tenants.values()),
         )
 
@@ -937,10 +938,14 @@ def _passes_progress(record: Record, num_new: int) -> bool:
 
 
 def _log(record: Record, event: LogEvent) -> None:
-    raw = encode_event(event)
+    raw = encode(event)
     digest = hashlib.sha1(record.hash.encode() + raw, usedforsecurity=False).hexdigest()[:8]
     record.log.append(decode_entry(record.next_number, digest.encode(), raw))
 
 
 def _place(ahead: Ahead, wait: int) -> QueuePosition:
     return decode_position((ahead.jobs, ahead.tokens, wait))
+
+
+def _stored_bytes(job: Job, submission: Submission) -> int:
+    return stored_bytes(job, submission, encoded_parts(job, submission))

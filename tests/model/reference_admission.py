@@ -1,10 +1,9 @@
-"""Whether a job may come in, what it costs and when it would start: contract/lua/_admission.lua
-and _ledger.lua once more, in Python.
+"""Decides whether to accept a job, its cost and its predicted start: contract/lua/_admission.lua
+and _ledger.lua in Python.
 
-Pure: figures in, verdicts out; tests/model/reference.py keeps the figures. Tests
-hold it against the functions, answer by answer.
+Has no state: tests/model/reference.py holds it. Tests compare its replies with the functions'.
 
-Over 300 lines: it is one decision, and stands beside the two files that make it in Redis.
+Over 300 lines: one decision, which two files make in Redis.
 """
 
 import math
@@ -13,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from contract.errors import ErrorCode
 from contract.function_types import Submission
-from contract.refusals import UNKNOWN_MS
+from contract.replies import UNKNOWN_MS
 from tests.model.reference_pools import LaneRates, Pool, drain_ms
-from tests.model.reference_promises import FIRST_COMERS, Line, Promises
+from tests.model.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs seen before their length says anything
@@ -256,7 +255,7 @@ class Candidate:
     def refusal(self, promises: Promises) -> Refusal | None:
         """Why it may not come in, and when, after those who were told before; None where it may."""
         refused = self._refusal()
-        gap_ms = drain_ms(self.pool.rate, FIRST_COMERS * self.cost)
+        gap_ms = drain_ms(self.pool.rate, UNPROMISED_RATIO * self.cost)
         if refused is None or UNKNOWN_MS in (refused.retry_ms, gap_ms) or refused.limit in METERS:
             return refused
         at_ms, after_ms = promises.next(self.line, gap_ms, refused.retry_ms, self.now_ms)

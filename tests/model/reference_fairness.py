@@ -1,14 +1,14 @@
-"""Who goes next among the tenants of a lane, and among lanes: contract/lua/_fairness.lua, and the
-shares of claim.lua, once more in Python.
+"""Fair sharing among the tenants of a lane and among lanes: contract/lua/_fairness.lua and the
+shares of claim.lua in Python.
 
-Pure: names, tokens and counters. After VTC (Sheng et al., OSDI 2024), on start-time fair queueing.
+After VTC (Sheng et al., OSDI 2024), on start-time fair queueing.
 
-Two promises, both in tokens of jobs' costs, as handed out over the whole fleet:
-- While two tenants both have jobs waiting in a lane, what they have been handed out, divided by
-  their weights, differs by at most twice the cost of the largest job over the lesser weight.
-- A lane with a minimum share `s` waits for its next job, of cost `c`, until at most c / s + one
-  job's tokens were handed out by other lanes, if the job fits a worker's room then.
-Each job that does not fit is passed over by at most `MAX_PASSED` others.
+Two guarantees, in claimed tokens of jobs' costs over the whole fleet:
+- While two tenants both have waiting jobs in a lane, their claimed tokens divided by their weights
+  differ by at most twice the cost of the largest job over the lesser weight.
+- A lane with a minimum share `s` waits for its next job, of cost `c`, until other lanes have
+  claimed at most c / s + one job's tokens, if the job then fits a worker's room.
+At most `MAX_PASSED` other jobs pass a job that does not fit.
 """
 
 import math

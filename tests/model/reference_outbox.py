@@ -1,4 +1,4 @@
-"""The outbox once more, in Python: what reference.py is to the other functions."""
+"""The functions of the outbox in Python, as reference.py has the others."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
-"""The workers of a model, and how fast a lane of theirs is drained: contract/lua/_pools.lua once
-more, in Python.
-
-Pure, as tests/model/reference_admission.py, which asks what a job waits for.
+"""The workers of a model and the rates at which they drain its lanes: contract/lua/_pools.lua in
+Python.
 """
 
 import math
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.function_types import WorkerCapacity
-from contract.refusals import UNKNOWN_MS
+from contract.replies import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
 WINDOW_MS = 10_000

@@ -1,12 +1,12 @@
-"""When those who are refused shall come again: contract/lua/_promises.lua once more, in Python.
+"""The retry times of refused jobs: contract/lua/_promises.lua in Python.
 
-Not all at once, but one after another as room for them comes, the lines (a tenant in a lane) in
-turns. Pure, as reference_admission.py, which says when another try may do at the earliest.
+Callers return one after another as room becomes free, and the lines (a tenant in a lane) take
+turns. reference_admission.py computes the earliest time of a retry.
 """
 
 from dataclasses import dataclass, field
 
-FIRST_COMERS = 2  # half of the drain rate is theirs; the other half is promised
+UNPROMISED_RATIO = 2  # half of the drain rate is promised, the other half is for new jobs
 MAX_PROMISE_MS = 3_600_000
 
 Line = tuple[str, str]  # lane and tenant

@@ -45,6 +45,7 @@ from contract.jobs import (
 )
 from contract.keys import Keys
 from contract.library import library_source
+from tests.clock import TEST_CLOCK, with_test_clock
 from tests.model.audit import Audit
 from tests.model.postmen import Postmen
 from tests.model.reference import Reference
@@ -90,7 +91,8 @@ class World:
         self.loop = asyncio.new_event_loop()
         self.client = redis.Redis.from_url(self.redis_url)
         self.client.flushall()
-        source = self.source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
+        source = with_test_clock(self.source)
+        source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
         source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
         source = source.replace("RECOUNT_JOBS = 50 ", f"RECOUNT_JOBS = {RECOUNT_JOBS} ")
         source = source.replace("RECOUNT_GAP_MS = 1000 ", "RECOUNT_GAP_MS = 0 ")
@@ -110,6 +112,7 @@ class World:
         self._hints.close()
         self.loop.run_until_complete(self.async_client.aclose())
         self.loop.close()
+        self.client.delete(TEST_CLOCK)
         self.client.close()
 
     # --- time ---------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ class World:
         self.hold_clock()
 
     def hold_clock(self) -> None:
-        self.client.set(self.keys.clock_offset, f"={self.reference.now_ms}")
+        self.client.set(TEST_CLOCK, f"={self.reference.now_ms}")
 
     def pass_time(self, seconds: float) -> None:
         self.reference.now_ms += int(seconds * 1000)
@@ -317,13 +320,13 @@ class World:
 
     def restart(self) -> None:
         """As if Redis had been restarted: the next sweep meets another run id."""
-        if self.client.exists(self.keys.run_id):
-            self.client.set(self.keys.run_id, "another")
+        if self.client.exists(self.keys.of("runid")):
+            self.client.set(self.keys.of("runid"), "another")
             self.reference.restart()
 
     def fill_memory(self, *, is_full: bool) -> None:
         """As if memory had been found full, or not; in a world of its own it never is."""
-        self.client.set(self.keys.memory, "full" if is_full else "free")
+        self.client.set(self.keys.of("memory"), "full" if is_full else "free")
         self.reference.memory_is_full = is_full
 
     # --- the comparison -----------------------------------------------------------------------
@@ -418,15 +421,15 @@ class World:
             }
             assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
         for of, known in self.reference.lengths.items():
-            raw: Any = self.client.get(self.keys.lengths(*of))
+            raw: Any = self.client.get(self.keys.of("lengths", *of))
             estimate, num_seen = raw.split()
             assert (float(estimate), int(num_seen)) == (known.estimate, known.num_seen), of
         for lane in LANES:
-            waits: Any = self.client.lrange(self.keys.calibration("m", lane), 0, -1)
+            waits: Any = self.client.lrange(self.keys.of("calibration", "m", lane), 0, -1)
             noted = self.reference.calibrations.get(("m", lane), [])
             assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
         self._compare_snapshot()
-        orphaned: Any = self.client.smembers(self.keys.orphaned)
+        orphaned: Any = self.client.smembers(self.keys.of("orphaned"))
         forgotten = {job_id.decode() for job_id in orphaned}
         assert forgotten == self.reference.orphaned, forgotten ^ self.reference.orphaned
 

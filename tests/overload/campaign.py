@@ -141,7 +141,7 @@ class _Overload:
         caller = self.system.pool.caller
 
         async def none_open() -> bool:
-            return not await caller.client.zcard(caller.keys.deadlines)
+            return not await caller.client.zcard(caller.keys.of("deadlines"))
 
         await until(none_open, _REST_TIMEOUT_S)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.s3 import S3Store
 from tests.payloads.bucket import CREDENTIALS, make_bucket, running_s3
 

@@ -11,10 +11,11 @@ from msgspec import structs
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.store import PayloadLost
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -105,7 +106,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert len(shown) == len(asked)
                 assert await redis_client.hstrlen(keys.job(job_id), "job") < 600
                 assert await redis_client.hstrlen(keys.job(in_redis), "job") > 1000
-                assert await redis_client.xlen(keys.log(job_id)) == 1
+                assert await redis_client.xlen(keys.of("log", job_id)) == 1
 
                 whole = await stream(http, job_id)
                 numbered = [p for p in whole if "id: " in p]
@@ -120,7 +121,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 200
                 gone = await http.get(httpx.URL(url).join(job["result_url"]))
                 assert gone.status_code in (404, 500)
-                assert await redis_client.scard(keys.orphaned) == 0
+                assert await redis_client.scard(keys.of("orphaned")) == 0
 
 
 async def test_what_is_lost_fails_its_job_alone(
@@ -230,7 +231,8 @@ async def test_objects_go_with_their_job(
             found = await functions.read(job_id, "default")
             assert found is not None
             assert found[0].result is not None
-            await redis_client.incrby(keys.clock_offset, 61_000)
+            await redis_client.function_load(library_with_test_clock(), replace=True)
+            await redis_client.incrby(TEST_CLOCK, 61_000)
 
             async def is_gone() -> bool:
                 return jobs_in(tmp_path) == []

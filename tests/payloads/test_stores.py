@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from contract.jobs import ObjectRef
+from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
-from contract.payloads.opening import open_store
 from contract.payloads.s3 import S3Store
 from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
 
@@ -64,7 +64,7 @@ def test_a_key_that_is_none_of_ours_reads_nothing(
     store: DirectoryStore | S3Store, key: str
 ) -> None:
     """Whoever can write to Redis cannot read files."""
-    with pytest.raises(PayloadLost, match="names no object"):
+    with pytest.raises(PayloadLost, match="invalid key"):
         store.get(ObjectRef(store.name, key, "0" * 64, 1))
 
 

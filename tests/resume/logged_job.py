@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from contract.codec import decode_entry, decode_job, encode_event, encode_job
+from contract.codec import decode_entry, decode_job, encode
 from contract.events import LogEntry, LogEvent
 from contract.function_types import Claimed
 from contract.jobs import Endpoint, Job, SamplingParams
@@ -27,7 +27,7 @@ class LoggedJob:
         """Hands the job to the next worker, as it comes over the wire."""
         self.num_claims += 1
         return Claimed(
-            job=decode_job(encode_job(self.job)),
+            job=decode_job(encode(self.job)),
             epoch=self.num_claims,
             attempt=self.num_claims,
             next_number=len(self.log) + 1,
@@ -40,7 +40,7 @@ class LoggedJob:
     def append(self, event: LogEvent, num_tokens: int) -> None:
         """Logs an event, encoded and decoded as by Redis."""
         assert not self.has_ended
-        self.log.append(decode_entry(len(self.log) + 1, b"", encode_event(event)))
+        self.log.append(decode_entry(len(self.log) + 1, b"", encode(event)))
         self.num_tokens += num_tokens
 
     def cut(self, num_events: int) -> "LoggedJob":

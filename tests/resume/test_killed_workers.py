@@ -73,7 +73,7 @@ def assert_exact(job: Job, answer: Answer) -> None:
 async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess:
     """The worker that holds most jobs, by the process id in its incarnation."""
     held: dict[int, int] = {}
-    prefix = caller.keys.owned("")
+    prefix = caller.keys.of("own", "")
     keys: Any = await caller.client.keys(f"{prefix}*")
     for key in keys:
         held[pid_of(key.decode()[len(prefix) :])] = await caller.client.scard(key)

@@ -7,10 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.library import library_source
-from contract.telemetry.counts import Counts
-from contract.telemetry.families import counted_families
-from contract.telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Source
-from contract.telemetry.text import page
+from contract.telemetry.families import counted_families, page
+from contract.telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Counts, Source
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

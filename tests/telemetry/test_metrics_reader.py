@@ -1,11 +1,9 @@
 """What a page of metrics says when it is read again: sums, gains, quantiles."""
 
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
-from contract.telemetry.counts import Counts
-from contract.telemetry.families import counted_families, fleet_families
-from contract.telemetry.metrics import Source
+from contract.telemetry.families import counted_families, fleet_families, page
+from contract.telemetry.metrics import Counts, Source
 from contract.telemetry.metrics_reader import MetricsSamples, look, quantile
-from contract.telemetry.text import page
 
 LANE = LaneSnapshot(
     num_queued=3, queued_tokens=700, num_running=2, running_tokens=90, oldest_wait_s=4.5

@@ -143,7 +143,7 @@ async def test_a_resumed_job_has_the_spans_of_both_its_workers(
             calling = asyncio.create_task(http.post("/v1/completions", json=body))
 
             async def is_running() -> bool:
-                members: Any = await redis_client.zrange(keys.leases, 0, -1)
+                members: Any = await redis_client.zrange(keys.of("leases"), 0, -1)
                 if not members:
                     return False
                 found = await functions.read(members[0].decode(), "default")

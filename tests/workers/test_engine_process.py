@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode
-from contract.jobs import FinishReason, SamplingParams
+from contract.jobs import Capabilities, FinishReason, SamplingParams
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from workers.engine.request import ErrorCode as EngineErrorCode
@@ -154,7 +154,8 @@ def test_it_says_what_it_loaded_and_runs_jobs_to_their_end(start_engine: StartEn
     heard = engine.hear_until(is_idle)
 
     assert isinstance(greeting[0], Loading)
-    assert greeting[-1] == Ready(512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8)
+    can = Capabilities(structured_output=True)
+    assert greeting[-1] == Ready(512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8, can)
     for job, choice in ((one, 0), (one, 1), (two, 0)):
         token_ids, reason = expected_output(job.prompts[0], job.params, choice=choice)
         assert tokens_of(heard, job.job_id, choice) == token_ids

@@ -318,7 +318,9 @@ async def test_a_job_that_kills_engines_fails_alone(
         assert (end.status, end.code) == (JobStatus.FAILED, "poison")
         for job in (*before, *after):
             assert_exact(job, await caller.answer(job))
-        assert await caller.client.zrange(caller.keys.quarantine, 0, -1) == [poison.id.encode()]
+        assert await caller.client.zrange(caller.keys.of("quarantine"), 0, -1) == [
+            poison.id.encode()
+        ]
 
 
 async def test_a_job_that_hangs_engines_fails_alone(

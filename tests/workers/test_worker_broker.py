@@ -42,10 +42,10 @@ async def test_appends_renew_leases_once_in_a_twentieth_of_one(
     contacts_s, were_renewed = [], []
     for number, after_s in enumerate((0.0, 4.9, 0.1, 4.9), start=1):
         clock.now_s += after_s
-        await redis_client.zadd(keys.leases, {job.id: 1})
+        await redis_client.zadd(keys.of("leases"), {job.id: 1})
         await lane.append([Append(job.id, 1, number, tokens(number - 1, 7), 1)])
         contacts_s.append(lane.last_contact_s)
-        were_renewed.append(await redis_client.zscore(keys.leases, job.id) != 1)
+        were_renewed.append(await redis_client.zscore(keys.of("leases"), job.id) != 1)
     await lane.aclose()
     assert were_renewed == [True, False, True, False]
     assert contacts_s == [1000.0, 1000.0, 1005.0, 1005.0]

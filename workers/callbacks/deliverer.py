@@ -16,7 +16,7 @@ from contract.callbacks import Callback, CallbackKind, is_open_target
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.outbox import Outbox, OutboxRecord, Taken
-from contract.payloads.results import decode_log
+from contract.payloads.encoding import decode_log
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from workers.callbacks import envelope

@@ -19,7 +19,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
 from contract.outbox import Outbox, Taken
-from contract.payloads.opening import open_store
+from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
 from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender

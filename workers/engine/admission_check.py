@@ -1,6 +1,5 @@
-"""Whether a waiting sequence may run now: with which blocks, and at whose cost.
-
-Leaves the order of those who ask to the scheduler, and who may ask to its door.
+"""Decides whether a waiting sequence may start now, with which blocks, and which running sequences
+are preempted for it. The scheduler decides in which order sequences are checked.
 """
 
 import math
@@ -18,26 +17,26 @@ from workers.engine.step_plan import StepPlan
 
 
 class AdmissionVerdict(Enum):
-    """What a sequence is told that asks to be let in."""
+    """The answer to a sequence that could start."""
 
     WELCOME = auto()
-    BEING_COMPUTED = auto()  # its next block is computed by another in this step
+    BEING_COMPUTED = auto()  # another sequence computes its next block in this step
     NO_ROOM = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a sequence is let in: what it begins with, and who makes room."""
+    """What an admitted sequence starts with, and what is preempted for it."""
 
     need: Need
     victims: list[Sequence]
-    found_ids: list[int]  # cached blocks
+    found_ids: list[int]  # cached blocks of its prefix
     source: Sequence | None = None  # a choice of the same prompt of its job
     num_forked: int = 0  # tokens shared with the source
 
 
 class AdmissionCheck:
-    """Lets sequences in under the limits, the high-water mark and the forecast of KV."""
+    """Admits sequences within the limits, the high-water mark and the forecast of KV blocks."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class AdmissionCheck:
         lengths: LengthPredictor,
         running: Running,
     ) -> None:
-        """`running` is the scheduler's own, seen as it changes."""
+        """`running` is the scheduler's object, which changes."""
         self._blocks = blocks
         self.limits = limits
         self._lanes = lanes
@@ -67,11 +66,11 @@ class AdmissionCheck:
         )
 
     def is_pinned(self, sequence: Sequence) -> bool:
-        """Whether it has been preempted often enough."""
+        """Whether it has been preempted `max_preemptions` times."""
         return sequence.num_preemptions >= self.limits.max_preemptions
 
     def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[AdmissionVerdict, Entry | None]:
-        """The verdict, and how to enter where it is yes. Changes nothing."""
+        """The verdict, with an entry if it is WELCOME. Changes nothing."""
         forecast = self._look_at(plan)
         found_ids: list[int] = []
         leader = None
@@ -86,7 +85,7 @@ class AdmissionCheck:
         )
 
     def enter(self, plan: StepPlan, sequence: Sequence, entry: Entry) -> int | None:
-        """Gives the sequence what it begins with; returns the block it must be copied from."""
+        """Gives the sequence its first blocks; returns the block to copy from, if any."""
         copy_from = None
         if entry.source is not None:
             copy_from = self._blocks.fork(sequence, entry.source, entry.num_forked)
@@ -114,9 +113,9 @@ class AdmissionCheck:
         return self._forecast
 
     def _leading_choice(self, plan: StepPlan, candidate: Sequence) -> Sequence | None:
-        """The running choice of the candidate's prompt that has computed most.
+        """The running choice of the candidate's prompt with the most computed tokens.
 
-        Not one whose last block is copied in this very step: its content is not there yet.
+        Excludes choices whose last block is copied in this step, as it has no content yet.
         """
         if candidate.params.n == 1 or not self._blocks.can_share:
             return None
@@ -134,10 +133,7 @@ class AdmissionCheck:
     def _is_being_computed(
         self, plan: StepPlan, candidate: Sequence, leader: Sequence | None, num_found: int
     ) -> bool:
-        """Whether another computes in this step what the candidate would compute again.
-
-        Less than a block is not worth a wait.
-        """
+        """Whether another sequence computes a block in this step that the candidate needs."""
         block_size = self._blocks.block_size
         if leader is not None and leader in plan.chunks:
             num_computed = max(leader.num_computed, num_found * block_size)
@@ -153,7 +149,7 @@ class AdmissionCheck:
         found_ids: list[int],
         forecast: KVForecast,
     ) -> Entry | None:
-        """How the candidate could run; None where it must wait for room."""
+        """How the candidate could start; None if there is no room."""
         held_ids, num_forked = found_ids, 0
         if leader is not None:
             num_forked = self._num_forkable(leader, candidate)
@@ -168,7 +164,7 @@ class AdmissionCheck:
         return Entry(need, victims, found_ids, leader, num_forked)
 
     def _num_forkable(self, leader: Sequence, candidate: Sequence) -> int:
-        """Tokens of the leader that the candidate can begin with."""
+        """How many of the leader's computed tokens the candidate can share."""
         num_common = min(leader.num_computed, _num_common(leader, candidate))
         if not self._blocks.can_fork(num_common):
             num_common -= num_common % self._blocks.block_size
@@ -177,12 +173,12 @@ class AdmissionCheck:
     def _victims(
         self, candidate: Sequence, need: Need, forecast: KVForecast
     ) -> list[Sequence] | None:
-        """Who must go for the candidate, no one where there is room; None where it must wait.
+        """The sequences to preempt for the candidate, empty if there is room; None if it must wait.
 
-        Sequences of lower lanes go, the least to lose first, and none that is pinned. They will
-        yield later too, so how much they may grow is no reason to wait. Where they do not suffice,
-        so do sequences of the tenant that has the most places for its weight in the candidate's own
-        lane, see `_above_share`. Alone it may always run.
+        Sequences of lower-priority lanes are preempted first, those with the fewest computed tokens
+        before others; pinned ones never. Their future growth is not counted, as they can also be
+        preempted later. If they do not suffice, sequences of the candidate's own lane follow (see
+        `_above_share`). A candidate always starts if nothing else runs.
         """
         num_running, num_blocks = len(self._running.sequences), self._blocks.num_blocks
         num_places_lacking = num_running + 1 - self.limits.max_num_seqs
@@ -213,10 +209,10 @@ class AdmissionCheck:
         return None
 
     def _above_share(self, candidate: Sequence) -> list[Sequence]:
-        """Those of the tenant with the most places for its weight in the candidate's lane that may
-        go for it, the least to lose first: none that is pinned, and only so many that their tenant
-        keeps as many for its weight as the candidate's will have. So a displaced sequence can take
-        none of them back.
+        """Sequences in the candidate's lane that may be preempted for it: of the tenant with the
+        most places for its weight, those with the fewest computed tokens first. Pinned ones are
+        excluded, and the tenant keeps at least as many places for its weight as the candidate's
+        tenant will have, so that displaced sequences cannot displace in turn.
         """
         running = self._running
         largest = running.most_places(candidate.account, candidate.weight)
@@ -231,8 +227,8 @@ class AdmissionCheck:
         return others[: len(places) - math.ceil(num_kept)]
 
     def _yielding_to(self, candidate: Sequence) -> list[Sequence]:
-        """Those who run in lower lanes and make room: none that is pinned, and none whose tenant's
-        turn it is in this step.
+        """Running sequences of lower-priority lanes that may be preempted for the candidate.
+        Excludes pinned ones and those of overdue tenants.
         """
         lanes, priority = self._lanes, self._lanes.of(candidate).priority
         yielding = [
@@ -244,5 +240,5 @@ class AdmissionCheck:
 
 
 def _num_common(leader: Sequence, candidate: Sequence) -> int:
-    """Tokens that two choices of a prompt share; the last known one is computed in any case."""
+    """Tokens that two choices of a prompt share. The candidate's last token is always computed."""
     return min(leader.num_prompt, candidate.num_known - 1)

@@ -1,7 +1,4 @@
-"""Books what a step has computed: on sequences, on tenants and lanes, in the prefix cache.
-
-Leaves to the scheduler what a step computes, and to the engine the tokens that came of it.
-"""
+"""Accounts for what a step has computed: in sequences, tenants, lanes and the prefix cache."""
 
 from workers.engine.block_manager import BlockManager
 from workers.engine.lanes import Lanes
@@ -12,7 +9,7 @@ from workers.engine.step_plan import StepPlan
 
 
 class Books:
-    """Once a step, as soon as the model has computed it."""
+    """Called once for each step, after the model has computed it."""
 
     def __init__(self, lanes: Lanes, policy: Policy, blocks: BlockManager) -> None:
         self._lanes = lanes
@@ -28,14 +25,14 @@ class Books:
         return sum([self._book(chunk) for chunk in others])
 
     def _book_streams(self, streams: Streams) -> None:
-        """`_book` of the one token of each, which was not computed before."""
+        """As `_book`, for streams: one token each, never computed before."""
         for account, num in streams.num_by_account.items():
             self._policy.charge(account, 0, num)
         block_size = self._block_size
         for sequence in streams.sequences:
             end = sequence.num_computed + 1
             sequence.num_computed = sequence.num_once_computed = end
-            if end == sequence.num_prompt:  # all tokens before it were found in the cache, say
+            if end == sequence.num_prompt:  # for example, if all tokens before it were cached
                 self._policy.charge(sequence.account, 1, 0)
             if end % block_size == 0 and self._cache is not None:
                 self._cache.put(sequence)
@@ -46,7 +43,7 @@ class Books:
         end, num_before = start + chunk.num_tokens, sequence.num_once_computed
         sequence.num_computed = end
         if end > num_before:
-            # Of a resumed job more than the prompt may be found in the cache.
+            # More than the prompt of a resumed job may have been cached.
             num_in = max(0, min(end, sequence.num_prompt) - max(start, num_before))
             sequence.num_once_computed = end
             self._policy.charge(sequence.account, num_in, int(chunk.samples))

@@ -1,7 +1,9 @@
-"""The step loop's body: takes jobs, runs one step at a time, says what came of it.
+"""The engine: takes jobs, runs one step at a time, reports the results.
 
-Leaves the order of things to the scheduler, arithmetic to the model, text and the wire to the
-supervisor. One thread; nothing here blocks but the model.
+The scheduler orders the work, the model computes, and the supervisor handles text and the log. It
+has one thread, and only the model blocks.
+
+Over 300 lines: jobs, their sequences and what is reported of them change together.
 """
 
 import time
@@ -11,7 +13,9 @@ from dataclasses import dataclass
 
 from workers.engine.batches import Batches
 from workers.engine.block_manager import blocks_of
+from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.deadlines import Deadlines
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
@@ -46,6 +50,7 @@ class Engine:
         lanes: Seq[Lane] = DEFAULT_LANES,
         lengths: LengthPredictor | None = None,
         model_revision: str = "",
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._limits = limits
@@ -66,6 +71,8 @@ class Engine:
         self._deadlines = Deadlines()
         self._ended_early: list[Sequence] = []
         self._next_arrival = 0
+        # The scheduler does not know the jobs that wait for their grammars.
+        self._constraints = Constraints(grammars, model.max_model_len)
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +86,8 @@ class Engine:
         now_s = self._clock_s()
         if self._ended_early or self._batches.num_let_in:
             return now_s
-        wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s)
+        poll_s = now_s + POLL_S if self._constraints.is_compiling else None
+        wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s)
         return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
     @property
@@ -89,18 +97,18 @@ class Engine:
     def reconfigure(
         self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
-        """From the next step on. What runs goes on, beyond a limit that has become smaller too;
-        batches that are open stay open until they end. The prefix cache stays as it is.
+        """Applies from the next step on. Running sequences continue even above a smaller limit,
+        open batches stay open until they end, and the prefix cache is kept.
         """
         self._limits = limits
         self._scheduler.reconfigure(limits, lanes)
         self._batches.reconfigure(strategies, limits.max_num_seqs)
 
     def add(self, request: Request) -> None:
-        """Takes a job, each choice going on after its known output.
+        """Adds a job; each choice continues after its known output.
 
-        A newer epoch of a job replaces the one that runs; another is ignored, for it is fenced.
-        Raises RequestRefused for a job that can never run here; no other job is touched.
+        A newer epoch of a job replaces the running one; an older one is ignored, as it is fenced.
+        Raises RequestRefused for a job that can never run here; other jobs are not affected.
         """
         held = self._jobs.get(request.job_id)
         if held is not None and held.epoch >= request.epoch:
@@ -114,7 +122,12 @@ class Engine:
         )
         sequences = request.sequences(self._model.eos_token_ids, self._next_arrival)
         self._next_arrival += len(request.outputs)
-        self._start(_Job(request.epoch, {s.choice: s for s in sequences}))
+        job = _Job(request.epoch, {s.choice: s for s in sequences})
+        if request.params.grammar and sequences:
+            self._constraints.compile(request.job_id, request.params.grammar, sequences)
+            self._jobs[request.job_id] = job
+        else:
+            self._start(job)
         self._note_deadline(request.job_id, request.epoch, request.deadline_s)
 
     def stop_job(self, job_id: str, epoch: int) -> None:
@@ -139,18 +152,21 @@ class Engine:
             return
         for sequence in held.sequences.values():
             sequence.deadline_s = deadline_s
-            self._scheduler.move(sequence, lane, self._clock_s())
+            if self._constraints.holds(job_id):
+                sequence.lane = lane
+            else:
+                self._scheduler.move(sequence, lane, self._clock_s())
         self._batches.note_move()
         self._note_deadline(job_id, epoch, deadline_s)
 
     def preempt(self, job_id: str) -> None:
-        """Takes a job's blocks, as memory pressure does; it goes on when there is room."""
+        """Preempts a job, as memory pressure does; it continues when there is room."""
         for sequence in self._scheduler.running:
             if sequence.job_id == job_id:
                 self._scheduler.preempt(sequence, self._clock_s())
 
     def evict_cache(self) -> None:
-        """Forgets all KV that no running sequence holds."""
+        """Empties the prefix cache of all that no running sequence holds."""
         self._blocks.evict()
 
     @property
@@ -160,18 +176,19 @@ class Engine:
 
     @property
     def blank_block_ids(self) -> list[int]:
-        """Blocks whose content no one will read again; a test may overwrite them."""
+        """Blocks whose content is never read again; tests overwrite them."""
         return self._blocks.blank_ids
 
     def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
-        """Runs one step. An exception of the model passes through: the engine is lost then.
+        """Runs one step. Raises what the model raises; the engine cannot be used afterwards.
 
-        `announce` hears what is about to be computed, while that can still be said.
+        `announce` is called with the step's chunks before they are computed.
         """
         report = StepReport(ended=self._ended_early)
         self._ended_early = []
         start_s = self._clock_s()
         self._expire(start_s, report)
+        self._start_compiled(report)
         entered = self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
         self._scheduler.let_in(entered, start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
@@ -182,7 +199,7 @@ class Engine:
             if announce is not None:
                 announce(chunks)
             start_s = self._clock_s()
-            rows = self._model.run(chunks, padding)
+            rows = self._model.run(chunks, padding, self._constraints.start_masks(chunks))
             end_s = self._clock_s()
             report.step_s = end_s - start_s
             report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
@@ -192,10 +209,14 @@ class Engine:
         return report
 
     def audit(self) -> None:
-        """Asserts what must hold between steps; for tests and for hunting a leak."""
+        """Asserts the invariants between steps; for tests and for finding leaks."""
         running = self._scheduler.running
         self._blocks.audit(running)
-        num_sequences = sum(len(job.sequences) for job in self._jobs.values())
+        num_sequences = sum(
+            len(job.sequences)
+            for job_id, job in self._jobs.items()
+            if not self._constraints.holds(job_id)
+        )
         assert num_sequences == self._scheduler.num_running + self._scheduler.num_waiting
 
     def _note_deadline(self, job_id: str, epoch: int, deadline_s: float | None) -> None:
@@ -203,7 +224,7 @@ class Engine:
             self._deadlines.add(deadline_s, job_id, epoch)
 
     def _expire(self, now_s: float, report: StepReport) -> None:
-        """Ends the jobs whose deadline has passed, wherever they are."""
+        """Ends the jobs whose deadline has passed, running or waiting."""
         for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
             held = self._jobs.get(job_id)
             if held is None or held.epoch != epoch:
@@ -226,8 +247,18 @@ class Engine:
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
 
-    def _start(self, job: _Job) -> None:
-        """Hands a job's sequences to the scheduler; one that is complete ends at once."""
+    def _start_compiled(self, report: StepReport) -> None:
+        for job_id, failure in self._constraints.compiled():
+            job = self._jobs.pop(job_id)
+            if failure is None:
+                self._start(job, report)
+            else:
+                code = ErrorCode.BAD_PARAMETER
+                report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
+
+    def _start(self, job: _Job, report: StepReport | None = None) -> None:
+        """Hands a job's sequences to the scheduler; one that is complete ends at once. The report
+        gets the first tokens that a grammar forces."""
         for sequence in list(job.sequences.values()):
             sequence.added_s = self._clock_s()
             room = self._model.max_model_len - sequence.num_prompt
@@ -237,12 +268,32 @@ class Engine:
                 self._ended_early.append(sequence)
                 del job.sequences[sequence.choice]
                 continue
+            if report is not None:
+                self._constraints.force(sequence, report)
+                if sequence.finish_reason is not None:
+                    del job.sequences[sequence.choice]
+                    continue
             self._scheduler.add(sequence)
             self._batches.add(sequence)
             self._jobs[sequence.job_id] = job
 
+    def _take_constrained(
+        self, sequence: Sequence, row: Sample, report: StepReport, now_s: float
+    ) -> None:
+        try:
+            self._constraints.take(sequence, row, report)
+        except GrammarFailed as failure:
+            code = ErrorCode.ENGINE_ERROR
+            report.failed.append(JobError(sequence.job_id, sequence.epoch, code, str(failure)))
+            self._drop(sequence.job_id)
+            return
+        if row.prompt_logprobs is not None:
+            report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+        if sequence.finish_reason is not None:
+            self._finish(sequence, report, now_s)
+
     def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
-        """Takes what the model yielded. A failed row takes its whole job with it."""
+        """Takes the model's results. A failed row fails its whole job."""
         append, failed = report.outputs.append, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
@@ -250,6 +301,9 @@ class Engine:
                 continue  # another choice of its job has failed in this step
             if isinstance(row, Sample):
                 assert chunk.samples, "who has not reached the last token yields none"
+                if sequence.matcher is not None:
+                    self._take_constrained(sequence, row, report, now_s)
+                    continue
                 token_ids, token_id, end = sequence.token_ids, row.token_id, None
                 position = len(token_ids) - sequence.num_prompt
                 token_ids.append(token_id)
@@ -283,12 +337,14 @@ class Engine:
         return job is not None and job.sequences.get(sequence.choice) is sequence
 
     def _remove(self, sequence: Sequence) -> None:
-        self._scheduler.remove(sequence)
-        self._batches.remove(sequence)
+        if not self._constraints.holds(sequence.job_id):
+            self._scheduler.remove(sequence)
+            self._batches.remove(sequence)
         job = self._jobs[sequence.job_id]
         del job.sequences[sequence.choice]
         if not job.sequences:
             del self._jobs[sequence.job_id]
+            self._constraints.forget(sequence.job_id)
 
     def _drop(self, job_id: str) -> None:
         for sequence in list(self._jobs[job_id].sequences.values()):

@@ -1,6 +1,6 @@
-"""Service classes: who goes before whom, how soon the next token is due, what no one may take.
+"""Service classes: priorities, latency targets, minimum shares and ageing.
 
-Leaves the order within a lane to the policy, and tokens and blocks to the scheduler.
+The policy orders sequences within a lane; the scheduler hands out tokens and blocks.
 """
 
 from collections import Counter
@@ -15,13 +15,14 @@ from workers.engine.sequence import Account, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One service class. Raises ValueError for numbers that make no sense."""
+    """One service class. Raises ValueError for numbers out of range."""
 
     name: str
-    priority: int  # the smallest goes first, and takes places and blocks from the others
+    priority: int  # the smallest is served first, and may preempt the others
     itl_target_s: float | None = None  # seconds between two tokens of a stream
     min_share: float = 0.0  # of the computed tokens, while the lane has work
-    ageing_tokens: int = 32_768  # computed for others, they lift a tenant by one priority
+    # An unserved tenant rises by one priority for this many tokens of others.
+    ageing_tokens: int = 32_768
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0:
@@ -41,29 +42,29 @@ DEFAULT_LANES = (
 
 
 class Lanes:
-    """The lanes and what each has had. Lanes that the table does not name are like standard.
+    """The lanes and the service that each has received. Unknown lanes are treated as `standard`.
 
-    Two promises, both in tokens that the engine computes:
-    - While a lane has work that can be computed, it gets at least `min_share` of them, at most
-      two steps' budget behind.
-    - A tenant that has had none in a lane while so many went to others as lift it above the first
-      priority is overdue there, and goes before all that came or were served since its last.
+    Two guarantees, both in computed tokens:
+    - While a lane has work that can be computed, it gets at least `min_share` of the tokens, and
+      lags by at most two steps' budget.
+    - A tenant that is not served in a lane rises in priority with the tokens that others get. Above
+      the first priority it is overdue, and is served before all that arrived or were served later.
 
-    Age is the tenant's, not the sequence's: the long queue of one that is served all the time
-    would else go before all who come, whatever the policy says.
+    The age is the tenant's, not the sequence's. Otherwise the long queue of a tenant that is served
+    all the time would pass everyone else.
     """
 
     def __init__(self, table: Seq[Lane], max_credit: int) -> None:
-        """`max_credit`: tokens that a lane can be behind at most; say, a step's."""
+        """`max_credit`: the most tokens of a lane's deficit, such as a step's budget."""
         self._num_computed = 0
         self._num_live: Counter[str] = Counter()
         self._num_live_of: Counter[Account] = Counter()
-        self._served_at: dict[Account, int] = {}  # tokens computed before it was served, or came
+        self._served_at: dict[Account, int] = {}  # `_num_computed` when it was last served
         self._credits: dict[str, float] = {}
         self.replace(table, max_credit)
 
     def replace(self, table: Seq[Lane], max_credit: int) -> None:
-        """From now on; what a lane is owed it keeps. Raises ValueError."""
+        """Applies a new table; deficits are kept. Raises ValueError."""
         if sum(lane.min_share for lane in table) > 1.0:
             raise ValueError("the minimum shares of all lanes exceed the whole")
         self._table = {lane.name: lane for lane in table}
@@ -82,11 +83,11 @@ class Lanes:
         return self._table.get(name, STANDARD).itl_target_s
 
     def level(self, sequence: Sequence) -> int:
-        """Its priority, lifted by age; the smallest goes first, and of the overdue the oldest."""
+        """The priority of its account after ageing; the smallest is served first."""
         return self.level_of((sequence.lane, sequence.tenant))
 
     def level_of(self, account: Account) -> int:
-        """Of all sequences of a lane and tenant."""
+        """The priority of a lane and tenant after ageing. Overdue ones are ordered by age."""
         lane = self._table.get(account[0], STANDARD)
         num_passed = self._num_computed - self._served_at[account]
         level = lane.priority - num_passed // lane.ageing_tokens
@@ -113,7 +114,7 @@ class Lanes:
     def settle(
         self, chunks: Iterable[Chunk], num_streams: Mapping[Account, int] = MappingProxyType({})
     ) -> None:
-        """Books a step: the tokens of each chunk, and beside them one for each stream."""
+        """Accounts for a step: the tokens of each chunk, and one token for each stream."""
         by_account = dict(num_streams)
         for chunk in chunks:
             account = chunk.sequence.account
@@ -129,10 +130,9 @@ class Lanes:
             earned = credit + due - by_lane[name] if self._num_live[name] else 0.0
             self._credits[name] = min(max(earned, 0.0), float(self._max_credit))
 
-    def owed(self) -> dict[str, int]:
-        """Tokens that come first in this step, by lane: of those that are behind their share.
-
-        A lane alone is owed nothing: all is its own.
+    def deficits(self) -> dict[str, int]:
+        """Deficits in tokens of lanes below their minimum share; they are served first in a step.
+        Empty if only one lane has work.
         """
         if len(self._num_live) < 2:
             return {}

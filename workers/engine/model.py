@@ -8,6 +8,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from contract.jobs import TokenizerFiles
+from workers.engine.grammar import StepMasks
 from workers.engine.sequence import Sequence
 
 
@@ -94,7 +95,9 @@ class Model(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
         A chunk that samples yields a Sample. Another yields nothing, or the PromptLogprobs of a
@@ -110,6 +113,9 @@ class Model(Protocol):
         alone (up to rounding), and its noise on (seed, choice, number of output tokens so far,
         token id) alone. While `sequence.num_output < params.min_tokens` the sampler bans
         `sequence.ending_ids`.
+
+        `masks` says which tokens a constrained row may not take, before bias, temperature and
+        noise; it is ready after the forward.
 
         A RowFailed in a row's place costs that row's job; an exception means that the device
         or the KV can no longer be trusted, and ends the process.

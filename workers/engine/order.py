@@ -1,4 +1,4 @@
-"""In which order one step serves: all who run, and of those who wait as many as are asked for."""
+"""The order in which one step serves running and waiting sequences."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -10,22 +10,22 @@ from workers.engine.waiting_queue import Rank, WaitingQueue
 
 
 class Order:
-    """By level, running before waiting, streams before prompts, by policy.
+    """By level, then running before waiting, streams before prompts, then by policy.
 
-    A long prompt must not delay a stream of its own level. The order is that of the step's
-    beginning: who is let in, or loses its blocks, keeps its place.
+    So a long prompt does not delay a stream of its own level. The order is fixed when the step
+    begins: sequences that are admitted or preempted in the step keep their place.
     """
 
     def __init__(
         self,
         running: Collection[Sequence],
-        line: WaitingQueue,
+        queue: WaitingQueue,
         lanes: Lanes,
         policy: Policy,
         now_s: float,
     ) -> None:
-        self.names_waiting = True  # or those alone who run, or ran
-        self._line = line
+        self.includes_waiting = True  # otherwise only running ones, and those that just ran
+        self._queue = queue
         self._now_s = now_s
         self._admitted: list[tuple[Rank, Sequence]] = []
         level, key = lanes.level, policy.key
@@ -35,32 +35,34 @@ class Order:
         self._running.sort(key=_rank_of)
 
     def walk(self, lane: str | None = None, until: float = math.inf) -> Iterator[Sequence]:
-        """All of a lane, or of all lanes, below a level; each waiting one may be let in when it is
-        named.
+        """The sequences of a lane, or of all lanes, below a level. The caller may admit a waiting
+        one when it is yielded.
         """
-        self._take_in()
-        waiting = self._line.ordered(self._now_s, lane, until) if self.names_waiting else iter(())
-        asking = next(waiting, None)
+        self._merge_admitted()
+        waiting = (
+            self._queue.ordered(self._now_s, lane, until) if self.includes_waiting else iter(())
+        )
+        head = next(waiting, None)
         for rank, sequence in self._running:
             if rank[0] >= until:
                 break
             if lane is not None and sequence.lane != lane:
                 continue
-            while asking is not None and self.names_waiting and asking[0] < rank:
-                yield from self._named(asking)
-                asking = next(waiting, None) if self.names_waiting else None
+            while head is not None and self.includes_waiting and head[0] < rank:
+                yield from self._offer(head)
+                head = next(waiting, None) if self.includes_waiting else None
             yield sequence
-        while asking is not None and self.names_waiting:
-            yield from self._named(asking)
-            asking = next(waiting, None) if self.names_waiting else None
+        while head is not None and self.includes_waiting:
+            yield from self._offer(head)
+            head = next(waiting, None) if self.includes_waiting else None
 
-    def _named(self, asking: tuple[Rank, Sequence]) -> Iterator[Sequence]:
-        yield asking[1]
-        if not self._line.is_queued(asking[1]):
-            self._admitted.append(asking)
+    def _offer(self, head: tuple[Rank, Sequence]) -> Iterator[Sequence]:
+        yield head[1]
+        if not self._queue.is_queued(head[1]):
+            self._admitted.append(head)
 
-    def _take_in(self) -> None:
-        """Who was let in on an earlier walk stands among those who run."""
+    def _merge_admitted(self) -> None:
+        """Moves what was admitted on an earlier walk to the running sequences."""
         if self._admitted:
             self._running += self._admitted
             self._running.sort(key=_rank_of)

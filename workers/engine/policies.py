@@ -1,7 +1,7 @@
-"""Who comes first within a lane: one function from a sequence and the time to a sort key.
+"""The order of sequences within a lane: a function from a sequence and the time to a sort key.
 
-Policies compose by joining their tuples (`Composed`). Leaves to the scheduler what is done with
-the order, to lanes who goes before whom across them, and to strategies when to admit.
+Keys are tuples, so that policies compose by concatenation (`Composed`). Lanes order sequences of
+different lanes, and strategies decide when a sequence may start.
 """
 
 from collections import Counter
@@ -9,14 +9,14 @@ from typing import Protocol
 
 from workers.engine.sequence import Account, Sequence
 
-# Numbers throughout, so that policies compose by joining their tuples.
+# Only numbers, so that keys of several policies can be concatenated.
 Key = tuple[float, ...]
 
 
 class Policy(Protocol):
     """An order of sequences: the smallest key runs first and is preempted last.
 
-    The hooks tell a policy that keeps account what happens; most need none of them.
+    The hooks are for policies that keep accounts; their defaults do nothing.
     """
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
@@ -28,15 +28,15 @@ class Policy(Protocol):
         return self.key(sequence, now_s)
 
     def arrive(self, sequence: Sequence) -> None:
-        """The sequence is there to be served."""
+        """The sequence has arrived in the engine."""
         return
 
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
-        """A step served it: prompt tokens computed for the first time, and tokens drawn."""
+        """A step served the account; `num_in` prompt tokens were computed for the first time."""
         return
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended or was stopped."""
+        """The sequence has ended or was stopped."""
         return
 
 
@@ -45,7 +45,7 @@ class Composed(Policy):
 
     def __init__(self, *policies: Policy) -> None:
         self._policies = policies
-        # Asked for each account at each step: those alone that keep account.
+        # Called for each account in each step, so only policies that keep accounts.
         self._charged = [p.charge for p in policies if type(p).charge is not Policy.charge]
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
@@ -78,13 +78,13 @@ class FirstComeFirstServed(Policy):
 
 
 class VirtualTokenCounters(Policy):
-    """Fair service between the tenants of a lane: who has had least goes first.
+    """Fair service between the tenants of a lane: the tenant with the least service is first.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Two tenants that both
     have work differ in service by at most 2 * max(input_weight * longest input, output_weight *
-    tokens of KV) there; here one step's budget more, for the order is made once a step. A tenant
-    that comes back is lifted to the least of those who stayed: being idle saves nothing up.
-    Service is divided by the tenant's weight, that of its latest sequence.
+    tokens of KV) in the paper; here by one step's budget more, as the order is made once a step.
+    A returning tenant starts at least at the lowest counter of the active tenants, so idle time
+    earns no credit. Service is divided by the tenant's weight, that of its latest sequence.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -92,8 +92,10 @@ class VirtualTokenCounters(Policy):
         self._output_weight = output_weight
         self._counters: dict[tuple[str, str], float] = {}
         self._num_live: Counter[tuple[str, str]] = Counter()
-        self._weights: dict[tuple[str, str], float] = {}  # of those who are live
-        self._floors: dict[str, float] = {}  # by lane: the least counter when last anyone was live
+        self._weights: dict[tuple[str, str], float] = {}  # of active tenants
+        self._floors: dict[
+            str, float
+        ] = {}  # by lane: the lowest counter when a tenant was last active
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
         return (self._counters[sequence.lane, sequence.tenant],)
@@ -120,14 +122,14 @@ class VirtualTokenCounters(Policy):
             return
         del self._num_live[account], self._weights[account]
         self._floors[sequence.lane] = self._counters[account]
-        self._forget_paid_up(sequence.lane)
+        self._forget_idle(sequence.lane)
 
     def _floor(self, lane: str) -> float:
         live = [self._counters[account] for account in self._num_live if account[0] == lane]
         return min(live, default=self._floors.get(lane, 0.0))
 
-    def _forget_paid_up(self, lane: str) -> None:
-        """Idle tenants that would be lifted anyway need no counter."""
+    def _forget_idle(self, lane: str) -> None:
+        """Drops counters at or below the floor: a returning tenant starts there anyway."""
         floor = self._floor(lane)
         for account in [a for a, counter in self._counters.items() if counter <= floor]:
             if account[0] == lane and account not in self._num_live:

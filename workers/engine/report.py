@@ -37,7 +37,8 @@ class StepReport:
     """Counts of sequences, blocks and tokens; seconds of the engine's clock."""
 
     outputs: list[Output] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # complete on arrival: no new token
+    # Complete without an ending token: on arrival, or because a grammar allows no more.
+    ended: list[Sequence] = field(default_factory=list)
     failed: list[JobError] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
     num_running: int = 0
@@ -52,6 +53,7 @@ class StepReport:
     num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
     num_prefix_queries: int = 0  # tokens of admitted sequences
     num_prefix_hits: int = 0  # part of them found in the cache
+    num_forced_tokens: int = 0  # output that grammars forced, without a sample
     step_s: float = 0.0  # of the model alone
     num_finished: int = 0  # sequences that ended in this step …
     queue_s: float = 0.0  # … their total wait for admission …

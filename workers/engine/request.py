@@ -139,6 +139,9 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         "top_k must not be negative": params.top_k >= 0,
         "top_p must be over 0, at most 1": 0 < params.top_p <= 1,
         "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
+        "min_tokens and ignore_eos cannot be combined with a grammar": not (
+            params.grammar and (params.min_tokens or params.ignore_eos)
+        ),
         "repetition_penalty must be positive": params.repetition_penalty > 0,
         f"logprobs must be from 0 to {vocab_size}": 0 <= (params.logprobs or 0) <= vocab_size,
         f"prompt_logprobs must be from 0 to {vocab_size}": (

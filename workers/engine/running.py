@@ -33,25 +33,25 @@ class Streams:
 
 
 class Running:
-    """The running sequences, all and by account. Kept across steps, as they change less often."""
+    """The running sequences, all and by account; updated incrementally, as few change in a step."""
 
     def __init__(self) -> None:
         # Dicts as ordered sets: constant-time removal, deterministic iteration.
         self.sequences: dict[Sequence, None] = {}
-        self.by_account: dict[Account, dict[Sequence, None]] = {}  # of those that have any
+        self.by_account: dict[Account, dict[Sequence, None]] = {}  # without empty ones
         self.num_changes = 0
 
     def weight_of(self, account: Account) -> float:
-        """Of an account with anybody running: that of the latest."""
+        """The weight of an account's latest running sequence."""
         return next(reversed(self.by_account[account])).weight
 
     def places_by_weight(self, account: Account, weight: float, more: int = 0) -> float:
-        """How many places a tenant has in a lane, and so many more, over its weight."""
+        """A tenant's places in a lane, plus `more`, divided by its weight."""
         return (len(self.by_account.get(account, ())) + more) / weight
 
     def most_places(self, account: Account, weight: float) -> Account | None:
-        """The other tenant of the lane that has most places for its weight, where with one less it
-        still has as many for its weight as this one with one more."""
+        """The other tenant of the lane with the most places for its weight; None unless it would
+        have at least as many for its weight as this one after passing one place on."""
         left = {
             other: self.places_by_weight(other, self.weight_of(other), -1)
             for other in self.by_account
@@ -63,7 +63,7 @@ class Running:
         return found
 
     def below_share(self, waiting: Iterable[Sequence]) -> list[Account]:
-        """Of the accounts of these, those to which another tenant of their lane may pass a place
+        """The accounts of these sequences to which another tenant of their lane may pass a place
         on."""
         most: dict[str, float] = {}
         for account in self.by_account:
@@ -81,14 +81,14 @@ class Running:
         self.by_account.setdefault(sequence.account, {})[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets who is there."""
+        """Removes a sequence, if it runs."""
         if sequence in self.sequences:
             self.num_changes += 1
             del self.sequences[sequence]
             self._leave(sequence)
 
     def move(self, sequence: Sequence, lane: str) -> None:
-        """Puts the sequence, running or not, into another lane; it keeps its place among all."""
+        """Puts the sequence, running or not, into another lane; its order among all stays."""
         if sequence not in self.sequences:
             sequence.lane = lane
             return
@@ -98,7 +98,7 @@ class Running:
         self.add(sequence)
 
     def streams(self) -> Streams:
-        """As of now."""
+        """The current streams."""
         streams = [s for s in self.sequences if len(s.token_ids) == s.num_computed + 1]
         num_kv = sum([s.num_computed for s in streams]) + len(streams)
         num_by_account = {account: len(running) for account, running in self.by_account.items()}

@@ -1,8 +1,8 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
-Knows no phases: a sequence has pending tokens, one or many, and gets as many as fit. The order
-comes from lanes and policy, the verdict on room from `AdmissionCheck`; `Books` records what was
-computed. Over 300 lines: dividing one step is one calculation.
+There are no prefill and decode phases: a sequence has one or more pending tokens and gets as many
+as fit. Lanes and policy give the order, `AdmissionCheck` decides on room, and `Books` accounts for
+what was computed. Over 300 lines: dividing one step is one calculation.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,16 +23,16 @@ from workers.engine.sequence import Account, Sequence
 from workers.engine.step_plan import UNLIMITED, StepPlan
 from workers.engine.waiting_queue import WaitingQueue
 
-_SMALL_SHARE = 1 / 8  # of the budget, which streams may take before anyone's turn
+_SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting
 
 
 class Scheduler:
     """Running sequences hold blocks; waiting ones hold none.
 
-    Progress is certain as long as each sequence fits into the blocks alone (the engine refuses
-    the others). Who has been preempted `max_preemptions` times is pinned: it yields blocks only
-    to pinned ones that came before it. So in the end the oldest pinned sequence keeps its blocks
-    and may take all others', and age brings it its tokens whatever lanes and policy say.
+    Progress is guaranteed if each sequence fits into the blocks alone (the engine refuses others).
+    A sequence that was preempted `max_preemptions` times is pinned: it yields blocks only to older
+    pinned ones. So the oldest pinned sequence keeps its blocks and may take all others, and ageing
+    brings it tokens whatever lanes and policy say.
     """
 
     def __init__(
@@ -51,8 +51,11 @@ class Scheduler:
         self._books = Books(self._lanes, policy, blocks)
         self._running = Running()
         self._below_share_now: Collection[Account] = ()
-        self._below_share_at = (0, 0)  # changes of those who run and wait, when it was found
-        self._was_refused = False  # whether the last step had no room for somebody
+        self._below_share_at = (
+            0,
+            0,
+        )  # change counters of running and waiting sequences at that time
+        self._was_refused = False  # whether the last step lacked room for a sequence
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
             blocks, limits, self._lanes, lengths or KnownOnly(), self._running
@@ -72,27 +75,27 @@ class Scheduler:
 
     @property
     def waiting_lanes(self) -> tuple[str, ...]:
-        """Of those that wait, by name."""
+        """Names of the lanes with waiting sequences."""
         return self._waiting.lanes
 
     def reconfigure(self, limits: EngineLimits, lanes: Seq[Lane]) -> None:
-        """From the next step on; what runs goes on."""
+        """Applies from the next step on; running sequences continue."""
         self._limits = self._admission.limits = limits
         self._lanes.replace(lanes, limits.max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        """It waits, until it is let in and there is room."""
+        """Adds a waiting sequence; `let_in` releases it."""
         self._waiting.add(sequence)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
 
     def let_in(self, sequences: Collection[Sequence], now_s: float) -> None:
-        """From now on they may run."""
+        """Releases waiting sequences: they may start when there is room."""
         for sequence in sequences:
             self._waiting.let_in(sequence, now_s)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that has ended or was stopped, and takes its blocks."""
+        """Removes a sequence that has ended or was stopped, and frees its blocks."""
         self.blocks.release(sequence)
         self._running.discard(sequence)
         self._waiting.discard(sequence)
@@ -100,7 +103,7 @@ class Scheduler:
         self._policy.leave(sequence)
 
     def move(self, sequence: Sequence, lane: str, now_s: float) -> None:
-        """Puts a sequence into another lane, with all that it has."""
+        """Moves a sequence to another lane; it keeps its blocks and tokens."""
         is_waiting, is_queued = sequence in self._waiting, self._waiting.is_queued(sequence)
         self._waiting.discard(sequence)
         self._lanes.leave(sequence)
@@ -114,7 +117,7 @@ class Scheduler:
             self._waiting.let_in(sequence, now_s)
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
-        """Blocks and computed tokens go; known tokens and the place in the order stay."""
+        """Frees its blocks, so its KV must be computed again; it keeps its place in the order."""
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
         self._running.discard(sequence)
@@ -127,9 +130,9 @@ class Scheduler:
         return (self._lanes.level(sequence), *key, sequence.arrival)
 
     def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
-        """The next step: level by level, in each the running, then the waiting, with what fits.
+        """The next step: level by level, first running, then waiting sequences, as far as they fit.
 
-        `num_reserved` tokens of the budget are spoken for.
+        `num_reserved` tokens of the budget are reserved for padding.
         """
         plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
         plan.is_full = not self._may_enter()
@@ -140,26 +143,26 @@ class Scheduler:
         return plan
 
     def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> int:
-        """Learns from a step that is over, and books it; returns how many of its tokens had been
+        """Learns from a computed step and accounts for it; returns how many of its tokens had been
         computed before.
         """
         self.cost.observe([*plan.served_singly, *padding], step_s, plan.served_together.features)
         return self._books.settle(plan)
 
     def _grow_ahead(self, plan: StepPlan) -> None:
-        """For a model that starts the next step before the engine asks for it."""
+        """Allocates next tokens' blocks, for a model that starts the next step early."""
         for sequence, chunk in plan.chunks.items():
             end = chunk.start + chunk.num_tokens
             if end % self.blocks.block_size or not chunk.samples:
-                continue  # its next token goes where this one does, or is known
+                continue  # the next token is in the same block, or known
             if sequence.num_output + 1 < sequence.max_output:
                 self.blocks.grow_ahead(sequence, end)
 
     def _new_plan(self, num_tokens: int) -> StepPlan:
-        """What the step may take: tokens, a share of them for prompts, and time.
+        """A step's limits: tokens, a share of them for prompts, and time.
 
-        The time is the tightest target of the streams that run. A target that the streams miss
-        by themselves is not met by stopping all else: then prompts get as long as streams.
+        The time limit is the tightest latency target of the running streams. If the streams alone
+        take longer, prompts get as much time as the streams.
         """
         plan = StepPlan(self.cost, num_tokens)
         plan.streams = streams = self._running.streams()
@@ -176,7 +179,7 @@ class Scheduler:
         return plan
 
     def _may_enter(self) -> bool:
-        """Whether anyone who waits could be let in: there is room, or someone who must make it."""
+        """Whether a waiting sequence could start: there is room, or something to preempt for it."""
         first_priority = self._waiting.first_priority
         if first_priority is None:
             return False
@@ -188,7 +191,7 @@ class Scheduler:
         return bool(self._below_share())
 
     def _below_share(self) -> Collection[Account]:
-        """Of those who wait, the lanes and tenants that others must make room for in their lane."""
+        """Waiting lanes and tenants for which other tenants of their lane must make room."""
         num_changes = self._running.num_changes, self._waiting.num_changes
         if num_changes != self._below_share_at:
             firsts = map(self._waiting.first_of, self._waiting.accounts)
@@ -197,11 +200,10 @@ class Scheduler:
         return self._below_share_now
 
     def _put_streams(self, plan: StepPlan) -> bool:
-        """Gives all streams their token, where there is enough for all, and where they are all
-        there is, or take little from the others: whose turn it is hardly matters then. Returns
-        whether that is the whole step.
+        """Gives each stream its token without sorting, if there is room for all and they are all
+        that runs or take a small share of the budget. Returns whether that is the whole step.
 
-        They have the time in any case: see `_new_plan`.
+        The time limit always allows the streams: see `_new_plan`.
         """
         streams = plan.streams.sequences
         is_all = plan.is_full and len(streams) == self.num_running
@@ -212,8 +214,8 @@ class Scheduler:
         return is_all
 
     def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
-        """Lanes behind their minimum share come first, with what they are owed; and before them
-        who is overdue.
+        """Serves overdue tenants first, then lanes below their minimum share up to their deficit,
+        then all others.
         """
         others: list[Sequence] = []
         if len(plan.chunks) < self.num_running:
@@ -224,8 +226,8 @@ class Scheduler:
         was_refused, self._was_refused = self._was_refused, False
         if not plan.is_full and (was_refused or not self._admission.has_room):
             self._admit_below_share(plan, now_s)
-        for lane, num_owed in self._lanes.owed().items():
-            self._serve(plan, order, order.walk(lane), num_owed, now_s)
+        for lane, deficit in self._lanes.deficits().items():
+            self._serve(plan, order, order.walk(lane), deficit, now_s)
         self._serve(plan, order, order.walk(), UNLIMITED, now_s)
         if not plan.chunks:
             plan.lift_limits()
@@ -234,27 +236,27 @@ class Scheduler:
     def _serve(
         self, plan: StepPlan, order: Order, walk: Iterator[Sequence], most: int, now_s: float
     ) -> bool:
-        """Hands out up to `most` tokens, and admits up to the first that must wait.
+        """Hands out up to `most` tokens, and admits waiting sequences up to the first without room.
 
-        No one passes a sequence that does not fit: otherwise a large one could wait for ever.
-        Returns whether all were admitted that asked.
+        No sequence passes one that does not fit; otherwise a large one could wait for ever.
+        Returns whether all were admitted.
         """
         plan.num_kept_back = max(0, plan.num_tokens_left - most)
-        order.names_waiting = not plan.is_full
+        order.includes_waiting = not plan.is_full
         for sequence in walk:
             if sequence in self._running.sequences:
                 if plan.num_on_offer > 0:
                     self._hand_out(plan, sequence, now_s)
-            elif order.names_waiting:
+            elif order.includes_waiting:
                 is_full = sequence in plan.preempted or plan.num_for_prompts == 0
-                order.names_waiting = not is_full and self._admit(plan, sequence, now_s)
-        return order.names_waiting
+                order.includes_waiting = not is_full and self._admit(plan, sequence, now_s)
+        return order.includes_waiting
 
     def _admit_below_share(self, plan: StepPlan, now_s: float) -> None:
-        """Where room is short, lets in those first whose tenant has too few places in its lane:
-        in the policy's order they may stand behind many of the tenant that has most.
+        """Admits sequences of tenants with too few places in their lane first, if room is short: in
+        the policy's order they may be behind many of the tenant with the most.
 
-        In turns, until places are shared or nobody is let in.
+        One sequence per tenant and round, until places are shared or none is admitted.
         """
         by_weight = self._running.places_by_weight
         has_admitted = True
@@ -268,12 +270,12 @@ class Scheduler:
                     has_admitted |= sequence in self._running.sequences
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
-        """Lets the candidate in, or not; returns whether others may be asked after it."""
+        """Admits the candidate if possible; returns whether sequences after it may be checked."""
         verdict, entry = self._admission.ask(plan, candidate)
         while entry is not None and entry.victims:
             for victim in entry.victims:
                 self._take_blocks(plan, victim, now_s)
-            # What victims shared, with each other or with the candidate, is known only now.
+            # Blocks that victims shared with each other or the candidate are known only now.
             verdict, entry = self._admission.ask(plan, candidate)
         if entry is None:
             self._was_refused |= verdict is AdmissionVerdict.NO_ROOM
@@ -290,10 +292,10 @@ class Scheduler:
     def _hand_out(
         self, plan: StepPlan, sequence: Sequence, now_s: float, copy_from: int | None = None
     ) -> None:
-        """Gives a running sequence what it needs, up to the budget and the free blocks.
+        """Gives a running sequence its pending tokens, up to the budget and the free blocks.
 
-        Without room for one token, worse ones lose their blocks to it; where there is none
-        worse, it waits with its blocks and with what it has computed.
+        Without room for one token, sequences of higher rank are preempted. If there are none, it
+        keeps its blocks and gets no token in this step.
         """
         is_common = copy_from is None and self.blocks.has_next_slot(sequence)
         is_common = is_common and sequence not in plan.chunks
@@ -311,12 +313,12 @@ class Scheduler:
         num_room = self.blocks.num_growable(sequence) - num_planned
         num_tokens = min(self._num_wanted(plan, sequence), num_room)
         if copy_from is not None:
-            num_tokens = max(1, num_tokens)  # what is not copied now cannot be copied later
+            num_tokens = max(1, num_tokens)  # the block must be copied in this step
         self.blocks.grow(sequence, num_planned + num_tokens)
         plan.put(sequence, num_tokens, copy_from)
 
     def _num_wanted(self, plan: StepPlan, sequence: Sequence) -> int:
-        """Tokens that the sequence needs and the step still has for it."""
+        """Pending tokens of the sequence that the step still allows."""
         num_planned = plan.num_planned(sequence)
         return plan.num_allowed(
             sequence.num_pending - num_planned,
@@ -325,11 +327,11 @@ class Scheduler:
         )
 
     def _is_due(self, sequence: Sequence) -> bool:
-        """Whether it is a stream with a target, which waits for no time."""
+        """Whether it is a stream with a latency target; the time limit does not apply to it."""
         return sequence.num_pending == 1 and self._lanes.of(sequence).itl_target_s is not None
 
     def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
-        """Who must give its blocks to the sequence: of the worst level, the least to lose."""
+        """The sequence to preempt for this one: of the worst level, the least computed."""
         own_rank = self._rank(sequence, now_s)
         below = [
             s for s in self._running.sequences if s.block_ids and self._rank(s, now_s) > own_rank
@@ -346,7 +348,7 @@ class Scheduler:
         )
 
     def _rank(self, sequence: Sequence, now_s: float) -> Key:
-        """Who may take blocks from whom: from those of higher rank. Differs between any two."""
+        """A unique rank; a sequence may take blocks from those of higher rank."""
         if self._admission.is_pinned(sequence):
             return (0.0, sequence.arrival)
         return (1.0, *self.place(sequence, now_s))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from contract.jobs import FinishReason, SamplingParams
+from workers.engine.grammar import Matcher
 
 Account = tuple[str, str]  # lane and tenant
 
@@ -39,6 +40,7 @@ class Sequence:
     added_s: float = 0.0
     started_s: float | None = None  # when it was first admitted
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None  # of a constrained choice; has consumed its output
 
     def __post_init__(self) -> None:
         self.max_output = self.max_output or self.params.max_tokens
@@ -82,6 +84,8 @@ class Sequence:
         token_ids, params = self.token_ids, self.params
         num_output = len(token_ids) - self.num_prompt
         if num_output > params.min_tokens and token_ids[-1] in self.ending_ids:
+            return FinishReason.STOP
+        if self.matcher is not None and self.matcher.is_complete:
             return FinishReason.STOP
         if num_output >= params.max_tokens or len(token_ids) >= max_model_len:
             return FinishReason.LENGTH

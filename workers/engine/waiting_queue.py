@@ -1,8 +1,7 @@
-"""Those who wait, in order once they may run; their number costs a step nothing.
+"""The waiting sequences. A step's cost does not grow with their number.
 
-All of one lane and tenant have the same level, and by what stays as it is while they wait they
-are kept in order. A step merges these queues from their heads, as far as it lets sequences in.
-Leaves to strategies who may run, and to the admission check whether there is room.
+Sequences of one lane and tenant have the same level and are kept sorted by the part of their key
+that stays constant while waiting. A step merges these queues lazily, as far as it admits sequences.
 """
 
 import math
@@ -15,9 +14,9 @@ from workers.engine.lanes import Lanes
 from workers.engine.policies import Key, Policy
 from workers.engine.sequence import Account, Sequence
 
-# What a sequence keeps while it waits: its standing, its arrival, and a number of its own.
+# Constant while a sequence waits: the policy's standing, arrival, a unique number.
 _Place = tuple[Key, int, int]
-# Level, running before waiting, streams before prompts, the policy's key, arrival, a number.
+# Level, is waiting, is a prompt, the policy's key, arrival, a unique number.
 Rank = tuple[int, bool, bool, Key, int, int]
 
 
@@ -28,11 +27,11 @@ class WaitingQueue:
         self._lanes = lanes
         self._policy = policy
         self._queues: dict[Account, list[tuple[_Place, Sequence]]] = {}
-        self._places: dict[Sequence, _Place | None] = {}  # None: a strategy keeps it
-        self._num_in: Counter[str] = Counter()  # by lane, kept or not; none is 0
+        self._places: dict[Sequence, _Place | None] = {}  # None: its strategy has not released it
+        self._num_in: Counter[str] = Counter()  # by lane, released or not; no zeros
         self._num_queued_in: Counter[str] = Counter()
         self._next_number = 0
-        self.num_changes = 0  # of who is in `accounts`
+        self.num_changes = 0  # of `accounts`
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._places
@@ -42,25 +41,25 @@ class WaitingQueue:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """In which anybody waits, by name."""
+        """Names of the lanes with waiting sequences."""
         return tuple(sorted(self._num_in))
 
     @property
     def first_priority(self) -> int | None:
-        """Of the lanes in which anybody is in a queue; None where nobody is."""
+        """The smallest priority of the lanes with a queue; None without any queue."""
         return min(map(self._lanes.priority_of, self._num_queued_in), default=None)
 
     @property
     def accounts(self) -> Collection[Account]:
-        """Lanes and tenants with anybody in a queue."""
+        """Lanes and tenants with a queue."""
         return self._queues.keys()
 
     def first_of(self, account: Account) -> Sequence:
-        """The first in a queue."""
+        """The first sequence of a queue."""
         return self._queues[account][0][1]
 
     def is_queued(self, sequence: Sequence) -> bool:
-        """Whether it waits and may run."""
+        """Whether it waits and its strategy has released it."""
         return self._places.get(sequence) is not None
 
     def add(self, sequence: Sequence) -> None:
@@ -68,7 +67,7 @@ class WaitingQueue:
         self._num_in[sequence.lane] += 1
 
     def let_in(self, sequence: Sequence, now_s: float) -> None:
-        """From now on it may run."""
+        """Its strategy has released it: puts it into its queue."""
         place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
         self._next_number += 1
         self._places[sequence] = place
@@ -80,7 +79,7 @@ class WaitingQueue:
         queue.insert(_index(queue, place), (place, sequence))
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets who is there; its lane must be the one it came with."""
+        """Removes a sequence, if it waits; its lane must not have changed meanwhile."""
         if sequence not in self._places:
             return
         self._num_in -= Counter((sequence.lane,))
@@ -98,14 +97,14 @@ class WaitingQueue:
     def ordered(
         self, now_s: float, lane: str | None = None, until: float = math.inf
     ) -> Iterator[tuple[Rank, Sequence]]:
-        """Those who may run, of one lane or of all, below a level; each is looked at when it is
-        asked for, and may leave then.
+        """The queued sequences of one lane or of all, below a level, in order. Lazy: the caller
+        may remove the one that was yielded last.
         """
         firsts: dict[int, list[tuple[_Place, Sequence]]] = {}
         for account, queue in self._queues.items():
             if lane is None or account[0] == lane:
                 firsts.setdefault(self._lanes.level_of(account), []).append(queue[0])
-        # Few steps get beyond the first level: the policy need not rank those behind it.
+        # Few steps get beyond the first level, so keys of later levels are not computed in advance.
         for level in sorted(firsts):
             if level >= until:
                 return
@@ -114,7 +113,7 @@ class WaitingQueue:
     def _merged(
         self, level: int, firsts: list[tuple[_Place, Sequence]], now_s: float
     ) -> Iterator[tuple[Rank, Sequence]]:
-        """The queues of a level as one, each from its first on."""
+        """Merges the queues of a level."""
         heads = [self._ranked(level, place, sequence, now_s) for place, sequence in firsts]
         heapify(heads)
         while heads:

@@ -21,7 +21,9 @@ from typing import Protocol
 
 import msgspec
 
+from contract.jobs import Capabilities
 from workers import logs
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
@@ -186,7 +188,7 @@ def _on_our_clock(remaining_s: float | None) -> float | None:
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
-def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
+def _ready(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> Ready:
     """The context length is limited to what the KV cache can hold for one sequence."""
     model = loaded.model
     num_kv_tokens = model.num_blocks * model.block_size
@@ -198,6 +200,7 @@ def _ready(loaded: LoadedModel, options: EngineOptions) -> Ready:
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         max_num_seqs=options.max_num_seqs,
+        capabilities=can,
     )
 
 
@@ -221,6 +224,15 @@ def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
     return ExitCode.OK
 
 
+def _grammars(loaded: LoadedModel) -> Grammars | None:
+    tokenizer_json = loaded.tokenizer.tokenizer_json
+    try:
+        return Grammars(tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
+    except GrammarFailed as failure:
+        log.warning("structured output is off: %s", failure)
+        return None
+
+
 def start_own(load: Load) -> Start:
     """batchway's own engine around the model that `load` yields."""
 
@@ -228,8 +240,12 @@ def start_own(load: Load) -> Start:
         options: EngineOptions, progress: Callable[[str], None]
     ) -> tuple[SteppedEngine, Ready, int]:
         loaded = load(options, progress)
-        engine = build_engine(loaded.model, loaded.vocab_size, options, loaded.num_step_tokens)
-        return engine, _ready(loaded, options), loaded.num_step_tokens
+        grammars = _grammars(loaded)
+        engine = build_engine(
+            loaded.model, loaded.vocab_size, options, loaded.num_step_tokens, grammars
+        )
+        can = Capabilities(structured_output=grammars is not None)
+        return engine, _ready(loaded, options, can), loaded.num_step_tokens
 
     return start
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from workers.engine.engine import Engine
+from workers.engine.grammar import Grammars
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Model
@@ -17,6 +18,7 @@ def build_engine(
     vocab_size: int,
     options: EngineOptions,
     num_step_tokens: int = DEFAULT_STEP_TOKENS,
+    grammars: Grammars | None = None,
 ) -> Engine:
     """Builds the engine for a loaded model; `num_step_tokens` is the device's default token
     budget.
@@ -29,6 +31,7 @@ def build_engine(
         Composed(VirtualTokenCounters(), FirstComeFirstServed()),
         lanes=lanes_of(options),
         model_revision=weights,
+        grammars=grammars,
     )
 
 

@@ -43,6 +43,7 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
             report.run_s,
             ended_s,
             report.waiting_lanes,
+            report.num_forced_tokens,
         ),
     ]
 

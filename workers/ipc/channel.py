@@ -17,7 +17,7 @@ class Channel:
     """Frames over a socket pair.
 
     Reads while it waits to write; otherwise two ends that both write more than the socket buffers
-    would block each other for ever.
+    hold would block each other for ever.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -40,7 +40,7 @@ class EngineClient(asyncio.Protocol):
         self._packages = packages
         self._on_messages = on_messages
         self._decoder = decoder_from_engine()
-        self._transport: asyncio.WriteTransport | None = None  # as long as the engine listens
+        self._transport: asyncio.WriteTransport | None = None  # None when the engine has closed
         self._has_ended = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -52,9 +52,9 @@ class EngineClient(asyncio.Protocol):
         on_messages: Callable[[list[FromEngine]], None],
         python: str = "",
     ) -> Self:
-        """Spawns `python -m module` with one end of a socket pair; `on_messages` takes in what the
-        engine says, as it comes. `python` names the interpreter of another environment, which
-        finds batchway's packages by PYTHONPATH; '': this one."""
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` is called with
+        the engine's messages as they arrive. `python` names the interpreter of another environment,
+        which finds batchway's packages by PYTHONPATH; '': this one."""
         packages = _packages() if python else None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -68,7 +68,7 @@ class EngineClient(asyncio.Protocol):
                 msgspec.json.encode(options).decode(),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                process_group=0,  # with whatever it starts
+                process_group=0,  # its children are in the same group
                 env=os.environ | {"PYTHONPATH": packages.name} if packages else None,
             )
         loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ class EngineClient(asyncio.Protocol):
         return await self._process.wait()
 
     def kill(self) -> None:
-        """Ends the process and those that it has started, at once; `end` returns then."""
+        """Kills the process and its children; then `end` returns."""
         with contextlib.suppress(ProcessLookupError):  # they have all ended
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -132,8 +132,8 @@ class EngineClient(asyncio.Protocol):
 
 
 def _packages() -> tempfile.TemporaryDirectory[str]:
-    """A folder with links to the packages that an engine imports, and to nothing else of this
-    environment, whose torch may be another."""
+    """A folder with links to the packages that an engine imports, and to nothing else: this
+    environment may have another version of torch."""
     folder = tempfile.TemporaryDirectory(prefix="batchway-engine-")
     root = Path(__file__).resolve().parents[2]
     for name in ("contract", "workers"):

@@ -1,7 +1,7 @@
-"""What the supervisor and the engine process say to each other.
+"""The messages between the supervisor and the engine process.
 
 One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
-Leaves sockets to the two ends: here are only types and bytes.
+Only types and encoding; the two ends own their sockets.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from contract.jobs import Capabilities, FinishReason, SamplingParams, TokenizerFiles
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -24,8 +24,10 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: StrategyName = "continuous"
     batch_size: int = 8  # static, dynamic: sequences of a full batch
     window_s: float | None = None  # static, dynamic: the longest wait for a full batch
-    drain_share: float = 0.0  # static: the next may start once no more of the batch still runs
-    bucket_edges: tuple[int, ...] = ()  # dynamic: prompt lengths that part the batches, ascending
+    drain_share: float = (
+        0.0  # static: the next batch may start when at most this share of the last still runs
+    )
+    bucket_edges: tuple[int, ...] = ()  # dynamic: prompt lengths that separate buckets, ascending
     padded: bool = False  # static, dynamic: compute batches as rectangles
 
 
@@ -36,8 +38,9 @@ class LaneOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     priority: int | None = None  # the smallest goes first
     itl_target_s: float | None = None  # between two tokens of a stream
     min_share: float | None = None  # of the computed tokens, while the lane has work
-    ageing_tokens: int | None = None  # computed for others, they lift a tenant by one priority
-    strategy: StrategyOptions | None = None  # None: the one of all lanes
+    # An unserved tenant rises by one priority for this many tokens of others.
+    ageing_tokens: int | None = None
+    strategy: StrategyOptions | None = None  # None: the default strategy
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,19 +65,22 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_output_tokens: int | None = None  # of one choice, whatever its job asks for
     strategy: StrategyOptions = StrategyOptions()
     lanes: tuple[LaneOptions, ...] = ()
-    batching_version: str = ""  # of the file that these come from
+    batching_version: str = ""  # version of batching.yaml
     num_threads: int | None = None
-    attention: str = "auto"  # auto, torch, triton, fa3 or flashinfer
+    attention: str = "auto"  # auto, torch or triton
     steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
-    fused: bool = True  # exchange modules for faster ones where they prove equal
+    fused: bool = True  # exchange modules for faster ones that prove equal
     engine_args: dict[str, str] = {}  # vLLM's own, by name
+    nodes: int = 1  # machines that share vLLM's ranks
+    node_rank: int = 0
+    master: str = ""  # HOST:PORT where node 0 waits for the others
 
 
 # --- supervisor to engine process -------------------------------------------------------------
 
 
 class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Run a job's choices, each going on after the output that is already in its log."""
+    """Run a job's choices, each continuing after its logged output."""
 
     job_id: str
     epoch: int
@@ -96,7 +102,7 @@ class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class StopChoice(msgspec.Struct, frozen=True, array_like=True, tag="stop_choice"):
-    """End one choice: its text has met a stop string."""
+    """End one choice, whose text contains a stop string."""
 
     job_id: str
     epoch: int
@@ -104,9 +110,9 @@ class StopChoice(msgspec.Struct, frozen=True, array_like=True, tag="stop_choice"
 
 
 class Reconfigure(msgspec.Struct, frozen=True, array_like=True, tag="reconfigure"):
-    """Go on under these limits, lanes and strategies from the next step; no one loses a token.
+    """Apply these limits, lanes and strategies from the next step; no token is lost.
 
-    What the model was loaded with (memory, lengths, types) stays as it is.
+    Options for loading the model (memory, lengths, types) have no effect.
     """
 
     options: EngineOptions
@@ -122,7 +128,7 @@ class Reprioritise(msgspec.Struct, frozen=True, array_like=True, tag="reprioriti
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """End the engine process. So does the end of the stream."""
+    """End the engine process. Closing the socket has the same effect."""
 
 
 ToEngine = StartJob | StopJob | StopChoice | Reprioritise | Reconfigure | Shutdown
@@ -152,11 +158,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    capabilities: Capabilities = Capabilities()
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
-    """The jobs of the step that comes now: sent before a step that computes for a job which the
-    step before did not. Whoever sees the process die then knows in whose company it died."""
+    """The jobs of the next step, sent if it has a job that the last step did not have. If the
+    process dies, the supervisor knows which jobs it was computing."""
 
     job_ids: tuple[str, ...]
 
@@ -175,8 +182,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
     """Log probabilities of a prompt's tokens from position `start` on, in order, for jobs whose
-    parameters ask. All are said before the prompt's first output token; after a preemption or a
-    resume they are said again from an earlier `start`.
+    parameters ask. All are sent before the prompt's first output token; after a preemption or a
+    resume they are sent again from an earlier `start`.
     """
 
     job_id: str
@@ -187,7 +194,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_l
 
 
 class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):
-    """A choice that ended without a new token: its logged output was already complete."""
+    """A choice that ended without an ending token: its output was already complete."""
 
     job_id: str
     epoch: int
@@ -205,25 +212,26 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """The engine's state after a step: what the supervisor decides its next claim by."""
+    """The engine's state after a step, from which the supervisor sizes its next claim."""
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_step_tokens: int
     step_s: float
-    num_padding_tokens: int = 0  # computed beside the step's tokens, for no one
-    num_step_seqs: int = 0  # the batch size
-    num_decode_tokens: int = 0  # of the step's: one for each stream; the others are prefill
+    num_padding_tokens: int = 0  # pad tokens beside the step's
+    num_step_seqs: int = 0  # batch size
+    num_decode_tokens: int = 0  # one for each stream; the step's other tokens are prefill
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # of the step's: lost by a preemption before
-    num_prefix_queries: int = 0  # tokens of the sequences that were let in
-    num_prefix_hits: int = 0  # of them, found computed
+    num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
+    num_prefix_queries: int = 0  # tokens of admitted sequences
+    num_prefix_hits: int = 0  # part of them found in the cache
     num_finished: int = 0  # sequences that ended by a token of this step …
-    queue_s: float = 0.0  # … how long they waited to be let in first, all together
-    run_s: float = 0.0  # … and from then to their end
-    ended_s: float = 0.0  # when the step ended, on the engine's clock: good for differences alone
-    waiting_lanes: tuple[str, ...] = ()  # of the sequences that wait, by name
+    queue_s: float = 0.0  # … their total wait for admission …
+    run_s: float = 0.0  # … and total time from admission to end
+    ended_s: float = 0.0  # engine's clock at the end of the step; only differences have a meaning
+    waiting_lanes: tuple[str, ...] = ()  # names of lanes with waiting sequences
+    num_forced_tokens: int = 0  # output that grammars forced, without a sample
 
 
 FromEngine = (
@@ -248,18 +256,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(Exception):
-    """The bytes are no frame of this protocol: the two ends cannot go on."""
+    """The bytes are not a frame of this protocol; the connection cannot be used further."""
 
 
 def encode_frame(messages: Seq[ToEngine] | Seq[FromEngine]) -> bytes:
     """One frame of the messages, header included."""
     body = _encoder.encode(messages)
-    assert len(body) <= MAX_FRAME_BYTES, "a step never says this much"
+    assert len(body) <= MAX_FRAME_BYTES, "a step's messages are never this large"
     return len(body).to_bytes(NUM_HEADER_BYTES, "little") + body
 
 
 class FrameDecoder(Generic[M]):
-    """Turns bytes, cut anywhere, back into messages."""
+    """Decodes messages from bytes that may be split anywhere."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[M]]) -> None:
         self._decoder = decoder
@@ -268,7 +276,7 @@ class FrameDecoder(Generic[M]):
     def feed(self, data: bytes | bytearray | memoryview) -> list[M]:
         """The messages of all frames that `data` completes, in order.
 
-        Raises FrameError where a length or a message is not of this protocol.
+        Raises FrameError for a length or a message that is not of this protocol.
         """
         buffer = self._buffer
         buffer += data
@@ -284,16 +292,16 @@ class FrameDecoder(Generic[M]):
             try:
                 messages += self._decoder.decode(bytes(buffer[body:start]))
             except msgspec.MsgspecError as exc:
-                raise FrameError("a frame that holds no messages of this protocol") from exc
+                raise FrameError("a frame without messages of this protocol") from exc
         del buffer[:start]
         return messages
 
 
 def decoder_to_engine() -> FrameDecoder[ToEngine]:
-    """Decodes what an engine process hears."""
+    """Decodes what an engine process receives."""
     return FrameDecoder(msgspec.msgpack.Decoder(list[ToEngine]))
 
 
 def decoder_from_engine() -> FrameDecoder[FromEngine]:
-    """Decodes what a supervisor hears."""
+    """Decodes what a supervisor receives."""
     return FrameDecoder(msgspec.msgpack.Decoder(list[FromEngine]))

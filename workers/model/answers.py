@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, PromptLogprobs, Row, Sample
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
@@ -28,6 +29,7 @@ def answer_chunks(
     chunks: Seq[Chunk],
     scored: Seq[range],
     find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+    masks: StepMasks | None = None,
 ) -> list[Row]:
     """One row per chunk. logits (num_rows, vocab_size): for each chunk its scored positions, then
     its last position if it samples."""
@@ -47,7 +49,7 @@ def answer_chunks(
     if len(sample_rows) < num_rows:
         logits = logits[sample_rows]
     sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-    samples = iter(sample(logits, sampling, find_likeliest))
+    samples = iter(sample(logits, sampling, find_likeliest, masks))
     return [
         _join(next(samples), prompt) if chunk.samples else prompt
         for chunk, prompt in zip(chunks, prompts, strict=True)

@@ -10,7 +10,6 @@ import torch
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import AttentionBackend, PreparedAttention
-from workers.model.attention.libraries import load_flash_attention, load_flashinfer
 from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
@@ -21,7 +20,7 @@ from workers.model.processor import Processor, find_processor
 from workers.model.products import Products, figures_file
 from workers.model.surgery.linear import Layout
 
-ATTENTIONS = ("auto", "torch", "triton", "fa3", "flashinfer")
+ATTENTIONS = ("auto", "torch", "triton")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +51,6 @@ def choose_backend(
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
     if attention == "triton":
         return _triton(dtype, device, block_size, fused=fused)
-    if attention in ("fa3", "flashinfer"):
-        return _library(attention, dtype, device, block_size, fused=fused)
     if device.type != "cpu" or not fused:
         return Backend(PackedAttention(), None, merges=False, layout=Layout())
     processor = processor or find_processor()
@@ -81,20 +78,6 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
     kernels = TritonKernels(dtype) if fused else None
     triton = TritonAttention(block_size)
     return Backend(triton, kernels, fused, Layout(), prepare_rows=triton.prepare_rows)
-
-
-def _library(
-    name: str, dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool
-) -> Backend:
-    """Another library's attention, with our other kernels."""
-    if device.type != "cuda":
-        raise ModelRefused(f"attention {name} needs a CUDA device")
-    if name == "fa3":
-        library = load_flash_attention(block_size)
-    else:
-        library = load_flashinfer(block_size, device)
-    beside = _triton(dtype, device, block_size, fused=fused)
-    return dataclasses.replace(beside, attention=library, prepare_rows=PreparedRows)
 
 
 def _native(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row
 from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
@@ -62,12 +63,14 @@ class ModelRunner:
         return self._eos_token_ids
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         if not chunks and not padding:
             return []
         batch = self._batch(chunks, padding)
         find_likeliest = likeliest if self.kernels is None else self.kernels.likeliest
-        return answer_chunks(self._compute(batch), chunks, batch.scored, find_likeliest)
+        return answer_chunks(self._compute(batch), chunks, batch.scored, find_likeliest, masks)
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:

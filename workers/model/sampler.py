@@ -1,8 +1,8 @@
 """Chooses each row's next token, all rows together.
 
-Bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise is a
-function of the row's seed and position (see `noise`), so a token depends only on its own sequence.
-Options that no row uses are skipped: greedy is one argmax.
+Grammar → bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise
+is a function of the row's seed and position (see `noise`), so a token depends only on its own
+sequence. Options that no row uses are skipped: greedy is one argmax.
 
 Log probabilities are of the raw logits in float32, before penalties and temperature.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.jobs import SamplingParams
+from workers.engine.grammar import StepMasks
 from workers.engine.model import RowFailed, Sample
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
@@ -30,17 +31,18 @@ def sample(
     logits: Tensor,
     sequences: Seq[Sequence],
     find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+    masks: StepMasks | None = None,
 ) -> list[Sample | RowFailed]:
     """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
     if not sequences:
         return []
-    if all(map(_is_plain, sequences)):
+    if masks is None and all(map(_is_plain, sequences)):
         return [
             Sample(token_id) if token_id >= 0 else RowFailed(_NOT_FINITE)
             for token_id in find_likeliest(logits).tolist()
         ]
     raw = logits.float()
-    scores = adjust_logits(raw, sequences)
+    scores = adjust_logits(_mask(raw, sequences, masks), sequences)
     token_ids = scores.argmax(-1)
     drawing = [row for row, sequence in enumerate(sequences) if _draws(sequence)]
     if drawing:
@@ -53,6 +55,17 @@ def sample(
         sample if finite else RowFailed(_NOT_FINITE)
         for sample, finite in zip(samples, is_finite, strict=True)
     ]
+
+
+def _mask(logits: Tensor, sequences: Seq[Sequence], masks: StepMasks | None) -> Tensor:
+    """The logits (num_rows, vocab_size), with -inf for tokens that a grammar forbids; a copy unless
+    no row is constrained."""
+    if masks is None:
+        return logits
+    rows, forbidden = masks.of(sequences)
+    index = torch.tensor(rows, device=logits.device)
+    mask = torch.from_numpy(forbidden).to(logits.device)
+    return logits.index_put((index,), logits[index].masked_fill_(mask, float("-inf")))
 
 
 def _draws(sequence: Sequence) -> bool:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks, scored_positions
@@ -92,12 +93,14 @@ class SequentialRunner:
         return len(self._states)
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         """See Model.run. Ignores padding."""
         self._forget_rolled_back()
         found = [self._compute(chunk) for chunk in chunks]
         logits = _stack([rows for rows, _ in found])
-        return answer_chunks(logits, chunks, [scored for _, scored in found])
+        return answer_chunks(logits, chunks, [scored for _, scored in found], masks=masks)
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk]) -> Tensor:

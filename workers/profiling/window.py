@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from contract.jobs import SamplingParams
 from workers.engine.engine import Engine
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row
 from workers.engine.report import StepReport
 from workers.engine.request import Request
@@ -48,10 +49,12 @@ class Watched:
         self.max_model_len, self.eos_token_ids = runner.max_model_len, runner.eos_token_ids
         self.shares_blocks = runner.shares_blocks
 
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Seq[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> Seq[Row]:
         self.demand = demand_of(self._shape, chunks)
         started_s = time.perf_counter()
-        rows = self._runner.run(chunks, padding)
+        rows = self._runner.run(chunks, padding, masks)
         synchronize(self._device)
         self.model_s = time.perf_counter() - started_s
         return rows

@@ -43,7 +43,7 @@ from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
 
-_RESTART_S = 1.0
+RESTART_S = 1.0
 _MAX_FAILED_STARTS = 3
 
 
@@ -98,7 +98,7 @@ class EngineKeeper:
             # If this fails, the leases expire.
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
                 await self._give_up(jobs, running)
-            await asyncio.sleep(_RESTART_S)
+            await asyncio.sleep(RESTART_S)
 
     async def _wait_for_end(self, client: EngineClient) -> None:
         """Waits for the engine to end; kills it if it hangs."""

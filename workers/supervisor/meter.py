@@ -3,7 +3,7 @@
 All times are from the engine process's clock, as clocks of two processes are not comparable.
 """
 
-from contract.telemetry.counts import Counts
+from contract.telemetry.metrics import Counts
 from workers.ipc.messages import EngineLoad
 from workers.supervisor.held_job import HeldJob
 
@@ -22,6 +22,7 @@ class Meter:
     def note_step(self, load: EngineLoad) -> None:
         """Counts a step; ignores steps without tokens."""
         self._note_intervals(load.ended_s)
+        self.counts.add("tokens_forced_total", value=load.num_forced_tokens)
         if not load.num_step_tokens:
             return
         counts = self.counts

@@ -12,7 +12,7 @@ from contract import tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
 from contract.jobs import Job
-from contract.payloads.prompts import with_prompts
+from contract.payloads.encoding import with_prompts
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import Holding

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from contract import tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
-from contract.payloads.results import encode_result
+from contract.payloads.encoding import encode_result
 from contract.payloads.store import (
     MAX_AGE_S,
     ObjectStore,

@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from contract import tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
-from contract.payloads.opening import open_store
+from contract.payloads import open_store
 from contract.replies import poisoned
 from contract.telemetry.tracing import Tracing
 from workers import logs

@@ -28,9 +28,9 @@ from contract.functions import Functions
 from contract.jobs import JobStatus, ModelCard, TokenizerFiles
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.orphaned_objects import OrphanedObjects
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
+from contract.stored_objects import clear_orphan, orphaned_jobs
 from workers.ipc.messages import Ready
 from workers.settings import WorkerSettings
 
@@ -188,10 +188,9 @@ class WorkerBroker:
 
     async def delete_orphaned_objects(self, store: ObjectStore) -> None:
         """Deletes objects of forgotten jobs. Raises PayloadUnavailable."""
-        orphaned = OrphanedObjects(self._client, self._keys)
-        for job_id in await orphaned.some(_ORPHANED_JOBS):
+        for job_id in await orphaned_jobs(self._client, self._keys, _ORPHANED_JOBS):
             await asyncio.to_thread(store.delete_job, job_id)
-            await orphaned.cleared([job_id])
+            await clear_orphan(self._client, self._keys, job_id)
 
     async def sweep(self) -> None:
         swept = await self._functions.sweep()
@@ -240,4 +239,5 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         tokenizer_sha256=sha256,
         created_s=int(time.time()),
         lanes=lanes,
+        capabilities=ready.capabilities,
     )

@@ -1,7 +1,7 @@
 """`python -m workers.vllm_engine --fd N --options JSON`, by the interpreter of vLLM's environment.
 
 Takes what `workers.engine_process.engine_loop` takes, and speaks the same frames. vLLM's own
-processes are in this one's group: where the supervisor is gone and a step hangs, all are killed.
+processes are in this one's group, which is killed as soon as this one has ended.
 """
 
 import logging
@@ -16,29 +16,45 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from workers.engine.model import ModelRefused
 from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
 from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.nodes import meet
 
 log = logging.getLogger("batchway.engine")
 
 _GRACE_S = 5.0
+_LOOK_S = 0.5
+
+
+def _end_group_with_this_process(fd: int) -> None:
+    """Starts a process that kills the group once this one has ended, also by SIGKILL: vLLM's
+    processes do not notice that, and would keep their memory."""
+    pid = os.getpid()
+    if os.getpgrp() != pid or os.fork() != 0:
+        return
+    os.close(fd)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == pid:
+        time.sleep(_LOOK_S)
+    os.killpg(pid, signal.SIGKILL)
 
 
 def _end_with_supervisor(fd: int) -> None:
-    """Waits for the end of the socket; kills the group where nobody has left by then."""
+    """Waits for the end of the socket; ends the process where it has not ended by then."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP | select.POLLHUP)
     poll.poll()
     time.sleep(_GRACE_S)
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+    _leave(ExitCode.CRASHED)
 
 
-def _end_with_vllm() -> None:
+def _end_with_vllm() -> NoReturn:
     """Ends the process when the first of vLLM's own has ended: `step` would wait for ever."""
     children = [child.sentinel for child in multiprocessing.active_children()]
     multiprocessing.connection.wait(children)
-    log.error("vLLM's engine core has ended")
+    log.error("a process of vLLM has ended")
     _leave(ExitCode.CRASHED)
 
 
@@ -52,8 +68,18 @@ def _leave(status: int) -> NoReturn:
 def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[SteppedEngine, Ready, int]:
-    from workers.vllm_engine.load import start_vllm
+    """Does not return on a node other than node 0: that has ranks, and no engine."""
+    from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
 
+    if options.nodes > 1:
+        engine_args(options)  # what vLLM refuses is refused before the nodes wait for each other
+        try:
+            options = meet(options, progress, lambda: _leave(ExitCode.CRASHED))
+        except OSError as exc:
+            raise ModelRefused(f"--master {options.master}: {exc.strerror}") from exc
+    if options.node_rank > 0:
+        _ranks = start_ranks(options, progress)
+        _end_with_vllm()
     started = start_vllm(options, progress)
     threading.Thread(target=_end_with_vllm, daemon=True).start()
     return started
@@ -63,5 +89,6 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     number = int(sys.argv[sys.argv.index("--fd") + 1])
+    _end_group_with_this_process(number)
     threading.Thread(target=_end_with_supervisor, args=[os.dup(number)], daemon=True).start()
     _leave(main(start=_start))

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm import LLMEngine
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -21,10 +22,10 @@ from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, PromptLogprobs, Sample
 from workers.engine.report import JobError, Output, StepReport
-from workers.engine.request import ErrorCode, Request, check_request
+from workers.engine.request import ErrorCode, Request, RequestRefused, check_request
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies
-from workers.vllm_engine.sampling import extra_args
+from workers.vllm_engine.sampling import with_plugin, without_plugin
 
 
 class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
@@ -81,8 +82,11 @@ class HostedEngine:
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
         lanes: Seq[Lane] = DEFAULT_LANES,
+        has_plugin: bool = True,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`has_plugin`: vLLM runs `SeededSampling`, else its own sampler alone."""
+        self._arguments_of = with_plugin if has_plugin else without_plugin
         self._llm = llm
         self._stats = stats
         self._limits = limits
@@ -197,7 +201,6 @@ class HostedEngine:
             "cache_salt": sequence.tenant,
         }
         asked = SamplingParams(
-            temperature=0.0,
             max_tokens=params.max_tokens - sequence.num_output,
             stop_token_ids=sorted(sequence.ending_ids),
             ignore_eos=True,
@@ -205,10 +208,16 @@ class HostedEngine:
             prompt_logprobs=params.prompt_logprobs if sequence.scores_prompt else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra_args(sequence),
+            **self._arguments_of(sequence),
         )
         priority = self._priorities.get(sequence.lane, max(self._priorities.values(), default=0))
-        self._llm.add_request(request_id, prompt, asked, priority=priority)
+        try:
+            self._llm.add_request(request_id, prompt, asked, priority=priority)
+        except (ValueError, VLLMClientError) as exc:  # an --engine-arg allows less
+            self._drop(sequence.job_id)
+            parameter = getattr(exc, "parameter", None) or "the request"
+            message = f"vLLM refuses {parameter}: its arguments allow less"
+            raise RequestRefused(ErrorCode.BAD_PARAMETER, message) from exc
         self._sequences[request_id] = sequence
         self._epochs[sequence.job_id] = sequence.epoch
         self._choices.setdefault(sequence.job_id, {})[sequence.choice] = request_id

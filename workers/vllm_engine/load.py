@@ -7,10 +7,13 @@ from typing import Any, NoReturn
 from vllm import EngineArgs, LLMEngine
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from contract.jobs import Capabilities
 from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine, Stats
@@ -46,9 +49,9 @@ def start_vllm(
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
     eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
-    engine = HostedEngine(
-        llm, stats[0], limits_of(options, vocab_size), frozenset(eos), lanes_of(options)
-    )
+    has_plugin = bool(model.logits_processors)
+    limits = limits_of(options, vocab_size)
+    engine = HostedEngine(llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin)
     num_kv_tokens = engine.num_blocks * engine.block_size
     ready = Ready(
         context_length=min(model.max_model_len, num_kv_tokens),
@@ -58,8 +61,23 @@ def start_vllm(
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        capabilities=Capabilities(resume="exact" if has_plugin else "distribution"),
     )
     return engine, ready, config.scheduler_config.max_num_batched_tokens
+
+
+def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> MultiprocExecutor:
+    """Starts the ranks of a node other than node 0, which schedules for them. They end with what
+    is returned. Raises ModelRefused."""
+    arguments = engine_args(options)
+    progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
+    try:
+        config = arguments.create_engine_config(headless=True)
+        ranks = MultiprocExecutor(config, monitor_workers=False)
+    except (ValueError, RuntimeError) as exc:
+        raise ModelRefused(f"vLLM does not load {options.model_path}: {_line(exc)}") from exc
+    progress(f"node {options.node_rank} has loaded its ranks")
+    return ranks
 
 
 def engine_args(options: EngineOptions) -> EngineArgs:
@@ -83,12 +101,17 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
         "enable_prefix_caching": "true" if options.prefix_caching else "false",
         "scheduling_policy": "priority",
-        "logits_processors": _PROCESSOR,
+        # vLLM takes none beside speculative decoding.
+        "logits_processors": None if "speculative_config" in options.engine_args else _PROCESSOR,
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,
         "seed": 0,
     }
+    if options.nodes > 1:
+        host, port = address_of(options.master)
+        ours |= {"nnodes": options.nodes, "node_rank": options.node_rank}
+        ours |= {"master_addr": host, "master_port": port}
     given = {name: str(value) for name, value in ours.items() if value is not None}
     words = [_word(name, value) for name, value in (given | options.engine_args).items()]
     return EngineArgs.from_cli_args(parser.parse_args(words))

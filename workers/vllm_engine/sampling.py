@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.interface import (
 
 from contract.jobs import SamplingParams
 from workers.engine.model import RowFailed
+from workers.engine.request import ErrorCode, RequestRefused
 from workers.engine.sequence import Sequence
 from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE, sample
@@ -38,14 +39,36 @@ class Choice(msgspec.Struct, frozen=True):
     ending_ids: tuple[int, ...]
 
 
-def extra_args(sequence: Sequence) -> dict[str, Any] | None:
-    """What to send with a request; None where plain greedy search is all it asks for."""
+def with_plugin(sequence: Sequence) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams: greedy, and what `SeededSampling` must know if plain
+    greedy search is not all that the choice asks for."""
     if sequence.params.temperature < LOWEST_TEMPERATURE and not asks_for_change(sequence):
-        return None
+        return {"temperature": 0.0}
     choice = Choice(
         sequence.params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids)
     )
-    return {EXTRA: msgspec.json.encode(choice).decode()}
+    return {"temperature": 0.0, "extra_args": {EXTRA: msgspec.json.encode(choice).decode()}}
+
+
+def without_plugin(sequence: Sequence) -> dict[str, Any]:
+    """Arguments for vLLM's own sampler. A choice that goes on draws from another seed, so that it
+    does not repeat the noise of its first tokens; penalties count its logged output as prompt.
+    Raises RequestRefused for what has no effect beside speculative decoding."""
+    params = sequence.params
+    if params.min_p or params.logit_bias:
+        name = "min_p" if params.min_p else "logit_bias"
+        message = f"{name} has no effect beside speculative decoding"
+        raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "min_tokens": max(0, params.min_tokens - sequence.num_output),
+        "seed": (params.seed + (sequence.choice << 32) + sequence.num_output) % 2**63,
+    }
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import dspy
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import BASE_URL, KEY, MODEL, QUESTION, RESPONSE_FORMAT, fits, main, says, works
 
 OPTIONS = {"api_base": BASE_URL, "api_key": KEY, "temperature": 0.0, "cache": False}
 chat = dspy.LM(f"openai/{MODEL}", num_retries=0, **OPTIONS)
@@ -34,9 +34,9 @@ def predict():
             pass
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    chat(QUESTION, response_format={"type": "json_object"})
+    fits(first(chat(QUESTION, response_format=RESPONSE_FORMAT)))
 
 
 main(importlib.metadata.version("dspy"))

@@ -12,6 +12,18 @@ BASE_URL = f"{URL}/v1"
 MODEL = "demo"
 QUESTION, ANSWER = "Count from 1 to 5.", "1, 2, 3, 4, 5"
 KEY = "no-key-is-asked-for"
+# The demo model knows nothing of schemas: what it writes is whole, whatever it means.
+VALUE = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {
+    "type": "object",
+    "properties": {"value": VALUE},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "sum", "strict": True, "schema": SCHEMA},
+}
 NOT_YET = ("not supported", "only text parts", "there is no /v1/")
 _MAX_CHARS = 600
 
@@ -41,6 +53,11 @@ def refused(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 def says(text: object) -> None:
     """Raises unless the answer is the right one."""
     assert str(text).strip() == ANSWER, text
+
+
+def fits(text: str) -> None:
+    """Raises unless the answer is of the schema."""
+    assert 0 <= json.loads(text)["value"] <= 99, text
 
 
 def main(version: str) -> None:

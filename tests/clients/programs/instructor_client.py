@@ -6,7 +6,7 @@ import instructor
 import openai
 from exercises import BASE_URL, KEY, MODEL, main, refused, works
 from instructor.core.exceptions import InstructorRetryException
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 MESSAGES = [{"role": "user", "content": "Repeat: 42"}]
@@ -15,7 +15,7 @@ MESSAGES = [{"role": "user", "content": "Repeat: 42"}]
 class Sum(BaseModel):
     """A sum."""
 
-    value: int
+    value: int = Field(ge=0, le=99)
 
 
 def ask(mode):
@@ -45,9 +45,9 @@ def tools():
     ask(instructor.Mode.TOOLS)
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    ask(instructor.Mode.JSON)
+    assert isinstance(ask(instructor.Mode.JSON_SCHEMA), Sum)
 
 
 main(importlib.metadata.version("instructor"))

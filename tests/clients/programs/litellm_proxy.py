@@ -10,7 +10,17 @@ from pathlib import Path
 
 import httpx
 import openai
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    RESPONSE_FORMAT,
+    fits,
+    main,
+    says,
+    works,
+)
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 CONFIG = f"""\
@@ -66,9 +76,9 @@ def too_long():
     raise AssertionError("no error")
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    chat(response_format={"type": "json_object"})
+    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
 
 
 def chat(messages=MESSAGES, **options):

@@ -3,7 +3,18 @@
 import importlib.metadata
 
 import litellm
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    RESPONSE_FORMAT,
+    fits,
+    main,
+    refused,
+    says,
+    works,
+)
 
 SERVER = {"api_base": BASE_URL, "api_key": KEY, "num_retries": 0}
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -67,9 +78,9 @@ def tools():
     chat(tools=[TOOL])
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    chat(response_format={"type": "json_object"})
+    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
 
 
 @refused("embeddings")

@@ -1,13 +1,14 @@
 """`llm`, on the command line."""
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import BASE_URL, KEY, MODEL, QUESTION, SCHEMA, fits, main, says, works
 
 MODELS = f"""\
 - model_id: {MODEL}
@@ -44,9 +45,9 @@ def completion():
     assert run("-m", f"{MODEL}-text", "-o", "max_tokens", "5", "1, 2, 3,").strip()
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    run("-m", MODEL, "--schema", "value int", QUESTION)
+    fits(run("-m", MODEL, "--schema", json.dumps(SCHEMA), QUESTION))
 
 
 with tempfile.TemporaryDirectory() as folder:

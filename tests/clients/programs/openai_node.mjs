@@ -38,6 +38,18 @@ const supported = {
     const answer = await client.completions.create({ model, prompt, temperature: 0, max_tokens: 5 });
     check(answer.choices[0].text.startsWith(" 4"), answer);
   },
+  "structured output": async () => {
+    const value = { type: "integer", minimum: 0, maximum: 99 };
+    const schema = {
+      type: "object",
+      properties: { value },
+      required: ["value"],
+      additionalProperties: false,
+    };
+    const response_format = { type: "json_schema", json_schema: { name: "sum", strict: true, schema } };
+    const answer = JSON.parse((await chat({ response_format })).choices[0].message.content);
+    check(answer.value >= 0 && answer.value <= 99, answer);
+  },
   models: async () => {
     const { data } = await client.models.list();
     check(data.length === 1 && data[0].id === model, data);
@@ -50,7 +62,6 @@ const supported = {
 const tool = { type: "function", function: { name: "f", parameters: { type: "object" } } };
 const unsupported = {
   tools: () => chat({ tools: [tool] }),
-  "structured output": () => chat({ response_format: { type: "json_object" } }),
   "Responses API": () => client.responses.create({ model, input: "Hello" }),
   embeddings: () => client.embeddings.create({ model, input: "Hello" }),
 };

@@ -3,11 +3,30 @@
 import asyncio
 
 import openai
-from exercises import ANSWER, BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    ANSWER,
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    RESPONSE_FORMAT,
+    fits,
+    main,
+    refused,
+    says,
+    works,
+)
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    value: int = Field(ge=0, le=99)
 
 
 def chat(**options):
@@ -124,9 +143,17 @@ def tools():
     chat(tools=[TOOL])
 
 
-@refused("structured output")
+@works("structured output")
 def structured():
-    chat(response_format={"type": "json_object"})
+    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
+
+
+@works("structured output, parsed")
+def parsed():
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, temperature=0, response_format=Sum
+    )
+    assert isinstance(answer.choices[0].message.parsed, Sum), answer
 
 
 @refused("images")

@@ -130,7 +130,7 @@ class _Run:
         caller = self.found.caller
 
         async def is_over() -> bool:
-            return not await caller.client.zcard(caller.keys.deadlines)
+            return not await caller.client.zcard(caller.keys.of("deadlines"))
 
         await until(is_over, _END_TIMEOUT_S)
         await self.found.until_at_rest()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from contract.jobs import FinishReason, SamplingParams
-from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
+from gateway.openai.grammars import Kind, compile_grammar
+from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor
@@ -21,6 +22,18 @@ from workers.engine.strategy import Strategies, Strategy
 from workers.strategies import ContinuousBatching
 
 MAX_MODEL_LEN = 40
+GRAMMAR = compile_grammar(
+    Kind.JSON_SCHEMA,
+    {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "minimum": 0, "maximum": 999},
+            "c": {"enum": ["ab", "cd"]},
+        },
+        "required": ["n", "c"],
+        "additionalProperties": False,
+    },
+)
 EOS_RATE = 1 / 8
 Choice = tuple[str, int]  # job id and index
 Prompts = tuple[tuple[int, ...], ...]
@@ -102,6 +115,7 @@ class Harness:
             clock_s=self.clock_s,
             lanes=self.lanes,
             lengths=self.lengths,
+            grammars=hash_grammars(),
         )
 
     def add(self, request: Request) -> None:
@@ -205,7 +219,7 @@ def all_sizes() -> st.SearchStrategy[Sizes]:
 
 
 def all_params() -> st.SearchStrategy[SamplingParams]:
-    return st.builds(
+    free = st.builds(
         SamplingParams,
         max_tokens=st.integers(0, 20),
         min_tokens=st.integers(0, 6),
@@ -216,6 +230,17 @@ def all_params() -> st.SearchStrategy[SamplingParams]:
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from(((), (10, 32, 97), tuple(range(97, 123)))),
     )
+    constrained = st.builds(
+        SamplingParams,
+        grammar=st.just(GRAMMAR),
+        max_tokens=st.integers(0, 36),
+        seed=st.integers(0, 3),
+        temperature=st.sampled_from((0.0, 1.0)),
+        n=st.integers(1, 3),
+        varies_seed=st.booleans(),
+        stop_token_ids=st.sampled_from(((), (32,))),
+    )
+    return free | constrained
 
 
 def all_prompts() -> st.SearchStrategy[Prompts]:

@@ -89,7 +89,9 @@ class TimedModel:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def run(self, chunks: list[Chunk], padding: list[Padding]) -> list[Sample | None]:
+    def run(
+        self, chunks: list[Chunk], padding: list[Padding], masks: object = None
+    ) -> list[Sample | None]:
         self.now_s += true_s(chunks)
         return [Sample(5) if chunk.samples else None for chunk in chunks]
 

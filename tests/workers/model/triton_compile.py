@@ -1,6 +1,7 @@
 """Compiles every Triton kernel for a GPU that need not be there, and says what each would take.
 
-`python -m tests.workers.model.triton_compile 90`: the kernels are called with CPU tensors as the
+`python -m tests.workers.model.triton_compile 90 64 128`, a compute capability and head sizes: the
+kernels are called with CPU tensors as the
 engine calls them, and each launch is turned into a compilation for that compute capability.
 Prints one JSON object: bytes of shared memory by kernel. Runs in a process of its own, without
 Triton's interpreter.
@@ -41,7 +42,7 @@ class _AbsentGpu:
         return self._target
 
 
-def compile_all(capability: int) -> dict[str, list[int]]:
+def compile_all(capability: int, head_sizes: list[int]) -> dict[str, list[int]]:
     """Bytes of shared memory of each variant that was compiled, by kernel."""
     found: dict[str, list[int]] = {}
     launch = JITFunction.run
@@ -55,8 +56,8 @@ def compile_all(capability: int) -> dict[str, list[int]]:
     driver.set_active(_AbsentGpu(capability))
     JITFunction.run = compile_only
     every_flag = AttentionFlags(0.1, 100, 30.0, torch.ones(8))
-    for dim, flags in ((64, every_flag), (128, AttentionFlags(0.1)), (256, every_flag)):
-        _attend(torch.bfloat16, dim, flags)
+    for dim in head_sizes:
+        _attend(torch.bfloat16, dim, AttentionFlags(0.1) if dim == 128 else every_flag)
     _compute_beside(TritonKernels(torch.bfloat16), torch.bfloat16)
     return found
 
@@ -89,4 +90,4 @@ def _compute_beside(kernels: TritonKernels, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(int(sys.argv[1]))))
+    print(json.dumps(compile_all(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])))

@@ -1,43 +1,39 @@
 """vLLM behind the frames: a real engine process in vLLM's environment, on tiny models."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from bench.models import make_model
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, SamplingParams
+from contract.jobs import Capabilities, FinishReason
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
-from tests.vllm_environment import vllm_python
-from workers.ipc.engine_client import EngineClient
+from tests.workers.vllm_engine.driven import (
+    NUM_TOKENS,
+    PROMPT,
+    Engine,
+    job,
+    options_of,
+    workload_jobs,
+)
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
-    EngineOptions,
-    FromEngine,
     JobFailed,
     LoadFailed,
     PromptLogprobs,
     Ready,
-    StartJob,
     StopChoice,
     StopJob,
     TokenOut,
 )
-from workers.settings import VLLM_ENGINE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-PROMPT = tuple(range(5, 45))
-NUM_TOKENS = 24
 # Each is cut after every few tokens and must go on as it would have.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -53,118 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "choices": {"temperature": 1.0, "n": 3},
     "least length": {"temperature": 1.0, "min_tokens": 20, "ignore_eos": False},
 }
-
-# vLLM's own interface for Python, without batchway.
-ALONE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    model, given, found = sys.argv[1:]
-    llm = LLM(model=model, dtype="float32", max_model_len=2048, max_num_seqs=64,
-              enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in json.load(open(given))]
-    outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
-    json.dump(outputs, open(found, "w"))
-"""
-
-
-class Engine:
-    """An engine process and what it has said."""
-
-    def __init__(self) -> None:
-        self.client: EngineClient
-        self.ready: Ready | None = None
-        self.said: list[FromEngine] = []
-        self.news = asyncio.Event()
-
-    async def start(self, options: EngineOptions) -> None:
-        python = str(vllm_python())
-        self.client = await EngineClient.start(VLLM_ENGINE, options, self._hear, python)
-
-    def _hear(self, messages: list[FromEngine]) -> None:
-        self.said += messages
-        self.news.set()
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(240):
-            while not condition():
-                refusals = [m.message for m in self.said if isinstance(m, LoadFailed)]
-                assert not refusals, refusals
-                self.news.clear()
-                await self.news.wait()
-
-    async def run(self, *jobs: StartJob) -> dict[tuple[str, int], list[int]]:
-        """The new tokens of each choice; all jobs at once, to their ends."""
-        self.said.clear()
-        self.client.send(jobs)
-        choices = {
-            (job.job_id, choice)
-            for job in jobs
-            for choice, has_ended in enumerate(job.finished)
-            if not has_ended
-        }
-
-        def ended() -> set[tuple[str, int]]:
-            found = {
-                (m.job_id, m.choice)
-                for m in self.said
-                if isinstance(m, ChoiceEnded) or (isinstance(m, TokenOut) and m.finish_reason)
-            }
-            failed = {m.job_id for m in self.said if isinstance(m, JobFailed)}
-            return found | {choice for choice in choices if choice[0] in failed}
-
-        await self.until(lambda: choices <= ended())
-        tokens: dict[tuple[str, int], list[int]] = {choice: [] for choice in choices}
-        for message in self.said:
-            if isinstance(message, TokenOut) and (message.job_id, message.choice) in tokens:
-                tokens[message.job_id, message.choice].append(message.token_id)
-        return tokens
-
-
-def options_of(path: Path, **arguments: str) -> EngineOptions:
-    return EngineOptions(
-        model_path=str(path),
-        dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=64,
-        engine_args={"enforce_eager": "true", **arguments},
-    )
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    vllm_python()
-    return make_model("S", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-async def engine(model: Path) -> AsyncIterator[Engine]:
-    engine = Engine()
-    await engine.start(options_of(model))
-    await engine.until(lambda: any(isinstance(m, Ready) for m in engine.said))
-    yield engine
-    await engine.client.stop()
-
-
-def job(
-    name: str,
-    outputs: tuple[tuple[int, ...], ...] = ((),),
-    *,
-    prompt: tuple[int, ...] = PROMPT,
-    **params: Any,
-) -> StartJob:
-    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "seed": 7, "ignore_eos": True, **params}
-    finished = (False,) * len(outputs)
-    return StartJob(
-        name, 1, "t", "standard", (prompt,), SamplingParams(**fields), outputs, finished
-    )
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
@@ -263,26 +147,10 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
     assert {m.job_id for m in engine.said[first:] if isinstance(m, TokenOut)} == {"canary"}
 
 
-async def test_tokens_are_those_of_vllm_alone(engine: Engine, model: Path, tmp_path: Path) -> None:
-    """Greedy, 64 requests at once, beside vLLM in one process without batchway."""
-    prompts = [tuple(range(10 + i, 40 + 3 * i)) for i in range(64)]
-    given, found = tmp_path / "prompts.json", tmp_path / "outputs.json"
-    given.write_text(json.dumps(prompts))
-    alone = await asyncio.to_thread(
-        subprocess.run,
-        [str(vllm_python()), "-c", ALONE, str(model), str(given), str(found)],
-        capture_output=True,
-        text=True,
-    )
-    assert alone.returncode == 0, alone.stderr[-2000:]
-    expected = json.loads(found.read_text())
-
-    jobs = [
-        job(f"w-{i}", prompt=prompt, max_tokens=32, temperature=0.0)
-        for i, prompt in enumerate(prompts)
-    ]
-    tokens = await engine.run(*jobs)
-    assert [tokens[f"w-{i}", 0] for i in range(64)] == expected
+async def test_tokens_are_those_of_vllm_alone(engine: Engine, alone: list[list[int]]) -> None:
+    """Greedy, all requests at once, beside the newest vLLM in one process without batchway."""
+    tokens = await engine.run(*workload_jobs())
+    assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
 
 
 @pytest.mark.parametrize(
@@ -305,11 +173,39 @@ async def test_what_vllm_refuses_is_said_before_anything_is_served(
     assert word in refusal.message
 
 
+async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> None:
+    """vLLM takes no plugin beside speculative decoding. What it then cannot do fails the job that
+    asks for it, and no other."""
+    engine = Engine()
+    guesses = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+    await engine.start(options_of(model, speculative_config=guesses, max_logprobs="1"))
+    await engine.until_ready()
+    [ready] = [m for m in engine.said if isinstance(m, Ready)]
+    assert ready.capabilities == Capabilities(resume="distribution")
+
+    whole = (await engine.run(job("whole", temperature=1.0)))["whole", 0]
+    found = await engine.run(
+        job("same", temperature=1.0),
+        job("cut", (tuple(whole[:5]),), temperature=1.0),
+        job("biased", logit_bias={7: 30.0}),
+        job("scored", logprobs=2, temperature=0.0),
+    )
+    assert found["same", 0] == whole
+    assert len(found["cut", 0]) == NUM_TOKENS - 5
+    assert found["cut", 0] != whole[: NUM_TOKENS - 5]  # other noise than at the beginning
+    failed = {m.job_id: (m.code, m.message) for m in engine.said if isinstance(m, JobFailed)}
+    assert failed == {
+        "biased": ("bad_parameter", "logit_bias has no effect beside speculative decoding"),
+        "scored": ("bad_parameter", "vLLM refuses logprobs: its arguments allow less"),
+    }
+    await engine.client.stop()
+
+
 async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model: Path) -> None:
     """In the middle of a stream; the supervisor sees the end, and nothing is left."""
     engine = Engine()
     await engine.start(options_of(model))
-    await engine.until(lambda: any(isinstance(m, Ready) for m in engine.said))
+    await engine.until_ready()
     processes = descendants(engine.client.pid)
     [core] = [pid for pid in processes if "EngineCore" in command_of(pid)]
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
@@ -321,3 +217,17 @@ async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model:
 
     assert status != 0
     wait_until(lambda: not any_alive(processes))
+
+
+async def test_a_killed_engine_process_leaves_no_process_of_vllm(model: Path) -> None:
+    """Also where no supervisor is left that would end them: vLLM does not notice by itself."""
+    engine = Engine()
+    await engine.start(options_of(model))
+    await engine.until_ready()
+    processes = descendants(engine.client.pid)
+    assert any("EngineCore" in command_of(pid) for pid in processes)
+
+    os.kill(engine.client.pid, signal.SIGKILL)
+    await engine.client.end()
+    await asyncio.to_thread(wait_until, lambda: not any_alive(processes))
+    await engine.client.stop()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row, Sample
 from workers.engine.sequence import Sequence
 from workers.model.gpu.decode import PrepareRows, RowsDecoder
@@ -81,7 +82,9 @@ class AheadRunner:
         return self._runner.eos_token_ids
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> list[Row]:
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
         flight, flight_ids = self._flight, self._flight_ids
         self._flight, self._flight_ids = {}, None
         used = {c.sequence: flight[c.sequence] for c in chunks if self._was_started(c, flight)}
@@ -91,8 +94,8 @@ class AheadRunner:
         rest_ids: HostCopy | None = None
         answers: dict[Sequence, Row] = {}
         scores_prompts = any(chunk.sequence.scores_prompt for chunk in chunks)
-        if padding or scores_prompts or not self._admit(drawn):
-            answers = self._run_now(rest, padding)
+        if padding or masks is not None or scores_prompts or not self._admit(drawn):
+            answers = self._run_now(rest, padding, masks)
         else:
             rest_ids = self._start_rest(rest)
             self._start_next(drawn)
@@ -122,8 +125,10 @@ class AheadRunner:
             for chunk in chunks
         )
 
-    def _run_now(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> dict[Sequence, Row]:
-        rows = self._runner.run(chunks, padding)
+    def _run_now(
+        self, chunks: Seq[Chunk], padding: Seq[Padding], masks: StepMasks | None = None
+    ) -> dict[Sequence, Row]:
+        rows = self._runner.run(chunks, padding, masks)
         return {chunk.sequence: row for chunk, row in zip(chunks, rows, strict=True)}
 
     def _start_rest(self, chunks: Seq[Chunk]) -> HostCopy | None:

@@ -1,5 +1,8 @@
-"""What a result's object holds: the answer's texts for whoever has its URL, and the log, from which
-a gateway serves results and streams as if it had stayed in Redis. JSON.
+"""Encodes what the objects of jobs hold.
+
+A prompt's object holds the token ids in msgpack, as a job's record does. A result's object holds in
+JSON the answer's texts, for readers of its URL, and the log, from which a gateway serves results
+and streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +15,7 @@ from contract.payloads.store import PayloadLost
 
 
 class ResultChoice(msgspec.Struct, kw_only=True):
-    """One choice's whole output."""
+    """A choice's complete output."""
 
     index: int
     text: str = ""
@@ -21,7 +24,7 @@ class ResultChoice(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's output, and its log up to the end, which stays in Redis."""
+    """A job's output, and its log without the terminal event, which stays in Redis."""
 
     id: str
     object: str = "job.result"
@@ -31,11 +34,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     log: list[LogEntry]
 
 
-_decoder = msgspec.json.Decoder(Result)
+_result_decoder = msgspec.json.Decoder(Result)
+_of_one = msgspec.msgpack.Decoder(tuple[int, ...])
+_of_several = msgspec.msgpack.Decoder(tuple[tuple[int, ...], ...])
 
 
 def encode_result(job: Job, entries: Sequence[LogEntry]) -> bytes:
-    """The object of a job whose log holds these entries, which do not include its end."""
+    """Encodes a job's result from its log without the terminal event."""
     assert not any(isinstance(entry.event, End) for entry in entries)
     return msgspec.json.encode(
         Result(
@@ -49,9 +54,9 @@ def encode_result(job: Job, entries: Sequence[LogEntry]) -> bytes:
 
 
 def decode_log(data: bytes) -> list[LogEntry]:
-    """The log of a result. Raises PayloadLost where another version wrote it."""
+    """The log of a result. Raises PayloadLost where it cannot be decoded."""
     try:
-        return _decoder.decode(data).log
+        return _result_decoder.decode(data).log
     except msgspec.MsgspecError as exc:
         raise PayloadLost(f"a result that this version cannot read ({type(exc).__name__})") from exc
 
@@ -67,3 +72,24 @@ def _choices(number: int, entries: Iterable[LogEntry]) -> list[ResultChoice]:
             choice.token_ids += delta.token_ids
             choice.finish_reason = delta.finish_reason or choice.finish_reason
     return choices
+
+
+def encode_prompts(job: Job) -> bytes:
+    return msgspec.msgpack.encode(job.prompt_list or job.prompt_ids)
+
+
+def with_prompts(job: Job, data: bytes) -> Job:
+    """The job with the prompts of its object. Raises PayloadLost where they do not match the
+    job."""
+    stored = job.stored_prompt
+    assert stored is not None
+    try:
+        if stored.num_prompts == 1:
+            whole = msgspec.structs.replace(job, prompt_ids=_of_one.decode(data))
+        else:
+            whole = msgspec.structs.replace(job, prompt_list=_of_several.decode(data))
+    except msgspec.MsgspecError as exc:
+        raise PayloadLost(f"an unreadable prompt ({type(exc).__name__})") from exc
+    if (whole.num_prompts, whole.num_prompt_tokens) != (stored.num_prompts, stored.num_tokens):
+        raise PayloadLost("the object holds another prompt")
+    return whole

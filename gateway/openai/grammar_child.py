@@ -1,0 +1,23 @@
+"""`python -m gateway.openai.grammar_child`: the process that compiles callers' grammars."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from gateway.openai.child import Refused, serve
+
+
+def prepare(start: Any) -> Callable[[Any], str]:
+    from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+
+    def compile_request(request: Any) -> str:
+        try:
+            return compile_grammar(Kind(request["kind"]), request["value"], request["is_strict"])
+        except GrammarRefused as refusal:
+            raise Refused(json.dumps([refusal.path, str(refusal)])) from None
+
+    return compile_request
+
+
+if __name__ == "__main__":
+    serve(prepare)

@@ -1,0 +1,173 @@
+"""Parameters that constrain the output: OpenAI's `response_format`, vLLM's `structured_outputs` and
+`guided_*`. At most one of them is taken, and becomes a grammar that the job carries."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from cachetools import LRUCache
+from pydantic import Field, model_validator
+
+from gateway.http.errors import GrammarBusy, invalid_value
+from gateway.openai import grammar_child
+from gateway.openai.child import Refused
+from gateway.openai.child_process import (
+    ChildBusy,
+    ChildFailed,
+    ChildLimits,
+    ChildProcess,
+    ChildUnreadable,
+)
+from gateway.openai.strict_model import StrictModel
+from gateway.openai.unsupported import refusal
+
+MAX_CHOICES = 10_000
+_MAX_TEXT = 64 * 1024
+_NUM_KEPT = 256  # compiled grammars, of at most 128 KiB each
+
+Schema = dict[str, Any]
+Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(StrictModel):
+    """The `json_schema` of a response format."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("must be given with type json_schema, and only then", "json_schema")
+        return self
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: exactly one of these."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: Expression | None = None
+    choice: Choices | None = None
+    grammar: Expression | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise refusal("give exactly one of json, regex, choice, grammar and json_object")
+        return self
+
+
+class Constrained(StrictModel):
+    """The parameters of a call that constrain its output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: Expression | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Expression | None = None
+
+    @model_validator(mode="after")
+    def _constrains_once(self) -> Self:
+        given = [name for name in Constrained.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise refusal(f"cannot be combined with {given[0]}", given[1])
+        return self
+
+    def constraint(self) -> "Constraint | None":
+        """What the output is constrained to."""
+        if (format_ := self.response_format) is not None:
+            if format_.json_schema is not None:
+                schema, strict = format_.json_schema.schema_, format_.json_schema.strict
+                name = "response_format.json_schema.schema"
+                return Constraint(name, "json_schema", schema or {}, bool(strict))
+            if format_.type == "json_object":
+                return Constraint("response_format", "json_schema", {"type": "object"})
+            return None
+        if (asked := self.structured_outputs) is not None:
+            values = {
+                "json": asked.json_,
+                "regex": asked.regex,
+                "choice": asked.choice,
+                "grammar": asked.grammar,
+            }
+            prefix = "structured_outputs."
+            if asked.json_object:
+                return Constraint("structured_outputs", "json_schema", {"type": "object"})
+        else:
+            values = {
+                "json": self.guided_json,
+                "regex": self.guided_regex,
+                "choice": self.guided_choice,
+                "grammar": self.guided_grammar,
+            }
+            prefix = "guided_"
+        for name, value in values.items():
+            if value is not None:
+                kind = "json_schema" if name == "json" else name
+                return Constraint(prefix + name, kind, _parsed(prefix, name, value))
+        return None
+
+
+def _parsed(prefix: str, name: str, value: Any) -> Any:
+    """A schema that vLLM's clients send as text. Raises ApiError."""
+    if name != "json" or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise invalid_value(prefix + name, f"{prefix}{name} is not JSON") from None
+
+
+class Constraint:
+    """One parameter that constrains the output, not yet compiled."""
+
+    def __init__(self, param: str, kind: str, value: Any, is_strict: bool = True) -> None:
+        self.param = param
+        self.request: Mapping[str, Any] = {"kind": kind, "value": value, "is_strict": is_strict}
+
+
+class GrammarCompiler:
+    """Compiles constraints in a process of its own, and keeps the last results."""
+
+    def __init__(self, limits: ChildLimits | None = None) -> None:
+        limits = limits or ChildLimits(cpu_s=1, wall_s=4.0)
+        self._process = ChildProcess(grammar_child.__name__, {}, limits)
+        self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
+
+    async def compile(self, constraint: Constraint) -> str:
+        """The grammar as a job carries it. Raises ApiError, GrammarBusy."""
+        key = json.dumps(constraint.request)
+        grammar = self._compiled.get(key)
+        if grammar is None:
+            grammar = self._compiled[key] = await self._ask(constraint)
+        return grammar
+
+    async def aclose(self) -> None:
+        await self._process.aclose()
+
+    async def _ask(self, constraint: Constraint) -> str:
+        param = constraint.param
+        try:
+            return await self._process.ask(constraint.request)
+        except Refused as refused:
+            path, message = json.loads(str(refused))
+            param = f"{param}.{path}" if path else param
+            raise invalid_value(param, f"{param}: {message}") from None
+        except ChildFailed as failure:
+            raise invalid_value(param, f"{param} cannot be compiled: {failure}") from None
+        except ChildBusy:
+            raise GrammarBusy from None
+        except ChildUnreadable:
+            raise RuntimeError("llguidance cannot be loaded") from None

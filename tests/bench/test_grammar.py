@@ -1,0 +1,31 @@
+"""What grammars cost: the command measures masks, and the engine with and without them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import grammar
+
+
+def test_the_command_measures_masks_and_both_kinds_of_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the small model, with a small vocabulary and short outputs: every figure is positive."""
+    monkeypatch.setattr(grammar, "VOCAB_SIZE", 1000)
+    monkeypatch.setattr(grammar, "NUM_TOKENS", 8)
+    monkeypatch.setattr(grammar, "NUM_CHOICES", 3)
+    out = tmp_path / "figures.json"
+
+    status = grammar.main([f"--folder={tmp_path}", "--size=S", "--rounds=1", f"--json={out}"])
+
+    assert status == 0
+    figures = json.loads(out.read_text())
+    assert set(figures) == {
+        "mask_p50_ms",
+        "mask_p99_ms",
+        "free_tokens_per_s",
+        "constrained_tokens_per_s",
+        "ratio",
+    }
+    assert all(value > 0 for value in figures.values())

@@ -1,0 +1,40 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench.models import make_model
+from tests.vllm_environment import vllm_python
+from tests.workers.vllm_engine.driven import Engine, options_of, tokens_of_vllm_alone
+
+
+@pytest.fixture(scope="package")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("S", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package", params=["newest", "oldest"])
+def python(request: pytest.FixtureRequest) -> Path:
+    """Of both ends of the range of releases that are supported."""
+    return vllm_python(request.param)
+
+
+@pytest.fixture(scope="package")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of the newest vLLM without batchway."""
+    return tokens_of_vllm_alone(vllm_python(), model, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="package")
+async def engine(model: Path, python: Path) -> AsyncIterator[Engine]:
+    """With one rank."""
+    engine = Engine()
+    await engine.start(options_of(model), python)
+    await engine.until_ready()
+    yield engine
+    await engine.client.stop()

@@ -1,0 +1,155 @@
+"""An engine process of vLLM and what tests ask of it; and vLLM without batchway."""
+
+import asyncio
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from bench.models import SIZES
+from contract.jobs import SamplingParams
+from infra.bench.workloads import log_uniform_workload, write_workload
+from tests.vllm_environment import vllm_python
+from workers.ipc.engine_client import EngineClient
+from workers.ipc.messages import (
+    ChoiceEnded,
+    EngineOptions,
+    FromEngine,
+    JobFailed,
+    LoadFailed,
+    Ready,
+    StartJob,
+    TokenOut,
+)
+from workers.settings import VLLM_ENGINE
+
+PROMPT = tuple(range(5, 45))
+NUM_TOKENS = 24
+
+# vLLM's own interface for Python, without batchway.
+ALONE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, given, found = sys.argv[1:]
+    llm = LLM(model=model, dtype="float32", max_model_len=2048, max_num_seqs=64,
+              enforce_eager=True, skip_tokenizer_init=True, kv_cache_memory_bytes=2**30)
+    requests = json.load(open(given))["requests"]
+    params = [SamplingParams(temperature=0.0, max_tokens=one["max_tokens"], ignore_eos=True,
+                             detokenize=False) for one in requests]
+    prompts = [{"prompt_token_ids": one["prompt_token_ids"]} for one in requests]
+    outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+    json.dump(outputs, open(found, "w"))
+"""
+
+
+# 64 requests of 16 to 512 tokens with outputs of 8 to 256, all at once.
+WORKLOAD = log_uniform_workload(64, SIZES["S"]["vocab_size"])
+
+
+def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[int]]:
+    """What vLLM without batchway answers to each request of WORKLOAD."""
+    given, found = folder / "workload.json", folder / "outputs.json"
+    write_workload(WORKLOAD, given)
+    alone = subprocess.run(
+        [str(python), "-c", ALONE, str(model), str(given), str(found)],
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    outputs: list[list[int]] = json.loads(found.read_text())
+    return outputs
+
+
+class Engine:
+    """An engine process and what it has said."""
+
+    def __init__(self) -> None:
+        self.client: EngineClient
+        self.ready: Ready | None = None
+        self.said: list[FromEngine] = []
+        self.news = asyncio.Event()
+
+    async def start(self, options: EngineOptions, python: Path | None = None) -> None:
+        """`python`: of another environment than that of the newest vLLM."""
+        path = str(python or vllm_python())
+        self.client = await EngineClient.start(VLLM_ENGINE, options, self._hear, path)
+
+    def _hear(self, messages: list[FromEngine]) -> None:
+        self.said += messages
+        self.news.set()
+
+    async def until_ready(self) -> None:
+        await self.until(lambda: any(isinstance(m, Ready) for m in self.said))
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(240):
+            while not condition():
+                refusals = [m.message for m in self.said if isinstance(m, LoadFailed)]
+                assert not refusals, refusals
+                self.news.clear()
+                await self.news.wait()
+
+    async def run(self, *jobs: StartJob) -> dict[tuple[str, int], list[int]]:
+        """The new tokens of each choice; all jobs at once, to their ends."""
+        self.said.clear()
+        self.client.send(jobs)
+        choices = {
+            (job.job_id, choice)
+            for job in jobs
+            for choice, has_ended in enumerate(job.finished)
+            if not has_ended
+        }
+
+        def ended() -> set[tuple[str, int]]:
+            found = {
+                (m.job_id, m.choice)
+                for m in self.said
+                if isinstance(m, ChoiceEnded) or (isinstance(m, TokenOut) and m.finish_reason)
+            }
+            failed = {m.job_id for m in self.said if isinstance(m, JobFailed)}
+            return found | {choice for choice in choices if choice[0] in failed}
+
+        await self.until(lambda: choices <= ended())
+        tokens: dict[tuple[str, int], list[int]] = {choice: [] for choice in choices}
+        for message in self.said:
+            if isinstance(message, TokenOut) and (message.job_id, message.choice) in tokens:
+                tokens[message.job_id, message.choice].append(message.token_id)
+        return tokens
+
+
+def options_of(path: Path, **arguments: str) -> EngineOptions:
+    return EngineOptions(
+        model_path=str(path),
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=64,
+        engine_args={"enforce_eager": "true", **arguments},
+    )
+
+
+def job(
+    name: str,
+    outputs: tuple[tuple[int, ...], ...] = ((),),
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    **params: Any,
+) -> StartJob:
+    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "seed": 7, "ignore_eos": True, **params}
+    finished = (False,) * len(outputs)
+    return StartJob(
+        name, 1, "t", "standard", (prompt,), SamplingParams(**fields), outputs, finished
+    )
+
+
+def workload_jobs() -> list[StartJob]:
+    return [
+        job(
+            f"w-{number}",
+            prompt=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            temperature=0.0,
+        )
+        for number, request in enumerate(WORKLOAD.requests)
+    ]

@@ -1,0 +1,75 @@
+"""One engine of several ranks, in one machine and over loopback as on two."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.infra.processes import any_alive, command_of, descendants, wait_until
+from tests.workers.vllm_engine.driven import Engine, job, options_of, workload_jobs
+from workers.ipc.messages import EngineOptions, TokenOut
+
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
+
+PAIR = {"tensor_parallel_size": "2"}
+
+
+@pytest.fixture(autouse=True)
+def unbound_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM binds the ranks of one machine to a NUMA node each, and refuses to run with fewer."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def two_nodes(options: EngineOptions) -> tuple[Engine, Engine]:
+    """The engine and the process of the second node's rank, which came first and waited."""
+    address = free_address()
+    nodes = Engine(), Engine()
+    for rank in (1, 0):
+        fields = {"nodes": 2, "node_rank": rank, "master": address}
+        await nodes[rank].start(msgspec.structs.replace(options, **fields))
+    await nodes[0].until_ready()
+    return nodes
+
+
+async def test_two_ranks_give_the_tokens_of_vllm_alone(model: Path, alone: list[list[int]]) -> None:
+    """Then a rank is killed in the middle of a stream: the engine ends with all its processes."""
+    engine = Engine()
+    await engine.start(options_of(model, **PAIR))
+    await engine.until_ready()
+    tokens = await engine.run(*workload_jobs())
+    assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
+
+    processes = descendants(engine.client.pid)
+    ranks = [pid for pid in processes if "Worker_TP" in command_of(pid)]
+    assert len(ranks) == 2
+    engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
+    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.said))
+    os.kill(ranks[1], signal.SIGKILL)
+    await engine.client.end()
+    assert await engine.client.stop() != 0
+    wait_until(lambda: not any_alive(processes))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_two_nodes_give_the_tokens_of_vllm_alone(
+    model: Path, alone: list[list[int]], lost: int
+) -> None:
+    """Then one of them is killed while nothing runs: the other ends too, and says so."""
+    nodes = await two_nodes(options_of(model, **PAIR))
+    tokens = await nodes[0].run(*workload_jobs())
+    assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
+
+    processes = [pid for node in nodes for pid in descendants(node.client.pid)]
+    nodes[lost].client.kill()
+    await nodes[1 - lost].client.end()
+    assert await nodes[1 - lost].client.stop() != 0
+    await nodes[lost].client.stop()
+    wait_until(lambda: not any_alive(processes))

@@ -1,0 +1,101 @@
+"""Constrained jobs in the engine: they wait for their grammars, and their forced tokens follow
+without a forward."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+
+from contract.jobs import FinishReason
+from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
+from workers.engine.model import Chunk, Sample
+from workers.engine.report import Output, StepReport
+from workers.engine.request import ErrorCode, RequestRefused
+from workers.engine.sequence import Sequence
+
+# How often a finished grammar is looked for while the engine has nothing else to do.
+POLL_S = 0.002
+
+
+class Constraints:
+    """Compiles the grammars of jobs beside the engine's steps; masks and forces their tokens."""
+
+    def __init__(self, grammars: Grammars | None, max_model_len: int) -> None:
+        """Without `grammars`, constrained jobs are refused."""
+        self._grammars = grammars
+        self._max_model_len = max_model_len
+        self._compiling: dict[str, tuple[list[Sequence], Future[list[Matcher]]]] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._compiling)
+
+    def holds(self, job_id: str) -> bool:
+        """Whether a job waits for its grammar."""
+        return job_id in self._compiling
+
+    def compile(self, job_id: str, grammar: str, sequences: list[Sequence]) -> None:
+        """Starts to compile the grammar of a job. Raises RequestRefused."""
+        if self._grammars is None:
+            message = "this model cannot constrain its output to a grammar"
+            raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
+        outputs = [s.token_ids[s.num_prompt :] for s in sequences]
+        self._compiling[job_id] = sequences, self._grammars.start_matchers(grammar, outputs)
+
+    def forget(self, job_id: str) -> None:
+        self._compiling.pop(job_id, None)
+
+    def compiled(self) -> Iterator[tuple[str, GrammarFailed | None]]:
+        """Jobs whose grammars are compiled, or failed to; each is returned once."""
+        for job_id in [job_id for job_id, (_, found) in self._compiling.items() if found.done()]:
+            sequences, found = self._compiling.pop(job_id)
+            try:
+                for sequence, matcher in zip(sequences, found.result(), strict=True):
+                    sequence.matcher = matcher
+            except GrammarFailed as failure:
+                yield job_id, failure
+            else:
+                yield job_id, None
+
+    def start_masks(self, chunks: Seq[Chunk]) -> StepMasks | None:
+        """Starts to compute the masks of a step; None where no row is constrained."""
+        if self._grammars is None:
+            return None
+        constrained = {
+            chunk.sequence: chunk.sequence.matcher
+            for chunk in chunks
+            if chunk.samples and chunk.sequence.matcher is not None
+        }
+        if not constrained:
+            return None
+        forbidden = self._grammars.start_masks(list(constrained.values()))
+        return StepMasks(list(constrained), forbidden)
+
+    def take(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
+        """Appends a sampled token and those that must follow it. Raises GrammarFailed."""
+        self._append(sequence, sample, report)
+        self.force(sequence, report)
+
+    def force(self, sequence: Sequence, report: StepReport) -> None:
+        """Appends the tokens that the grammar forces next: the next step computes their KV in one
+        chunk. Not where log probabilities are asked for, which only a forward can tell."""
+        matcher = sequence.matcher
+        if matcher is None or sequence.params.logprobs is not None:
+            return
+        for token_id in matcher.forced():
+            if sequence.finish_reason is not None:
+                return
+            self._append(sequence, Sample(token_id), report)
+            report.num_forced_tokens += 1
+
+    def _append(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
+        assert sequence.matcher is not None
+        sequence.matcher.consume(sample.token_id)
+        position = sequence.num_output
+        sequence.token_ids.append(sample.token_id)
+        end = sequence.finish_reason = sequence.end_reason(self._max_model_len)
+        if end is FinishReason.STOP and sample.token_id not in sequence.ending_ids:
+            report.ended.append(sequence)  # the token is part of the output, unlike an ending token
+            end = None
+        report.outputs.append(
+            Output(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)
+        )
