@@ -68,7 +68,8 @@ def advice(findings: tuple[ClassFinding, ...], is_gpu: bool) -> str:
         sentences.append(
             f"A step that also computes prompts takes {mixed.step_s / decode.step_s:.1f} times as "
             "long as one of decoding alone, so tokens arrive later: lower "
-            "--max-num-batched-tokens, or set prefill_share, where time between tokens matters more than the first token."
+            "--max-num-batched-tokens, or set prefill_share, where time between tokens matters "
+            "more than the first token."
         )
     outside = max(findings, key=lambda finding: finding.outside_s / finding.step_s)
     if outside.outside_s > _LARGE_GAP * outside.step_s:
