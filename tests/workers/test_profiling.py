@@ -105,7 +105,7 @@ def test_advice_names_the_setting_that_moves_the_bound() -> None:
     assert "aten::mm takes 90%" in told(memory_s=0.001)
     assert "prefill_share" not in told()
     assert "prefill_share" in told(step_s=0.005, model_s=0.004, memory_s=0.0036)
-    assert "as it should be" in told()
+    assert "the best case" in told()
     assert "\n" not in told()
 
 
