@@ -11,7 +11,7 @@ import msgspec
 
 from contract.callbacks import Callback
 from contract.function_types import Submission
-from contract.jobs import Endpoint, Job, ModelCard, SamplingParams, default_seed, new_job_id
+from contract.jobs import Endpoint, Job, ModelCard, new_job_id
 from gateway.http.auth import Caller
 from gateway.http.errors import (
     UNSUPPORTED,
@@ -21,7 +21,8 @@ from gateway.http.errors import (
     invalid_value,
     no_such_model,
 )
-from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody, CompletionBody
+from gateway.openai.sampling import check_ids, echoes, num_prompt_logprobs, sampling_params
+from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody
 from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
@@ -68,7 +69,7 @@ async def prepare(
     prompts = await _prompts(await broker.known.tokenizer(card), card, body)
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
-    params = _sampling(card, body, caps, job_id)
+    params = sampling_params(card, body, caps, job_id)
     if (constraint := body.constraint()) is not None:
         _check_constrained(body, constraint.param)
         grammar = await grammars.compile(constraint)
@@ -85,7 +86,7 @@ async def prepare(
         params=params,
         created_s=int(time.time()),
         return_token_ids=bool(body.return_token_ids),
-        echo=_echoes(body),
+        echo=echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         weight=terms.caller.terms.weight,
@@ -142,7 +143,7 @@ def _check_capabilities(card: ModelCard, body: CallBody) -> None:
         param = constraint.param.split(".")[0]
         message = f"{param}: the engine of {card.name!r} cannot constrain its output"
         raise bad_request(UNSUPPORTED, message, param)
-    if _prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
+    if num_prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
         param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
         raise bad_request(UNSUPPORTED, message, param)
@@ -165,7 +166,7 @@ async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -
         param = _name_of(body, number)
         if not prompt_ids:
             raise invalid_value(param, f"{param} has no tokens")
-        _check_ids(param, prompt_ids, card)
+        check_ids(param, prompt_ids, card)
     return prompts
 
 
@@ -186,12 +187,6 @@ def _name_of(body: CallBody, number: int) -> str:
     if isinstance(body, ChatBody):
         return "messages"
     return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
-
-
-def _check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
-        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
-        raise invalid_value(param, message)
 
 
 def _output_caps(
@@ -249,64 +244,3 @@ def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
     return "max_tokens", body.max_tokens
-
-
-def _sampling(card: ModelCard, body: CallBody, caps: list[int], job_id: str) -> SamplingParams:
-    """For all prompts. The engine ends each choice where the context does, which is what makes the
-    caps of prompts differ."""
-    min_tokens = body.min_tokens or 0
-    most = 0 if body.max_tokens == 0 else min(caps)
-    if min_tokens > most:
-        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    _check_ids("stop_token_ids", stop_token_ids, card)
-    return SamplingParams(
-        max_tokens=max(caps),
-        # The engine's seeds have 63 bits.
-        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
-        varies_seed=body.seed is None and len(caps) > 1,
-        min_tokens=min_tokens,
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(card, body),
-        n=body.n or 1,
-        stop=body.stop or (),
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=body.num_logprobs,
-        prompt_logprobs=_prompt_logprobs(body),
-    )
-
-
-def _echoes(body: CallBody) -> bool:
-    return isinstance(body, CompletionBody) and bool(body.echo)
-
-
-def _prompt_logprobs(body: CallBody) -> int | None:
-    """The most that any part of the answer says: their own list, or the logprobs of an echo."""
-    echoed = body.num_logprobs if _echoes(body) else None
-    return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
-
-
-def _logit_bias(card: ModelCard, body: CallBody) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for name, bias in (body.logit_bias or {}).items():
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise _bad_bias("keys of logit_bias must be token ids")
-        if int(name) >= card.vocab_size:
-            raise _bad_bias(f"token ids of logit_bias must be below {card.vocab_size}")
-        biases[int(name)] = float(bias)
-    return biases
-
-
-def _bad_bias(message: str) -> ApiError:
-    return invalid_value("logit_bias", message)

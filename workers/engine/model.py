@@ -3,13 +3,15 @@
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from contract.jobs import TokenizerFiles
-from workers.engine.grammar import StepMasks
 from workers.engine.sequence import Sequence
+
+if TYPE_CHECKING:  # who only names an error of this module loads no numpy
+    from workers.engine.grammar import StepMasks
 
 
 class ModelRefused(Exception):
@@ -96,7 +98,7 @@ class Model(Protocol):
     def eos_token_ids(self) -> frozenset[int]: ...
 
     def run(
-        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: "StepMasks | None" = None
     ) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 

@@ -23,14 +23,20 @@ import msgspec
 
 from contract.jobs import Capabilities
 from workers import logs
-from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
 from workers.engine.strategy import Strategies
-from workers.engine_process.engine_setup import build_engine, lanes_of, limits_of, strategies_of
+from workers.engine_process.engine_setup import (
+    build_engine,
+    lanes_of,
+    limits_of,
+    load_grammars,
+    ready_message,
+    strategies_of,
+)
 from workers.engine_process.step_messages import step_messages
 from workers.ipc.channel import Channel, PeerGone
 from workers.ipc.messages import (
@@ -188,22 +194,6 @@ def _on_our_clock(remaining_s: float | None) -> float | None:
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
-def _ready(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> Ready:
-    """The context length is limited to what the KV cache can hold for one sequence."""
-    model = loaded.model
-    num_kv_tokens = model.num_blocks * model.block_size
-    return Ready(
-        context_length=min(loaded.context_length, model.max_model_len, num_kv_tokens),
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
-        tokenizer=loaded.tokenizer,
-        num_blocks=model.num_blocks,
-        block_size=model.block_size,
-        max_num_seqs=options.max_num_seqs,
-        capabilities=can,
-    )
-
-
 def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
     """Loads the model, then runs steps until told to end. Raises PeerGone, or a step's error."""
     try:
@@ -224,15 +214,6 @@ def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
     return ExitCode.OK
 
 
-def _grammars(loaded: LoadedModel) -> Grammars | None:
-    tokenizer_json = loaded.tokenizer.tokenizer_json
-    try:
-        return Grammars(tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
-    except GrammarFailed as failure:
-        log.warning("structured output is off: %s", failure)
-        return None
-
-
 def start_own(load: Load) -> Start:
     """batchway's own engine around the model that `load` yields."""
 
@@ -240,12 +221,12 @@ def start_own(load: Load) -> Start:
         options: EngineOptions, progress: Callable[[str], None]
     ) -> tuple[SteppedEngine, Ready, int]:
         loaded = load(options, progress)
-        grammars = _grammars(loaded)
+        grammars = load_grammars(loaded)
         engine = build_engine(
             loaded.model, loaded.vocab_size, options, loaded.num_step_tokens, grammars
         )
         can = Capabilities(structured_output=grammars is not None)
-        return engine, _ready(loaded, options, can), loaded.num_step_tokens
+        return engine, ready_message(loaded, options, can), loaded.num_step_tokens
 
     return start
 

@@ -1,16 +1,26 @@
 """Builds the engine and its parts from options. Starts nothing."""
 
 import dataclasses
+import logging
 
+from contract.jobs import Capabilities
 from workers.engine.engine import Engine
-from workers.engine.grammar import Grammars
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
-from workers.engine.model import Model
+from workers.engine.model import LoadedModel, Model
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.messages import DYNAMIC_WINDOW_S, STATIC_WAIT_S, EngineOptions, StrategyOptions
+from workers.ipc.messages import (
+    DYNAMIC_WINDOW_S,
+    STATIC_WAIT_S,
+    EngineOptions,
+    Ready,
+    StrategyOptions,
+)
 from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
+
+log = logging.getLogger("batchway.engine")
 
 
 def build_engine(
@@ -97,3 +107,29 @@ def _strategy(options: StrategyOptions, max_num_seqs: int) -> Strategy:
                 options.bucket_edges,
                 options.padded,
             )
+
+
+def load_grammars(loaded: LoadedModel) -> Grammars | None:
+    """None if the tokenizer cannot be used for structured output."""
+    tokenizer_json = loaded.tokenizer.tokenizer_json
+    try:
+        return Grammars(tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
+    except GrammarFailed as failure:
+        log.warning("structured output is off: %s", failure)
+        return None
+
+
+def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> Ready:
+    """The context length is limited to what the KV cache can hold for one sequence."""
+    model = loaded.model
+    num_kv_tokens = model.num_blocks * model.block_size
+    return Ready(
+        context_length=min(loaded.context_length, model.max_model_len, num_kv_tokens),
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+        tokenizer=loaded.tokenizer,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        max_num_seqs=options.max_num_seqs,
+        capabilities=can,
+    )

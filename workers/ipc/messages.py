@@ -2,6 +2,8 @@
 
 One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
 Only types and encoding; the two ends own their sockets.
+
+Over 300 lines: the messages of both directions are one interface, read together.
 """
 
 from collections.abc import Sequence as Seq
@@ -24,9 +26,8 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: StrategyName = "continuous"
     batch_size: int = 8  # static, dynamic: sequences of a full batch
     window_s: float | None = None  # static, dynamic: the longest wait for a full batch
-    drain_share: float = (
-        0.0  # static: the next batch may start when at most this share of the last still runs
-    )
+    # static: the next batch may start when at most this share of the last still runs
+    drain_share: float = 0.0
     bucket_edges: tuple[int, ...] = ()  # dynamic: prompt lengths that separate buckets, ascending
     padded: bool = False  # static, dynamic: compute batches as rectangles
 

@@ -1,0 +1,74 @@
+"""A checked body's sampling parameters."""
+
+from contract.jobs import ModelCard, SamplingParams, default_seed
+from gateway.http.errors import ApiError, invalid_value
+from gateway.openai.schemas import CallBody, CompletionBody
+
+
+def sampling_params(
+    card: ModelCard, body: CallBody, caps: list[int], job_id: str
+) -> SamplingParams:
+    """For all prompts. The engine ends each choice where the context does, which is what makes the
+    caps of prompts differ."""
+    min_tokens = body.min_tokens or 0
+    most = 0 if body.max_tokens == 0 else min(caps)
+    if min_tokens > most:
+        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_ids("stop_token_ids", stop_token_ids, card)
+    return SamplingParams(
+        max_tokens=max(caps),
+        # The engine's seeds have 63 bits.
+        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
+        varies_seed=body.seed is None and len(caps) > 1,
+        min_tokens=min_tokens,
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(card, body),
+        n=body.n or 1,
+        stop=body.stop or (),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=num_prompt_logprobs(body),
+    )
+
+
+def echoes(body: CallBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
+
+
+def num_prompt_logprobs(body: CallBody) -> int | None:
+    """The most that any part of the answer says: their own list, or the logprobs of an echo."""
+    echoed = body.num_logprobs if echoes(body) else None
+    return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _logit_bias(card: ModelCard, body: CallBody) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for name, bias in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise _bad_bias("keys of logit_bias must be token ids")
+        if int(name) >= card.vocab_size:
+            raise _bad_bias(f"token ids of logit_bias must be below {card.vocab_size}")
+        biases[int(name)] = float(bias)
+    return biases
+
+
+def _bad_bias(message: str) -> ApiError:
+    return invalid_value("logit_bias", message)
+
+
+def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, message)
