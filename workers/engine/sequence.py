@@ -1,9 +1,12 @@
 """One choice of a job while the engine runs it, as token ids and counts."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from contract.jobs import FinishReason, SamplingParams
-from workers.engine.grammar import Matcher
+
+if TYPE_CHECKING:  # who only counts sequences loads no numpy
+    from workers.engine.grammar import Matcher
 
 Account = tuple[str, str]  # lane and tenant
 
@@ -40,7 +43,7 @@ class Sequence:
     added_s: float = 0.0
     started_s: float | None = None  # when it was first admitted
     finish_reason: FinishReason | None = None
-    matcher: Matcher | None = None  # of a constrained choice; has consumed its output
+    matcher: "Matcher | None" = None  # of a constrained choice; has consumed its output
 
     def __post_init__(self) -> None:
         self.max_output = self.max_output or self.params.max_tokens

@@ -16,8 +16,9 @@ from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
 from workers.model.tokenizer import read_tokenizer
-from workers.vllm_engine.hosted import HostedEngine, Stats
+from workers.vllm_engine.hosted import HostedEngine
 from workers.vllm_engine.sampling import SeededSampling
+from workers.vllm_engine.stats import Stats
 
 log = logging.getLogger("batchway.engine")
 
