@@ -87,17 +87,12 @@ async def test_an_answer_that_breaks_off_is_not_ended() -> None:
 
 @pytest.mark.parametrize(
     ("parts", "said_last"),
-    [
-        ([b"abcdef"], b"\r\n\r\n"),
-        ([b"ab"], b"\r\n\r\nab"),
-        ([b"ab", b"cdef"], b"\r\n\r\nab"),
-        ([b"ab", b"c"], b"\r\n\r\nabc"),
-    ],
+    [([b"abcdef"], b"\r\n\r\n"), ([b"ab", b"cdef"], b"\r\n\r\nab")],
 )
-async def test_a_body_of_another_length_than_was_said_is_cut(
+async def test_a_body_longer_than_its_content_length_is_cut(
     parts: list[bytes], said_last: bytes
 ) -> None:
-    """What is too much would be read as the next answer, and what is too little completed by it."""
+    """The client would read the rest as the next response."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({**START, "headers": [(b"content-length", b"4")]})
