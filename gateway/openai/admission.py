@@ -23,7 +23,7 @@ from gateway.http.errors import (
 )
 from gateway.openai.sampling import check_ids, echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody
-from gateway.openai.structured import GrammarCompiler
+from gateway.openai.structured import Constraint, GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
@@ -66,11 +66,13 @@ async def prepare(
         raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
     _check_capabilities(card, body)
-    prompts = await _prompts(await broker.known.tokenizer(card), card, body)
+    tokenizer = await broker.known.tokenizer(card)
+    prompts = await _prompts(tokenizer, card, body)
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
     params = sampling_params(card, body, caps, job_id)
-    if (constraint := body.constraint()) is not None:
+    tools = body.offered if isinstance(body, ChatBody) else []
+    if (constraint := _constraint(tokenizer, card, body)) is not None:
         _check_constrained(body, constraint.param)
         grammar = await grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -91,6 +93,7 @@ async def prepare(
         prompt_logprobs=body.prompt_logprobs,
         weight=terms.caller.terms.weight,
         resume=card.capabilities.resume,
+        parses_tools=bool(tools),
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
@@ -137,7 +140,10 @@ def check_lane(card: ModelCard, lane: str) -> None:
 
 def _check_capabilities(card: ModelCard, body: CallBody) -> None:
     """Raises ApiError where the body asks for what the model's engine cannot do. No body can ask
-    for tools, LoRA or embeddings yet."""
+    for LoRA or embeddings yet."""
+    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
+        message = f"tools: the format of tool calls of {card.name!r} is not known"
+        raise bad_request(UNSUPPORTED, message, "tools")
     constraint = body.constraint()
     if constraint is not None and not card.capabilities.structured_output:
         param = constraint.param.split(".")[0]
@@ -147,6 +153,21 @@ def _check_capabilities(card: ModelCard, body: CallBody) -> None:
         param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
         raise bad_request(UNSUPPORTED, message, param)
+
+
+def _constraint(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Constraint | None:
+    """What the output is constrained to. Raises ApiError where tool calls cannot be forced."""
+    if not isinstance(body, ChatBody) or not body.offered:
+        return body.constraint()
+    format_, can = tokenizer.tool_format, card.capabilities.structured_output
+    if format_ is not None and can:
+        return body.tool_constraint(format_, tokenizer.special_ids)
+    is_strict = any(tool.function.strict for tool in body.offered)
+    if body.forces_calls or is_strict:
+        param = "tool_choice" if body.forces_calls else "tools"
+        reason = "are in a format that no grammar forces" if can else "cannot be constrained"
+        raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)
+    return None
 
 
 async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:
@@ -175,9 +196,10 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
     if tokenizer.template is None:
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    messages = [message.rendered() for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     try:
-        return await tokenizer.template.render(messages)
+        return await tokenizer.template.render(messages, tools or None)
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
+from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens, ToolCallDelta
 from contract.jobs import Endpoint, FinishReason, Job
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.openai.prompts import PromptPart
 from gateway.openai.text_stream import TextStream
 from gateway.openai.tokens import ModelTokenizer
+from gateway.openai.tools import delta_of, whole_calls
 
 
 def usage(job: Job, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
@@ -137,7 +138,7 @@ class Chunks:
     def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.choice}
         if self._job.endpoint is Endpoint.CHAT:
-            choice["delta"] = {"content": delta.text}
+            choice["delta"] = self._message_delta(delta)
         else:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta)
@@ -145,6 +146,17 @@ class Chunks:
         if self._job.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
+
+    def _message_delta(self, delta: ChoiceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        if delta.text or not (delta.reasoning or delta.tool_calls):
+            message["content"] = delta.text
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            calls = [delta_of(self._job, delta.choice, call) for call in delta.tool_calls]
+            message["tool_calls"] = calls
+        return message
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if delta.logprobs is None or self._tokenizer is None:
@@ -191,6 +203,8 @@ class _Choice(msgspec.Struct):
     """What came of one choice so far."""
 
     texts: list[str] = msgspec.field(default_factory=list)
+    reasoning: list[str] = msgspec.field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
@@ -222,6 +236,8 @@ class Answer:
         for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
             choice = self._choices[delta.choice]
             choice.texts.append(delta.text)
+            choice.reasoning.append(delta.reasoning)
+            choice.tool_calls += delta.tool_calls
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
@@ -237,7 +253,7 @@ class Answer:
         text, prompt = "".join(choice.texts), self._prompts[index // self._job.params.n]
         built: dict[str, Any] = {"index": index}
         if self._job.endpoint is Endpoint.CHAT:
-            built["message"] = {"role": "assistant", "content": text, "refusal": None}
+            built["message"] = self._message(index, choice, text)
         else:
             built["text"] = prompt.text + text
             built |= prompt.listed_logprobs()
@@ -246,6 +262,15 @@ class Answer:
         if self._job.return_token_ids:
             built["token_ids"] = choice.token_ids
         return built | _of_listed_prompt(self._job, index)
+
+    def _message(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := "".join(choice.reasoning):
+            message["reasoning_content"] = reasoning
+        if choice.tool_calls:
+            message["content"] = text or None
+            message["tool_calls"] = whole_calls(self._job, index, choice.tool_calls)
+        return message
 
     def _logprobs(self, choice: _Choice, prompt: PromptPart) -> dict[str, Any] | None:
         if self._job.params.logprobs is None or self._tokenizer is None:

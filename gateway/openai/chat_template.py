@@ -31,11 +31,13 @@ class ChatTemplate:
         # Templates older than the role know it as `system`.
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
         """The text, up to where the assistant's answer starts. Raises Refused, MemoryError."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        context = self._special_tokens | {"tools": None, "documents": None}
+        context = self._special_tokens | {"tools": tools, "documents": None}
         parts: list[str] = []
         num_chars = 0
         try:
@@ -56,7 +58,7 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 

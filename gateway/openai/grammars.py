@@ -5,9 +5,9 @@ Runs in a process of its own: some grammars take seconds or gigabytes to compile
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -24,6 +24,7 @@ class Kind(StrEnum):
     REGEX = "regex"  # Rust's syntax, of the whole output
     CHOICE = "choice"  # a list of strings
     GRAMMAR = "grammar"  # Lark or GBNF
+    TOOLS = "tools"  # a ToolCalls
 
 
 class GrammarRefused(Exception):
@@ -46,9 +47,61 @@ def compile_grammar(kind: Kind, value: Any, is_strict: bool = True) -> str:
             grammar = _checked(grammar_from("choice", json.dumps(value)))
         case Kind.GRAMMAR:
             grammar = _of_grammar(value)
+        case Kind.TOOLS:
+            grammar = _checked(tool_grammar(value))
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the grammar has over {MAX_GRAMMAR_BYTES} bytes")
     return grammar
+
+
+class ToolCalls(TypedDict):
+    """Calls of functions in a model's format."""
+
+    format: Mapping[str, str | None]  # the fields of ToolFormat
+    special_ids: Mapping[str, int]  # of the special tokens in the format's text
+    functions: Sequence[tuple[str, Any, bool]]  # name, schema of the arguments, whether strict
+    is_forced: bool  # False: the output may also be text, or begin with text
+    may_repeat: bool
+
+
+def tool_grammar(calls: ToolCalls) -> str:
+    """A grammar in Lark's syntax. Raises GrammarRefused."""
+    format_, ids = calls["format"], calls["special_ids"]
+
+    def literal(text: str | None) -> str:
+        """Text and special tokens, as Lark has them."""
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text or "") if ids else [text]
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
+        )
+
+    rules, names = [], []
+    for i, (name, schema, is_strict) in enumerate(calls["functions"]):
+        try:
+            _of_schema(schema, is_strict)
+        except GrammarRefused as refusal:
+            path = f"{i}.function.parameters"
+            raise GrammarRefused(str(refusal), f"{path}.{refusal.path}".rstrip(".")) from None
+        arguments = json.dumps({**schema, _KNOBS: _options(is_strict)})
+        rules.append(f"call_{i}: {literal(name)} {literal(format_['middle'])} %json {arguments}")
+        names.append(f"call_{i}")
+    begin, more = format_["begin"] or "", ""
+    if calls["may_repeat"] and format_["between"] is not None:
+        more = f"({literal(format_['between'])} call)*"
+    body = f"call {more} {literal(format_['end'])}"
+    if calls["is_forced"]:
+        start = [f"start: {literal(begin)} {body}"]
+    else:
+        opening = begin.rpartition("{")[0].rstrip() or begin
+        start = [
+            "start: TEXT | after_text",
+            f"after_text: text_to_call {literal(begin.removeprefix(opening))} {body}",
+            f"text_to_call[lazy]: TEXT {literal(opening)}",
+            r"TEXT: /(.|\n)*/",
+        ]
+        if opening in ids:
+            start[2] = f"text_to_call: TEXT {literal(opening)}"
+    return "\n".join(["%llguidance {}", *start, "call: " + " | ".join(names), *rules])
 
 
 def _of_grammar(text: str) -> str:
@@ -79,18 +132,23 @@ def _of_schema(schema: Any, is_strict: bool) -> str:
     return grammar
 
 
+def _options(is_strict: bool) -> Any:
+    """JSON as `json.dumps` writes it: names and separators are forced text, and white space ends.
+    Unless `is_strict`, what cannot be enforced is dropped."""
+    return {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": not is_strict,
+    }
+
+
 def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
-    """Laid out as `json.dumps` does it, so that names and separators are forced text, and no white
-    space goes on for ever. Raises GrammarRefused for numbers that are too large."""
+    """Raises GrammarRefused for numbers that are too large."""
     try:
         return LLMatcher.grammar_from_json_schema(
             schema,
-            overrides={
-                "whitespace_flexible": False,
-                "item_separator": ", ",
-                "key_separator": ": ",
-                "lenient": not is_strict,
-            },
+            overrides=_options(is_strict),
         )
     except ValueError as error:
         raise GrammarRefused(_sentence(str(error))) from error

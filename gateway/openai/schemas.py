@@ -11,9 +11,7 @@ from pydantic import (
     BeforeValidator,
     FailFast,
     Field,
-    ValidationInfo,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -22,6 +20,7 @@ from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
 from gateway.openai.strict_model import StrictModel
 from gateway.openai.structured import Constrained
+from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -124,7 +123,7 @@ def _content(value: Any) -> Any:
 
 def _role(value: Any) -> Any:
     if isinstance(value, str) and value in ROLES:
-        raise unsupported("tools are not supported yet")
+        raise unsupported("functions are not supported: use tools")
     return value
 
 
@@ -148,17 +147,42 @@ def _prompt(value: Any) -> Any:
 
 
 class Message(StrictModel):
+    """`tool_calls` are of assistants, `tool_call_id` of the role `tool`: a call's result."""
+
     unasked = OF_MESSAGES
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
+    ]
+    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: CallId | None = None
 
-    @field_validator("content", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _of_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        """Assistants that called tools have said nothing."""
-        return "" if value is None and info.data.get("role") == "assistant" else value
+    def _without_content(cls, fields: Any) -> Any:
+        """Assistants that called tools may have said nothing."""
+        if isinstance(fields, dict) and fields.get("content") is None:
+            if fields.get("role") != "assistant":
+                raise refusal("must be given", "content", MISSING)
+            return {name: value for name, value in fields.items() if name != "content"}
+        return fields
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise refusal("is for messages of the assistant", "tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise refusal("must be given with the role tool, and only then", "tool_call_id")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        if self.tool_calls:
+            fields["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        return fields
 
 
 class StreamOptions(StrictModel):
@@ -223,7 +247,7 @@ class _SamplingBody(Constrained):
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-class ChatBody(_SamplingBody):
+class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
     # One error is told; 60,000 of them fit into a body, and took two seconds to collect.

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
 from gateway.openai import template_child
@@ -36,13 +37,15 @@ class TemplateProcess:
         """Of the process, where there is one."""
         return self._process.pid
 
-    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
         """The text, up to where the assistant's answer starts.
 
         Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
         """
         try:
-            return await self._process.ask(messages)
+            return await self._process.ask([messages, tools])
         except Refused as refusal:
             raise TemplateRefused(str(refusal)) from None
         except ChildBusy:

@@ -32,6 +32,8 @@ class ModelTokenizer:
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self.tool_format = files.tool_format
 
     async def aclose(self) -> None:
         """Ends the process of the chat template, if there is one."""

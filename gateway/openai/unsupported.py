@@ -24,15 +24,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
-    # Without functions and tools there is nothing to call, so that these change nothing.
-    "function_call": ("none", "auto"),
+    "function_call": ("none", "auto"),  # without functions, these change nothing
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (False, True),
     "prediction": (),
     "priority": (0,),
     "reasoning_effort": ("none",),
@@ -40,8 +38,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -62,10 +58,8 @@ OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "reasoning": ("",),
     "reasoning_content": ("",),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
-ROLES = frozenset({"tool", "function"})
+ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 
 
