@@ -72,7 +72,9 @@ def tool_grammar(calls: ToolCalls) -> str:
         """Text and special tokens, as Lark has them."""
         parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text or "") if ids else [text]
         return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
         )
 
     rules, names = [], []

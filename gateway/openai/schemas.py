@@ -164,9 +164,10 @@ class Message(StrictModel):
     def _without_content(cls, fields: Any) -> Any:
         """Assistants that called tools may have said nothing."""
         if isinstance(fields, dict) and fields.get("content") is None:
-            if fields.get("role") != "assistant":
+            if fields.get("role") == "assistant":
+                return {name: value for name, value in fields.items() if name != "content"}
+            if "content" not in fields:
                 raise refusal("must be given", "content", MISSING)
-            return {name: value for name, value in fields.items() if name != "content"}
         return fields
 
     @model_validator(mode="after")

@@ -51,18 +51,17 @@ class FakeTokenizer:
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        tools: Any,
         tokenize: bool,
         add_generation_prompt: bool = False,
     ) -> str:
-        rendered, _ = render_jinja_template(
+        rendered = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
         )
-        [text] = rendered
-        return str(text)
+        return str(rendered[0][0])
 
 
 TAG_FORMAT = ToolFormat(
