@@ -1,6 +1,5 @@
-"""The shapes of answers to calls, for the OpenAPI document. `answers` builds them as dicts, since
-checking long lists of log probabilities again would take longer than building them.
-"""
+"""Response models, for the OpenAPI document. `answers` builds dicts instead, because validating
+long lists of log probabilities would take longer than building them."""
 
 from typing import Literal
 

@@ -1,6 +1,6 @@
-"""Schemas, regular expressions and grammars that callers send, as grammars of llguidance.
+"""Compiles schemas, regular expressions, grammars and tool calls to grammars of llguidance.
 
-Runs in a process of its own: some grammars take seconds or gigabytes to compile.
+Runs in its own process, because some grammars take seconds or gigabytes to compile.
 """
 
 import json
@@ -18,7 +18,7 @@ _MAX_MESSAGE_CHARS = 300
 
 
 class Kind(StrEnum):
-    """What a caller sent."""
+    """What a grammar is made from."""
 
     JSON_SCHEMA = "json_schema"  # an object, or true
     REGEX = "regex"  # Rust's syntax, of the whole output
@@ -28,7 +28,8 @@ class Kind(StrEnum):
 
 
 class GrammarRefused(Exception):
-    """The message is one sentence for the caller; `path` leads to the part of the schema."""
+    """The grammar is rejected. The message is one sentence for the caller; `path` leads to the part
+    of the schema."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -55,10 +56,10 @@ def compile_grammar(kind: Kind, value: Any, is_strict: bool = True) -> str:
 
 
 class ToolCalls(TypedDict):
-    """Calls of functions in a model's format."""
+    """Calls of functions, in a model's format."""
 
     format: Mapping[str, str | None]  # the fields of ToolFormat
-    special_ids: Mapping[str, int]  # of the special tokens in the format's text
+    special_ids: Mapping[str, int]  # special tokens that the format's text contains
     functions: Sequence[tuple[str, Any, bool]]  # name, schema of the arguments, whether strict
     is_forced: bool  # False: the output may also be text, or begin with text
     may_repeat: bool
@@ -69,7 +70,7 @@ def tool_grammar(calls: ToolCalls) -> str:
     format_, ids = calls["format"], calls["special_ids"]
 
     def literal(text: str | None) -> str:
-        """Text and special tokens, as Lark has them."""
+        """Text and special tokens in Lark's syntax."""
         parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text or "") if ids else [text]
         return " ".join(
             f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
@@ -135,8 +136,8 @@ def _of_schema(schema: Any, is_strict: bool) -> str:
 
 
 def _options(is_strict: bool) -> Any:
-    """JSON as `json.dumps` writes it: names and separators are forced text, and white space ends.
-    Unless `is_strict`, what cannot be enforced is dropped."""
+    """JSON formatted as by `json.dumps`, so that names and separators are forced and white space is
+    bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
     return {
         "whitespace_flexible": False,
         "item_separator": ", ",
@@ -157,7 +158,7 @@ def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
 
 
 def _faults(grammar: str, is_strict: bool) -> list[str]:
-    """What the library refuses, or would drop."""
+    """Errors of the grammar; with `is_strict`, also dropped keywords."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         grammar, limits=LLParserLimits(**LIMITS)
     )
@@ -165,7 +166,7 @@ def _faults(grammar: str, is_strict: bool) -> list[str]:
 
 
 def _path_of(fault: str, schema: dict[str, Any], is_strict: bool) -> str:
-    """Where the deepest part lies that has the same fault alone; "": the whole."""
+    """The path to the innermost part that has this error by itself; "": the whole schema."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     path: list[str] = []
     part = schema
@@ -180,7 +181,7 @@ def _path_of(fault: str, schema: dict[str, Any], is_strict: bool) -> str:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The schemas directly below one, with their paths; definitions before what refers to them."""
+    """The direct subschemas of a schema with their paths, definitions first."""
     for keyword in sorted(schema, key=lambda keyword: keyword not in _DEFINITIONS):
         value = schema[keyword]
         if keyword in _OF_NAMES and isinstance(value, dict):
@@ -208,7 +209,7 @@ _SINGLE = {
 
 
 def _sentence(message: str) -> str:
-    """A message of the library without the source that it quotes."""
+    """An error message of the library, without the source that it quotes."""
     first, *others = message.splitlines()
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     text = _PLACE.sub("", " ".join([first, *reasons]))

@@ -1,4 +1,4 @@
-"""The gateway's end of the process that renders a model's chat template."""
+"""The gateway's side of the process that renders a model's chat template."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where there is one."""
+        """The process id, while the process runs."""
         return self._process.pid
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str:
-        """The text, up to where the assistant's answer starts.
+        """The prompt, up to the start of the assistant's message.
 
         Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
         """
@@ -58,5 +58,5 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template failed: {failure}") from failure
 
     async def aclose(self) -> None:
-        """Ends the process, now or after the request that it renders."""
+        """Ends the process, now or after its current request."""
         await self._process.aclose()

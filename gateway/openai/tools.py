@@ -1,5 +1,5 @@
-"""Tools that callers offer to a model: OpenAI's `tools`, `tool_choice`, `parallel_tool_calls`, and
-the messages of calls and their results."""
+"""Tools in chats: OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and messages with
+calls and their results."""
 
 import hashlib
 import json
@@ -68,14 +68,14 @@ class ToolCall(StrictModel):
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it, with the arguments as an object."""
+        """The call as chat templates expect it, with the arguments as an object."""
         arguments = json.loads(self.function.arguments)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class WithTools(Constrained):
-    """The parameters of a call that concern tools."""
+    """Parameters of a chat that concern tools."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -108,7 +108,7 @@ class WithTools(Constrained):
     def tool_constraint(
         self, format_: ToolFormat, special_ids: Mapping[str, int]
     ) -> Constraint | None:
-        """The grammar of the calls, where they are forced or a function is strict."""
+        """The grammar of the calls, if the output must be a call or a function is strict."""
         tools, choice = self.offered, self.tool_choice
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -132,13 +132,13 @@ class WithTools(Constrained):
 
 
 def call_id(job: Job, choice: int, index: int) -> str:
-    """The same in every answer of the job."""
+    """The id of a call; the same in every response of the job."""
     digest = hashlib.sha256(f"{job.id}/{choice}/{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
 
 def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:
-    """A part of a call in a chunk: id, type and name in its first one."""
+    """A part of a call in a chunk. The first part has id, type and name."""
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {
@@ -150,7 +150,7 @@ def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:
 
 
 def whole_calls(job: Job, choice: int, deltas: Sequence[ToolCallDelta]) -> list[Mapping[str, Any]]:
-    """The calls of an answer."""
+    """The calls of a whole response."""
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
