@@ -16,10 +16,10 @@ from gateway.settings import GatewaySettings
 
 def handler(_event: Any, _context: Any) -> dict[str, int]:
     """The entry point of HousekeeperFunction; returns what the sweep found."""
-    return asyncio.run(keep_house(load_settings()))
+    return asyncio.run(sweep(load_settings()))
 
 
-async def keep_house(settings: GatewaySettings) -> dict[str, int]:
+async def sweep(settings: GatewaySettings) -> dict[str, int]:
     """Raises BrokerUnavailable."""
     client = connect(settings.redis_url)
     try:

@@ -18,8 +18,8 @@ def to_callback(
         return None
     kind, target = _target(body)
     events = body.events or []
-    tells_progress = "job.progress" in events
-    if body.progress_tokens is not None and not tells_progress:
+    progress_tokens = body.progress_tokens or PROGRESS_TOKENS if "job.progress" in events else 0
+    if body.progress_tokens is not None and not progress_tokens:
         message = "callback.progress_tokens is for callbacks with the event job.progress"
         raise invalid_value("callback.progress_tokens", message)
     callback = Callback(
@@ -27,10 +27,8 @@ def to_callback(
         target=target,
         secret=body.secret,
         is_full=body.payload == "full",
-        tells_start="job.started" in events,
-        progress_tokens=(body.progress_tokens or PROGRESS_TOKENS)
-        if "job.progress" in events
-        else 0,
+        notifies_start="job.started" in events,
+        progress_tokens=progress_tokens,
     )
     if kind is CallbackKind.URL:
         _check_url(callback, tenant, settings)

@@ -57,11 +57,11 @@ class Broker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
         self._outbox = Outbox(self._client, self.keys)
-        door = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
-        self._call = door.call
-        self.known = KnownModels(door, Catalogue(self._client, self.keys), self._functions)
+        guarded = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
+        self._call = guarded.call
+        self.known = KnownModels(guarded, Catalogue(self._client, self.keys), self._functions)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), guarded.call)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0

@@ -31,8 +31,10 @@ REFUSED_S = 10.0  # a worker may publish the model again
 class KnownModels:
     """One for each gateway process."""
 
-    def __init__(self, door: GuardedRedis, catalogue: Catalogue, functions: Functions) -> None:
-        self._door = door
+    def __init__(
+        self, guarded_redis: GuardedRedis, catalogue: Catalogue, functions: Functions
+    ) -> None:
+        self._redis = guarded_redis
         self._catalogue = catalogue
         self._functions = functions
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
@@ -62,7 +64,7 @@ class KnownModels:
         now_s = time.monotonic()
         asked_s, models = self._models
         if not models or now_s - asked_s > CATALOGUE_TTL_S:
-            models = {card.name: card for card in await self._door.call(self._catalogue.models)}
+            models = {card.name: card for card in await self._redis.call(self._catalogue.models)}
             self._models = (now_s, models)
         return models
 
@@ -88,7 +90,7 @@ class KnownModels:
         if now_s < self._refused.get(sha256, 0.0):
             raise ModelUnreadable(card.name)
         try:
-            files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
+            files = await self._redis.call(lambda: self._catalogue.tokenizer(sha256))
             tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
         except (WireError, ValueError) as exc:
             if sha256 not in self._refused:
@@ -105,7 +107,7 @@ class KnownModels:
         if (known := self._num_workers.get(model)) is not None:
             return known
         try:
-            num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
+            num_workers = await self._redis.call(lambda: self._catalogue.num_live_workers(model))
         except WireError:  # `snapshots` reports it
             return 0
         if num_workers:
@@ -116,7 +118,7 @@ class KnownModels:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
         now_s = time.monotonic()
         if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
-            num_bytes, is_limited = await self._door.max_memory()
+            num_bytes, is_limited = await self._redis.max_memory()
             if self._max_memory is None and not is_limited:
                 log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
             self._max_memory = now_s, num_bytes
@@ -127,7 +129,7 @@ class KnownModels:
         found, spoiled = {}, set()
         for name, card in (await self.models()).items():
             try:
-                found[name] = await self._door.call(
+                found[name] = await self._redis.call(
                     partial(self._functions.snapshot, name, card.lanes)
                 )
             except WireError as exc:
