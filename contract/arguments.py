@@ -64,7 +64,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "cold_ms": int(s.cold_start_s * 1000),
         "is_stored": job.stored_prompt is not None,
         "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
-        "callback_started": s.callback is not None and s.callback.tells_start,
+        "callback_started": s.callback is not None and s.callback.notifies_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
     }
     encoded, metadata, callback = parts

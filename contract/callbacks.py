@@ -61,7 +61,7 @@ class Callback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str
     secret: str | None = None
     is_full: bool = False  # the message contains the output, not only its URL
-    tells_start: bool = False
+    notifies_start: bool = False
     progress_tokens: int = 0  # output tokens between progress messages; 0: none
     traceparent: str = ""  # of the request that asked for it; '': not traced
 

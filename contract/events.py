@@ -16,10 +16,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """More of one tool call: its name in the first delta, then parts of its arguments (JSON)."""
+
+    index: int  # among the choice's calls
+    name: str
+    arguments: str
+
+
 class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     """New output of one choice: the tokens from position `start` on, and new text.
 
-    Text lags behind tokens while a character or a possible stop string is incomplete.
+    Text lags behind tokens while a character or a possible stop string is incomplete. In jobs with
+    tools, `text` excludes reasoning and tool calls.
     """
 
     choice: int
@@ -28,6 +37,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     text: str
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):

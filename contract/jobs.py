@@ -55,6 +55,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # stopped after tool calls; by supervisors, never by engines
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -156,6 +157,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # The tenant's weight: tenants share a lane in proportion to their weights.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     resume: ResumeKind = "exact"  # of the model's engine when the job came
+    parses_tools: bool = False  # the log has the output's tool calls apart from its text
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -216,6 +218,19 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Capabilities = Capabilities()
 
 
+_Literal = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The literal text around the names and arguments (JSON objects) of tool calls:
+    `begin name middle arguments (between name middle arguments)* end`."""
+
+    begin: _Literal
+    middle: _Literal
+    between: _Literal | None  # None: the model writes one call only
+    end: _Literal
+
+
 MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed
 
 
@@ -225,6 +240,9 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_json: str
     chat_template: str | None
     special_tokens: dict[str, str] = {}  # bos_token, eos_token …: variables of the template
+    # How tool calls and reasoning are found in an output: transformers' format, as JSON.
+    response_template: str | None = None
+    tool_format: ToolFormat | None = None  # None: no grammar can force a call
 
 
 def new_job_id(partition: int = 0) -> str:

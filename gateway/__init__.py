@@ -1,1 +1,1 @@
-"""The stateless HTTP side: validates, tokenises, submits to Redis and formats what comes back."""
+"""The stateless HTTP side: validates requests, queues jobs in Redis and formats their output."""

@@ -1,7 +1,7 @@
-"""How much may wait in each lane, and be stored: the defaults, and what an operator writes.
+"""Limits on waiting and stored jobs: defaults, and the operator's settings.
 
-An operator writes `batch=500000,interactive=2s`: a number is tokens (prompts and output to expect),
-one with an `s` the predicted wait in seconds; 0 is no bound.
+An operator writes `batch=500000,interactive=2s`: a number counts tokens (prompts plus expected
+output), one with an `s` is the predicted wait in seconds; 0 means no limit.
 """
 
 import math
@@ -13,25 +13,25 @@ from msgspec.structs import replace
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
 
-INTERACTIVE_TARGET_S = 10.0  # to the first token: as long as somebody who watches keeps waiting
-_PREDICTED_SHARE = 0.5  # of the time that there is: rates may halve while a job waits
-# In Redis, of a job that has run: measured as 6.5 kB and 13 bytes for each token of its output, so
-# it is less for jobs of 350 tokens and more.
+INTERACTIVE_TARGET_S = 10.0  # seconds to the first token that an interactive user will wait
+_PREDICTED_SHARE = 0.5  # of the available time, because throughput may halve while a job waits
+# Bytes in Redis of a job that has run. Measured: 6.5 kB plus 13 bytes per output token, so 32 is an
+# upper bound for jobs of 350 tokens or more.
 BYTES_PER_TOKEN = 32
-WAITING_SHARE = 0.4  # of the memory of Redis, for what waits in a lane
-STORED_FACTOR = 8  # most of what is kept of jobs lies in the object store, not in Redis
-TENANT_SHARE = 0.5  # of that, for one tenant
+WAITING_SHARE = 0.4  # share of Redis's memory for the jobs waiting in a lane
+STORED_FACTOR = 8  # times Redis's memory, because most stored data is in the object store
+TENANT_SHARE = 0.5  # share of it for one tenant
 
 
 class LaneBound(msgspec.Struct, frozen=True):
-    """Of one lane; 0: no bound, None: nothing is said."""
+    """Limits of one lane; 0: no limit, None: the default."""
 
     tokens: int | None = None
     wait_s: float | None = None
 
 
 def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
-    """By lane; a lane may have one entry of each kind. Raises ValueError."""
+    """Limits by lane; a lane may have one entry of each kind. Raises ValueError."""
     bounds: dict[str, LaneBound] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
@@ -48,8 +48,8 @@ def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
 
 
 def default_wait_s(lane: str, sync_deadline_s: float) -> float:
-    """The longest predicted wait. Nobody waits for what is in `batch`; in other lanes callers do,
-    until the deadline of a call."""
+    """The default limit of the predicted wait in seconds; 0 for `batch`, where nobody waits for a
+    response. In other lanes callers wait at most until a call's deadline."""
     if lane == "batch":
         return 0.0
     target_s = INTERACTIVE_TARGET_S if lane == "interactive" else sync_deadline_s
@@ -57,11 +57,11 @@ def default_wait_s(lane: str, sync_deadline_s: float) -> float:
 
 
 def tokens_in(memory_bytes: int) -> int:
-    """How many tokens may wait in a lane so that Redis has memory for their logs."""
+    """How many tokens may wait in a lane, so that Redis has memory for their logs."""
     return int(memory_bytes * WAITING_SHARE / BYTES_PER_TOKEN)
 
 
 def stored_bytes_beside(memory_bytes: int) -> int:
-    """How many bytes of all jobs may be kept, in a Redis of this memory and its object store: as of
-    64 MiB where it has less, for then it refuses jobs by itself."""
+    """How many bytes of all jobs may be stored, in Redis and its object store. A Redis with less
+    than 64 MiB counts as one of 64 MiB, because it rejects jobs by itself."""
     return max(memory_bytes, 2**26) * STORED_FACTOR

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from contract.jobs import FinishReason, SamplingParams, TokenizerFiles
+from contract.jobs import FinishReason, SamplingParams, TokenizerFiles, ToolFormat
 from workers.engine.grammar import Grammars, StepMasks
 from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
@@ -324,6 +324,30 @@ def output_text(token_ids: Seq[int]) -> str:
     return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
 
+_HASH_TEMPLATE = (
+    "{% for tool in tools or [] %}tool: {{ tool | tojson }}{{ '\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}</call>"
+    "{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_HASH_RESPONSES = {
+    "start_anchor": "assistant: ",
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
 def hash_tokenizer() -> TokenizerFiles:
     """A lossless byte-level tokenizer for `tokenizers`: id = byte, then three specials."""
     specials = {"<bos>": BOS_ID, "<eos>": EOS_ID, "<pad>": PAD_ID}
@@ -358,11 +382,15 @@ def hash_tokenizer() -> TokenizerFiles:
     }
     return TokenizerFiles(
         tokenizer_json=json.dumps(tokenizer),
-        chat_template=(
-            "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}"
-        ),
+        chat_template=_HASH_TEMPLATE,
         special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+        response_template=json.dumps(_HASH_RESPONSES),
+        tool_format=ToolFormat(
+            begin='<call>{"name": "',
+            middle='", "arguments": ',
+            between='}</call><call>{"name": "',
+            end="}</call>",
+        ),
     )
 
 

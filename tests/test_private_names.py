@@ -42,7 +42,9 @@ DOCUMENTED = {
         "prometheus_client", "prometheus_client.core", "prometheus_client.parser",
         "prometheus_client.registry",
     },
-    "transformers": {"transformers", "transformers.utils.logging"},
+    "transformers": {
+        "transformers", "transformers.utils.chat_parsing", "transformers.utils.logging",
+    },
 }  # fmt: skip
 
 # Attributes of what this test does not check: named tuples, argparse, os and torch.

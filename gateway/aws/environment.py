@@ -1,8 +1,8 @@
-"""The settings of a gateway on Lambda: plain ones from variables, secret ones from Secrets Manager.
+"""Settings on Lambda: variables of the function, and secrets from Secrets Manager.
 
-A function's variables can be read by whoever may look at its configuration, so they hold the names
-of secrets only: BATCHWAY_SECRET_ARNS, separated by commas. Each secret is a JSON object whose keys
-are names of variables, such as BATCHWAY_API_KEY and REDIS_PASSWORD.
+A function's variables are visible to everyone who may read its configuration, so they contain only
+the names of secrets: BATCHWAY_SECRET_ARNS, separated by commas. Each secret is a JSON object with
+names of variables as keys, such as BATCHWAY_API_KEY and REDIS_PASSWORD.
 """
 
 import os
@@ -19,12 +19,12 @@ TIMEOUT_S = 5.0
 
 
 class SecretUnavailable(BatchwayError):
-    """Secrets Manager did not give the secret; the message says why, never what is in it."""
+    """A secret could not be read. The message never contains its value."""
 
 
 def load_settings() -> GatewaySettings:
     """Raises SecretUnavailable, ValueError."""
-    # API Gateway lets anybody through; no Prometheus asks a function.
+    # API Gateway checks no key, and no Prometheus scrapes a function.
     known = {"BATCHWAY_REQUIRE_KEY": "1", "BATCHWAY_EMBEDDED_METRICS": "1", **os.environ}
     if arns := known.get(SECRETS_VARIABLE):
         known |= read_secrets([arn.strip() for arn in arns.split(",")])
@@ -38,7 +38,8 @@ def load_settings() -> GatewaySettings:
 def read_secrets(arns: list[str]) -> dict[str, str]:
     """The entries of all these secrets. Raises SecretUnavailable.
 
-    Lambda's Python brings boto3. It is imported here because it takes 0.2 s of processor time.
+    boto3 comes with Lambda's Python. It is imported here because that takes 0.2 s of processor
+    time.
     """
     import boto3
     from botocore.config import Config

@@ -1,8 +1,7 @@
-"""What Lambda calls: requests of API Gateway (v1 and v2), a job's body, messages of a queue.
+"""The Lambda handler for API Gateway (v1 and v2), direct invocations and SQS messages.
 
-All of them become requests to the one app, on one event loop that an execution environment keeps.
-Nothing exists before the first invocation but imported code: a snapshot (SnapStart) holds no
-connection and no secret, so there is nothing to reopen or to reread after a restore.
+All become requests to one app, on one event loop for each execution environment. Nothing is created
+before the first invocation, so that a snapshot (SnapStart) contains no connection and no secret.
 """
 
 import asyncio
@@ -23,21 +22,21 @@ from gateway.settings import GatewaySettings
 log = logging.getLogger("batchway.gateway")
 log.setLevel(logging.INFO)  # Lambda's own handler writes it to the function's log
 
-_STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # Lambda's own
+_STARTED_BY = "AWS_LAMBDA_INITIALIZATION_TYPE"  # set by Lambda
 _BY_A_REQUEST = "on-demand"
 
 
 def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
-    """Loads what a first request needs where nobody waits: before a snapshot is taken (SnapStart),
-    or in an environment that is kept ready (provisioned concurrency)."""
+    """Imports what the first request needs if nobody waits for it: before a snapshot (SnapStart),
+    or with provisioned concurrency."""
     if environ.get(_STARTED_BY, _BY_A_REQUEST) != _BY_A_REQUEST:
         importlib.import_module("tokenizers.decoders")
-        importlib.import_module("boto3")  # in Lambda's Python; it reads the secrets
+        importlib.import_module("boto3")  # in Lambda's Python; reads the secrets
 
 
 load_ahead()
 
-_MARGIN_S = 2.0  # to answer in, before the function is stopped
+_MARGIN_S = 2.0  # time to answer before Lambda stops the function
 
 _function: "Function | None" = None
 
@@ -51,19 +50,19 @@ def handler(event: dict[str, Any], context: Any) -> dict[str, Any]:
 
 
 class Function:
-    """One execution environment: the app, its loop, and what they keep between invocations."""
+    """One execution environment: the app and its event loop, kept between invocations."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)  # where Mangum looks for it
+        asyncio.set_event_loop(self._loop)  # Mangum looks for it here
         self._app = create_app(settings)
         self._lifespan = self._app.router.lifespan_context(self._app)
         self._loop.run_until_complete(self._lifespan.__aenter__())
-        self._http = Mangum(self._timed, lifespan="off")  # ours goes on between invocations
+        self._http = Mangum(self._timed, lifespan="off")  # the lifespan above outlasts invocations
         self._api_key = settings.api_key
 
     def __call__(self, event: dict[str, Any], context: Any) -> dict[str, Any]:
-        """Answers one event, in the shape that its sender expects."""
+        """Answers one event, in the format of its source."""
         if "requestContext" in event:
             return self._http(event, context)
         if "Records" in event:
@@ -71,14 +70,15 @@ class Function:
         return self._run(answer_job(self._app, JobRequest.of_event(event), self._api_key))
 
     async def _timed(self, scope: Any, receive: Any, send: Any) -> None:
-        """The app, told how much time the request has: a call that needs more becomes a job."""
+        """Calls the app with the time that the request has left: a call that needs more becomes a
+        job."""
         if (context := scope.get("aws.context")) is not None:
             left_s = context.get_remaining_time_in_millis() / 1000 - _MARGIN_S
             scope.setdefault("state", {})[TIME_LEFT] = left_s
         await self._app(scope, receive, send)
 
     def close(self) -> None:
-        """Ends what runs between invocations; Lambda itself never asks for it."""
+        """Ends background tasks. Lambda never calls this."""
         self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
         asyncio.set_event_loop(None)
         self._loop.close()

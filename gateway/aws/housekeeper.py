@@ -1,7 +1,6 @@
-"""A function that runs now and then, and after a deployment: brings the library of functions into
-a cache that has none or another, and lets deadlines pass while nobody else is there to do it.
+"""A scheduled Lambda function: loads the function library into Redis and ends overdue jobs.
 
-No other role may load functions into the cache.
+It runs after each deployment, too. No other role may load functions.
 """
 
 import asyncio
@@ -16,11 +15,11 @@ from gateway.settings import GatewaySettings
 
 
 def handler(_event: Any, _context: Any) -> dict[str, int]:
-    """The entry point of HousekeeperFunction; what the sweep found."""
-    return asyncio.run(keep_house(load_settings()))
+    """The entry point of HousekeeperFunction; returns what the sweep found."""
+    return asyncio.run(sweep(load_settings()))
 
 
-async def keep_house(settings: GatewaySettings) -> dict[str, int]:
+async def sweep(settings: GatewaySettings) -> dict[str, int]:
     """Raises BrokerUnavailable."""
     client = connect(settings.redis_url)
     try:

@@ -1,8 +1,7 @@
-"""Jobs that come without HTTP: a direct invocation, or messages of an SQS queue.
+"""Jobs that do not arrive by HTTP: direct invocations and SQS messages.
 
-Both are put to `POST /v1/jobs` of the app, in this process, so that they meet the same checks.
-Whoever may invoke the function or write to the queue was let in by IAM: a request that brings no
-key of its own is given the gateway's.
+Both are passed to `POST /v1/jobs` of the app in this process, which validates them. IAM has
+authorised the sender, so a request without a key gets the gateway's own key.
 """
 
 import asyncio
@@ -21,23 +20,23 @@ _ACCEPTED = 202
 
 
 class JobRequest(msgspec.Struct, frozen=True):
-    """A body of `POST /v1/jobs` and the headers that go with it, names in lower case."""
+    """A body of `POST /v1/jobs` and its headers, with lower-case names."""
 
     body: bytes
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self:
-        """A direct invocation: the job's body, and `headers` beside it where there are any."""
+        """From a direct invocation: the job's body, with optional `headers`."""
         job = {name: value for name, value in event.items() if name != "headers"}
         given = event.get("headers") or {}
         return cls(json.dumps(job).encode(), {name.lower(): str(given[name]) for name in given})
 
     @classmethod
     def of_message(cls, record: Mapping[str, Any]) -> Self:
-        """A message: its text is the body, its string attributes are headers.
+        """From an SQS message: the text is the body, string attributes are headers.
 
-        SQS delivers at least once, so its id serves as idempotency key where none is given.
+        SQS delivers at least once, so the message id is the default idempotency key.
         """
         headers = {"idempotency-key": f"sqs-{record['messageId']}"}
         for name, attribute in record.get("messageAttributes", {}).items():
@@ -47,7 +46,7 @@ class JobRequest(msgspec.Struct, frozen=True):
 
 
 async def answer_job(app: ASGIApp, request: JobRequest, api_key: str | None) -> dict[str, Any]:
-    """Status, headers and the JSON body, parsed: the shape of a direct invocation's answer."""
+    """Status, headers and parsed JSON body, as a direct invocation returns them."""
     status, headers, body = await _post(app, request, api_key)
     return {"statusCode": status, "headers": headers, "body": json.loads(body)}
 
@@ -55,11 +54,8 @@ async def answer_job(app: ASGIApp, request: JobRequest, api_key: str | None) -> 
 async def answer_messages(
     app: ASGIApp, records: Sequence[Mapping[str, Any]], api_key: str | None
 ) -> dict[str, Any]:
-    """Queues every message; those that were not accepted are named, and SQS keeps them.
-
-    What can never be accepted comes back too, until the queue moves it to its dead letters, where
-    somebody can look at it.
-    """
+    """Queues each message. SQS keeps those that were not accepted, and after some attempts moves
+    them to its dead-letter queue."""
     accepted = await asyncio.gather(*(_accepts(app, record, api_key) for record in records))
     failed = [record for record, is_in in zip(records, accepted, strict=True) if not is_in]
     return {"batchItemFailures": [{"itemIdentifier": record["messageId"]} for record in failed]}

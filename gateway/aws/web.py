@@ -1,6 +1,6 @@
-"""The gateway behind the Lambda Web Adapter: uvicorn on loopback, settings as on Lambda.
+"""Runs the gateway behind the Lambda Web Adapter: `python -m gateway.aws.web`.
 
-`python -m gateway.aws.web`; the adapter asks AWS_LWA_PORT until it answers, then passes requests.
+The adapter polls AWS_LWA_PORT on loopback until uvicorn answers, then forwards requests.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The gateway as a FastAPI app. Starts while Redis is down; needs no restart when it is back."""
+"""The gateway as a FastAPI app. It can start without Redis and serves as soon as Redis answers."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ _DESCRIPTION = (
     "OpenAI's shapes wherever OpenAI has one, and durable jobs. Once an API key exists, every "
     "`/v1` route wants it. `docs/api.md` says more of each field, event and error code."
 )
-# FastAPI's own would record inputs that fail validation, and messages of exceptions.
+# FastAPI's telemetry would record invalid inputs and messages of exceptions.
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
@@ -43,9 +43,8 @@ def create_app(
     *,
     draw: Callable[[], float] = random.random,
 ) -> FastAPI:
-    """The app. A broker that is handed in is left open at the end. `draw` gives random numbers
-    from 0 to 1, for the jitter of Retry-After.
-    """
+    """Creates the app. The caller closes a `broker` that it passes. `draw` returns random numbers
+    from 0 to 1, for the jitter of Retry-After."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,7 +81,7 @@ def create_app(
         app.include_router(router)
     paths = sorted({route.path for router in _ROUTERS for route in router.routes})
     add_handlers(app, draw, [path for path in paths if "{" not in path])
-    # The last one that is added is the outermost.
+    # The middleware that is added last is the outermost.
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(RequestObserver, metrics=counted, tracing=tracing)
     if settings.embedded_metrics:

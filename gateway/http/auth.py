@@ -1,4 +1,4 @@
-"""Who calls: the key that was brought, and what it grants."""
+"""API keys: who the caller is, and what its key permits."""
 
 import hmac
 from collections.abc import AsyncIterator
@@ -18,13 +18,14 @@ from gateway.settings import GatewaySettings
 DEFAULT_TENANT = "default"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
-_OPERATORS_KEY = "operator"  # no prefix of any other
+_OPERATORS_KEY = "operator"  # never the prefix of a key in Redis
 _NO_KEY = ""
 _EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who is served, and under which terms. `key_name` tells keys apart and gives none away."""
+    """An authenticated caller and its key's terms. `key_name` identifies the key without revealing
+    it."""
 
     terms: KeyTerms
     key_name: str
@@ -44,12 +45,13 @@ class Caller(msgspec.Struct, frozen=True):
         )
 
     def job_retention_s(self, settings: GatewaySettings) -> float:
-        """Of a job that asks for none: the key's own, as far as the installation allows."""
+        """Seconds that a job is kept if its body does not say: the key's value, up to
+        the maximum."""
         own_s = self.terms.retention_s or settings.job_retention_s
         return min(own_s, settings.max_retention_s)
 
     def sync_retention_s(self, settings: GatewaySettings) -> float:
-        """Of a call's output: the installation's, and no longer than the key's jobs are kept."""
+        """Seconds that a synchronous call's output is kept: at most as long as the key's jobs."""
         own_s = self.terms.retention_s or settings.sync_retention_s
         return min(own_s, settings.sync_retention_s)
 
@@ -57,13 +59,13 @@ class Caller(msgspec.Struct, frozen=True):
         return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
 
     def check_scope(self, scope: Scope) -> None:
-        """Raises ApiError (403) where the key lacks the scope."""
+        """Raises ApiError (403) if the key lacks the scope."""
         if not self.has(scope):
             message = f"this key lacks the scope {scope.value!r}"
             raise ApiError(403, "missing_scope", message)
 
     def check_lane(self, lane: str) -> None:
-        """Raises ApiError (403) where the key is not for this lane."""
+        """Raises ApiError (403) if the key does not permit this lane."""
         lanes = self.terms.lanes
         if lanes and lane not in lanes:
             message = f"this key is not for the lane {lane!r}, only for {', '.join(lanes)}"
@@ -77,9 +79,8 @@ Bearer = Annotated[
 
 
 async def identify(request: Request, bearer: Bearer) -> Caller:
-    """The caller. Raises ApiError (401) where a key is wanted and not brought, BrokerUnavailable
-    where only Redis could tell.
-    """
+    """Returns the caller. Raises ApiError (401) without a valid key where one is required, and
+    BrokerUnavailable if the key could only be checked in Redis."""
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
     given = bearer.credentials.strip() if bearer is not None else ""
@@ -102,9 +103,8 @@ async def identify(request: Request, bearer: Bearer) -> Caller:
 async def admit(
     request: Request, scopes: SecurityScopes, caller: Annotated[Caller, Depends(identify)]
 ) -> AsyncIterator[Caller]:
-    """The caller, counted until its answer is sent. Raises ApiError: 403 where its key lacks a
-    scope of the route, 429 where its key has as many calls under way as it may.
-    """
+    """Yields the caller and counts its call until the response is sent. Raises ApiError: 403 if the
+    key lacks a scope of the route, 429 if the key has too many calls in progress."""
     for scope in scopes.scopes:
         caller.check_scope(Scope(scope))
     calls: ConcurrencyCap = request.app.state.calls_of_keys
@@ -119,7 +119,7 @@ async def admit(
         calls.leave(caller.key_name)
 
 
-# What an endpoint asks for, by the type of its argument.
+# Dependencies of endpoints, as types of their arguments.
 AnyCaller = Annotated[Caller, Security(admit)]
 Inference = Annotated[Caller, Security(admit, scopes=[Scope.INFERENCE])]
 JobsReader = Annotated[Caller, Security(admit, scopes=[Scope.JOBS_READ])]
@@ -128,7 +128,7 @@ MetricsReader = Annotated[Caller, Security(admit, scopes=[Scope.METRICS])]
 
 
 def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
-    """The Host names a gateway answers to: without a key loopback only, unless told otherwise."""
+    """Allowed Host headers. By default only loopback names, unless every call needs a key."""
     if settings.allowed_hosts:
         return settings.allowed_hosts
     return ("*",) if settings.wants_key else LOOPBACK_HOSTS

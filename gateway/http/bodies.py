@@ -1,6 +1,6 @@
-"""Bytes of a request to a JSON object, strictly: what parsers could read differently is refused.
+"""Parses JSON bodies strictly: rejects whatever other parsers might read differently.
 
-FastAPI reads every body through `StrictRequest`; models of pydantic check what it returns.
+FastAPI reads each body through `StrictRequest`; pydantic models validate the result.
 """
 
 import json
@@ -25,22 +25,24 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class _Refused(ValueError):
-    """JSON that we do not take; the message is ours, without any of the body."""
+    """JSON that is rejected. The message contains nothing of the body."""
 
 
 class StrictRequest(Request):
-    """A request whose body must be one JSON object. FastAPI calls `body` and `json` for endpoints
-    with a body, before any dependency; `refuse_malformed` then raises what is wrong with it.
+    """A request whose body must be one JSON object.
+
+    FastAPI reads the body of an endpoint before it runs any dependency. Errors are kept, and
+    `refuse_malformed` raises them after the caller has been authenticated.
     """
 
     fields: dict[str, Any] | None = None  # the parsed body
     refusal: ApiError | None = None
 
     async def body(self) -> bytes:
-        """Raises ApiError where the caller leaves."""
+        """Raises ApiError if the client disconnects."""
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
-            # Also keeps other sites' pages from posting here without a CORS preflight.
+            # This also blocks cross-site posts without a CORS preflight.
             message = "the content-type must be application/json"
             self.refusal = ApiError(415, "unsupported_media_type", message)
             return b""
@@ -60,17 +62,17 @@ class StrictRequest(Request):
 
 
 async def refuse_malformed(request: Request) -> None:
-    """Raises ApiError."""
+    """Raises ApiError if the body is not a valid JSON object."""
     if isinstance(request, StrictRequest) and request.refusal is not None:
         raise request.refusal
 
 
-# An argument behind the caller's: who may not call is refused first.
+# Place this after the caller's argument, so that authentication errors come first.
 WellFormed = Annotated[None, Depends(refuse_malformed)]
 
 
 class StrictRoute(APIRoute):
-    """A route whose endpoint and dependencies get a StrictRequest."""
+    """A route that passes a StrictRequest to its endpoint and dependencies."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -82,7 +84,7 @@ class StrictRoute(APIRoute):
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Raises ApiError."""
+    """Raises ApiError if `raw` is not a valid JSON object."""
     try:
         if _depth(raw) > MAX_DEPTH:
             raise _Refused(f"nested deeper than {MAX_DEPTH} levels")

@@ -1,8 +1,8 @@
-"""Counts what each name has at a time, up to a cap: connections of an address, calls of a key."""
+"""Limits how many things a name may have at a time: connections of an address, calls of a key."""
 
 
 class ConcurrencyCap:
-    """The counts of one process. `cap` 0: no cap. Only names with a count above 0 are kept."""
+    """Counts of one process. `cap` 0 means no limit. Names whose count is 0 are not stored."""
 
     def __init__(self, cap: int) -> None:
         self.cap = cap

@@ -1,7 +1,6 @@
-"""Bounds on what one client may hold: connections per address, and the time that the head and the
-body of a request may take.
+"""Limits of one client: connections per address, and the time for a request's head and body.
 
-uvicorn bounds the length of a head. The kernel closes a connection whose client reads nothing
+uvicorn limits the length of a head. The kernel closes a connection whose client does not read
 (listener.py).
 """
 
@@ -24,18 +23,15 @@ from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
 
-_STATE_KEY = "connection"  # in a request's ASGI state
-_LINGER_S = 1.0  # a refused client may read the refusal
-_IPV6_PREFIX_BITS = 64  # one customer of a provider has all of these addresses
+_STATE_KEY = "connection"  # key in the ASGI state of a request
+_LINGER_S = 1.0  # time for a refused client to read the refusal
+_IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings and the bounds.
-
-    `idle_s`: seconds until the first byte of a request; `head_s`: from there to the end of its
-    head; `body_s`: from there to the end of its body. `max_per_address`: connections; 0: any
-    number.
-    """
+    """uvicorn's settings and these limits. `idle_s`: seconds until the first byte of a request;
+    `head_s`: then until the end of its head; `body_s`: then until the end of its body.
+    `max_per_address`: connections; 0: unlimited."""
 
     def __init__(
         self,
@@ -60,17 +56,17 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(HttpProtocol):
-    """uvicorn's protocol with a cap per address and a deadline for each head."""
+    """uvicorn's protocol with a limit per address and a deadline for each request's head."""
 
     def __init__(
         self, config: ConnectionConfig, app_state: Mapping[str, Any], **options: Any
     ) -> None:
         super().__init__(config=config, app_state={**app_state, _STATE_KEY: self}, **options)
         self._bounds = config
-        self._counted_as: str | None = None  # None: refused, or of no address
+        self._counted_as: str | None = None  # None: refused, or without an address
         self._is_refused = False
         self._is_in_head = False
-        self._num_requests = 0  # that the application has
+        self._num_requests = 0  # requests that the application is handling
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -106,12 +102,12 @@ class Connection(HttpProtocol):
             self._transport.abort()
 
     def request_begun(self) -> None:
-        """The application has the head of a request."""
+        """The application has received the head of a request."""
         self._num_requests += 1
         self._cancel_deadline()
 
     def request_ended(self) -> None:
-        """The application has returned. It may have the next request already."""
+        """The application has returned. The next request may have started already."""
         self._num_requests -= 1
         if not self._num_requests:
             self._is_in_head = False
@@ -129,9 +125,8 @@ class Connection(HttpProtocol):
             self._deadline = None
 
     def _refuse(self) -> None:
-        """Answers 429 and closes a moment later: a client that is cut off at once, while it sends,
-        never reads the answer.
-        """
+        """Answers 429 and closes the connection a moment later. A client that is cut off while it
+        sends never reads the answer."""
         self._is_refused = True
         message = f"more than {self._bounds.addresses.cap} connections from one address"
         body = msgspec.json.encode(ApiError(429, "too_many_connections", message).body())
@@ -146,10 +141,10 @@ class Connection(HttpProtocol):
 
 
 class RequestGuard:
-    """ASGI middleware: refuses a request whose end is ambiguous, and bounds the time of a body. It
-    lets no exception of the application pass.
+    """ASGI middleware: refuses requests whose end is ambiguous and limits the time of a body.
 
-    `receive` raises ApiError (408) where the body is not complete in time.
+    `receive` raises ApiError (408) if the body is not complete in time. No exception of the
+    application passes on.
     """
 
     def __init__(self, app: ASGIApp, body_s: float) -> None:
@@ -168,13 +163,14 @@ class RequestGuard:
             else:
                 await self._app(scope, _InTime(receive, self._body_s).receive, send)
         except Exception as exc:
-            _log_without_text(exc)  # uvicorn answers 500, or closes a connection in mid-answer
+            # uvicorn would answer 500, or close the connection in the middle of an answer
+            _log_without_text(exc)
         finally:
             connection.request_ended()
 
 
 class _InTime:
-    """`receive` of one request, until its body is complete within `body_s` seconds from now."""
+    """`receive` of one request. Its body must be complete within `body_s` seconds."""
 
     def __init__(self, receive: Receive, body_s: float) -> None:
         self._receive = receive
@@ -183,7 +179,7 @@ class _InTime:
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """Raises ApiError (408)."""
+        """Raises ApiError (408) after the deadline."""
         if self._is_complete:
             return await self._receive()
         try:
@@ -204,9 +200,8 @@ def _log_without_text(exc: Exception) -> None:
 
 
 def _is_ambiguous(scope: Scope) -> bool:
-    """Whether a proxy in front may see another end of the request than h11 does: a length beside
-    chunks, or chunks in HTTP/1.0 (RFC 9112, section 6.1).
-    """
+    """Whether a proxy might see another end of this request than h11 does: Content-Length together
+    with chunks, or chunks in HTTP/1.0 (RFC 9112, section 6.1)."""
     names = {name for name, _ in scope["headers"]}
     return b"transfer-encoding" in names and (
         b"content-length" in names or scope["http_version"] == "1.0"
@@ -219,7 +214,7 @@ def _ambiguous() -> ApiError:
 
 
 def network_of(address: str) -> str:
-    """What an address is counted under: itself, or its network in IPv6."""
+    """The name under which an address is counted: itself, or its network in IPv6."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

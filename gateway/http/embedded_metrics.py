@@ -1,7 +1,7 @@
-"""A gateway's counts as CloudWatch takes them: in its embedded format, a line of JSON a request.
+"""Metrics as log lines in CloudWatch's embedded metric format, for Lambda.
 
-A function is frozen between requests and asked by no Prometheus, so what a request has added is
-said at its end. The reader of the log turns the lines into metrics.
+A function is frozen between requests and cannot be scraped, so it writes one line after each
+request with what the request has added.
 """
 
 import json
@@ -15,11 +15,12 @@ from gateway.http.metrics import GatewayMetrics
 
 NAMESPACE = "batchway"
 _UNIT = "Count"
-_Figures = Counter[tuple[str, str, str]]  # by model, lane ('' and '': of no job) and name
+# by model, lane and name; model and lane are '' for requests without a job
+_Figures = Counter[tuple[str, str, str]]
 
 
 class EmbeddedMetrics:
-    """Outside of what counts requests; `tell` takes a line, `clock_s` is Unix time."""
+    """ASGI middleware. `tell` writes a line; `clock_s` returns Unix time."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class EmbeddedMetrics:
                     self._tell(line)
 
     def lines(self) -> Iterator[str]:
-        """What was counted since the last call: a line for each lane, one for requests."""
+        """Lines with what was counted since the last call: one for each lane, and one
+        for requests."""
         now = _figures(self._metrics)
         gained = now - self._told
         self._told = now

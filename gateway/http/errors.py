@@ -1,6 +1,6 @@
-"""Errors as HTTP answers in OpenAI's error shape, never with a stack or an input.
+"""Errors as HTTP responses in OpenAI's format, without stack traces or input.
 
-The gateway raises ApiError on purpose; `to_api_error` translates what `contract` raises.
+The gateway raises ApiError; `to_api_error` translates the errors of `contract`.
 """
 
 import difflib
@@ -25,12 +25,12 @@ from contract.jobs import JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.http.load_headers import rate_headers, retry_after
 
-# Codes of a refused parameter, beside invalid_value.
+# Error codes of parameters, besides invalid_value.
 MISSING = "missing_required_parameter"
 UNKNOWN = "unknown_parameter"
 UNSUPPORTED = "unsupported_parameter"
 
-# Every ErrorCode of the contract as an HTTP status; a meta-test keeps this complete.
+# HTTP status of each ErrorCode of the contract; a test checks that all are here.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.LANE_FULL: 429,
     ErrorCode.TENANT_QUOTA: 429,
@@ -51,18 +51,17 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.PAYLOAD_UNAVAILABLE: 503,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_SOON_S = 1.0  # what failed a moment ago may be back
-_UNFIT_S = 30.0  # an operator must act
-_FULL_S = 5.0  # what runs must end first
-_MAX_NAMES, _MAX_NAME = 10, 256  # of models in a message: how many, and characters of each
-# Official clients repeat 409 and 5xx by themselves; where a repeat cannot help they are told.
+_SOON_S = 1.0  # temporary: a retry may succeed
+_UNFIT_S = 30.0  # until an operator acts
+_FULL_S = 5.0  # until running jobs have ended
+_MAX_NAMES, _MAX_NAME = 10, 256  # of model names in a message: how many, and characters of each
+# Official clients retry 409 and 5xx by themselves; this header tells them not to.
 _NO_RETRY = {"x-should-retry": "false"}
 
 
 class ApiError(BatchwayError, HTTPException):
-    """A refusal with everything that its HTTP answer says. FastAPI passes on an HTTPException that
-    is raised while it reads a body; others it replaces.
-    """
+    """An error response. FastAPI passes on an HTTPException that is raised while it reads a body,
+    and replaces other exceptions."""
 
     headers: dict[str, str]
 
@@ -76,7 +75,7 @@ class ApiError(BatchwayError, HTTPException):
         headers: Mapping[str, str] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        # The detail is logged, the message is not: it may quote the caller.
+        # The detail is logged; the message is not, because it may quote the caller.
         HTTPException.__init__(self, status, code, dict(headers or {}))
         self.retry_after_s = retry_after_s
         self.status = status
@@ -97,7 +96,7 @@ class ApiError(BatchwayError, HTTPException):
         }
 
     def response(self, draw: Callable[[], float] = random.random) -> Response:
-        """`draw` gives the random numbers, from 0 to 1, of the jitter of Retry-After."""
+        """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = retry_after(self.retry_after_s, draw)
@@ -110,26 +109,27 @@ class ApiError(BatchwayError, HTTPException):
 
 
 class UnknownJob(BatchwayError):
-    """The tenant has no such job, or no longer: the two look the same."""
+    """The tenant has no such job, or no longer has it; both give the same response."""
 
 
 class ModelUnreadable(BatchwayError):
-    """What a worker published of a model cannot be used; of other models it says nothing."""
+    """The tokenizer or chat template that a worker published is unusable. Other models are not
+    affected."""
 
     def __init__(self, model: str, what: str = "tokenizer") -> None:
         super().__init__(f"the {what} of the model {model!r} cannot be used")
 
 
 class TemplateRefused(Exception):
-    """The chat template did not take these messages; the message is for the caller only."""
+    """The chat template rejected these messages. Show the message to the caller only."""
 
 
 class TemplateFailed(BatchwayError):
-    """The process of the chat template did not survive this request, or could not start."""
+    """The process of the chat template died during this request, or could not start."""
 
 
 class TemplateBusy(BatchwayError):
-    """The chat template is kept busy by earlier requests."""
+    """The process of the chat template is busy with earlier requests."""
 
 
 class GrammarBusy(BatchwayError):
@@ -141,7 +141,7 @@ def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
 
 
 def invalid_value(param: str | None, message: str) -> ApiError:
-    """A field of the right name with a wrong type or value."""
+    """A known field with a wrong type or value."""
     return bad_request("invalid_value", message, param)
 
 
@@ -150,7 +150,7 @@ def not_found(what: str, code: str, param: str | None = None) -> ApiError:
 
 
 def no_such_model(name: str, known: Collection[str]) -> ApiError:
-    """`known`: the models that the caller may see."""
+    """`known`: the models that this caller may use."""
     name = name[:_MAX_NAME]
     message = f"the model {name!r} does not exist"
     if similar := difflib.get_close_matches(name, known, n=1):
@@ -163,7 +163,7 @@ def no_such_model(name: str, known: Collection[str]) -> ApiError:
 def _dropped(
     status: int, reason: str, message: str, retry_after_s: float | None, *, code: str | None = None
 ) -> ApiError:
-    """Refused load; the code is the reason, unless it says more."""
+    """Rejected because of load. The code is the reason unless `exc` has a more precise one."""
     headers = {"x-dropped-reason": reason}
     return ApiError(status, code or reason, message, headers=headers, retry_after_s=retry_after_s)
 
@@ -173,18 +173,18 @@ def broker_unavailable() -> ApiError:
 
 
 def broker_unfit(unfit: BrokerUnfit) -> ApiError:
-    """An operator must act; until then nothing is accepted."""
+    """No jobs are accepted until an operator acts."""
     return _dropped(503, "broker_unavailable", str(unfit), _UNFIT_S, code="broker_unfit")
 
 
 def broker_full(full: BrokerFull) -> ApiError:
-    """What runs goes on and can be read; only new jobs are refused."""
+    """New jobs are rejected; existing jobs run on and can be read."""
     message = f"the queue takes no more jobs just now: {full}"
     return _dropped(503, "broker_unavailable", message, _FULL_S, code=full.code)
 
 
 def job_lost() -> ApiError:
-    """The job of a synchronous call is gone, with what Redis lost in a failure of its own."""
+    """The job of a synchronous call was lost when Redis failed."""
     message = "the queue has lost this request in a failure of its own: send it again"
     return _dropped(503, "broker_unavailable", message, _SOON_S, code="job_lost")
 
@@ -194,7 +194,7 @@ def draining() -> ApiError:
 
 
 def became_job(job_id: str, url: str, last_id: str) -> ApiError:
-    """What ends the stream of a call that met the platform's limit."""
+    """The error that ends a stream at the platform's time limit."""
     message = (
         f"the time for this answer is up; it goes on as the job {job_id}: read the rest at "
         f"{url}?starting_after={last_id}"
@@ -203,7 +203,7 @@ def became_job(job_id: str, url: str, last_id: str) -> ApiError:
 
 
 def to_api_error(exc: BatchwayError) -> ApiError:
-    """What the contract's errors are on HTTP."""
+    """Translates an error of the contract to an HTTP response."""
     match exc:
         case ApiError():
             return exc
@@ -220,7 +220,7 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return error
         case BrokerUnfit():
             return broker_unfit(exc)
-        case CommandDenied():  # what is denied is said in the log
+        case CommandDenied():  # the log says which command was denied
             return broker_unfit(BrokerUnfit("Redis denies this gateway a command that it needs"))
         case BrokerFull():
             return broker_full(exc)
@@ -250,7 +250,7 @@ def to_api_error(exc: BatchwayError) -> ApiError:
 
 
 def to_call_error(exc: BatchwayError) -> ApiError:
-    """The same for a synchronous call, whose caller has not asked for any job."""
+    """As to_api_error, for a synchronous call, whose caller knows nothing of jobs."""
     return job_lost() if isinstance(exc, UnknownJob) else to_api_error(exc)
 
 
@@ -259,7 +259,7 @@ def internal_error() -> ApiError:
 
 
 def failure_of(end: End) -> ApiError | None:
-    """How a job's end answers a synchronous call; None where it succeeded."""
+    """The error with which a job's end answers a synchronous call; None if the job succeeded."""
     match end.status:
         case JobStatus.SUCCEEDED:
             return None

@@ -1,6 +1,5 @@
-"""The app's exception handlers: every error as OpenAI's error object, without any input; and the
-errors of routes for the OpenAPI document.
-"""
+"""The app's exception handlers, and the error responses in the OpenAPI document. Errors never
+contain input."""
 
 import difflib
 import logging
@@ -28,15 +27,15 @@ from gateway.http.errors import (
 log = logging.getLogger("batchway.gateway")
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-_MAX_PATH = 128  # characters, in a message
-_MAX_NAME = 64  # characters of each part of a parameter's path
-# Codes by pydantic's type of an error; the others are invalid values.
+_MAX_PATH = 128  # characters, of a message
+_MAX_NAME = 64  # characters, of each part of a parameter's path
+# Error codes by pydantic's error type; others are invalid_value.
 _CODES = {
     "missing": MISSING,
     "extra_forbidden": UNKNOWN,
     **{code: code for code in (MISSING, UNKNOWN, UNSUPPORTED)},
 }
-# What OpenAI has and this server has not, by the start of its paths.
+# Endpoints of OpenAI that this server does not have, by the start of their paths.
 _ELSEWHERE = {
     "/v1/responses": "no Responses API; POST /v1/chat/completions answers conversations",
     "/v1/embeddings": "no embeddings",
@@ -83,14 +82,13 @@ _REASONS: Mapping[int, str] = {
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors of a route for its `responses`, in the OpenAPI document."""
+    """Errors of a route, as the `responses` of its OpenAPI operation."""
     return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
 
 
 def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:
-    """`draw` gives random numbers from 0 to 1, for the jitter of Retry-After; `paths` are what a
-    path that does not exist is compared with.
-    """
+    """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After. `paths`: known
+    paths, from which a similar one is suggested for an unknown path."""
 
     @app.exception_handler(BatchwayError)
     async def refused(_: Request, exc: BatchwayError) -> Response:
@@ -131,7 +129,7 @@ def _no_such_path(path: str, known: Sequence[str]) -> str:
 
 
 def _translated(error: Mapping[str, Any], body: Any) -> ApiError:
-    """The first error of a request, with the parameter as its caller wrote it."""
+    """The first validation error, with the parameter named as in the body."""
     place, *loc = error["loc"]
     if error["type"] == "missing" and place == "body" and not loc:
         return bad_request("invalid_json", "the body must be a JSON object")
@@ -154,7 +152,7 @@ def _translated(error: Mapping[str, Any], body: Any) -> ApiError:
 
 
 def _path(loc: Sequence[int | str], fields: Any) -> list[str]:
-    """The parts of an error's place that the body has: pydantic also names the types it tried."""
+    """The parts of an error's location that the body has. pydantic adds the types that it tried."""
     path = []
     for part in loc:
         if isinstance(fields, Mapping) and part in fields:

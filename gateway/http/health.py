@@ -1,4 +1,4 @@
-"""GET /livez, /readyz, /health: no key asked for, nothing told that is worth one."""
+"""GET /livez, /readyz and /health. They need no key and reveal nothing confidential."""
 
 from typing import Literal
 
@@ -33,7 +33,7 @@ _NOT_READY = "No capacity now"
 
 @router.get("/livez")
 async def livez() -> Alive:
-    """200 while the process answers."""
+    """200 while the process can answer."""
     return Alive()
 
 
@@ -43,7 +43,7 @@ async def livez() -> Alive:
     responses={503: {"model": NotReady, "description": _NOT_READY}},
 )
 async def readyz(gateway: ThisGateway) -> Response:
-    """200 where at least one model has a live worker; else 503 with what is missing."""
+    """200 if at least one model has a live worker, else 503 with the reason."""
     return await _readiness(gateway)
 
 
@@ -51,7 +51,7 @@ async def readyz(gateway: ThisGateway) -> Response:
     "/health", response_class=Response, responses={503: {"model": None, "description": _NOT_READY}}
 )
 async def health(gateway: ThisGateway) -> Response:
-    """The status of /readyz without a body, as load generators for vLLM ask for it."""
+    """The status of /readyz without a body; vLLM's load generator asks for it."""
     return Response(status_code=(await _readiness(gateway)).status_code)
 
 
@@ -69,7 +69,7 @@ async def _readiness(gateway: Gateway) -> Response:
 
 
 def _reason(exc: BrokerUnavailable | CommandDenied) -> str | None:
-    """What an operator must mend, if anything. What Redis denies is said in the log alone."""
+    """A problem that an operator must fix, if any. The log says which command Redis denied."""
     if isinstance(exc, CommandDenied):
         return "Redis denies this gateway a command that it needs: its log says which"
     return str(exc) if isinstance(exc, BrokerUnfit) else None

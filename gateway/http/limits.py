@@ -1,6 +1,5 @@
-"""Limits of a request, before any route: the length of its head, its Host header, the length of
-its body and the time that the body takes.
-"""
+"""Limits of a request, checked before routing: length of the head, Host header, length and time of
+the body."""
 
 import asyncio
 import re
@@ -20,7 +19,8 @@ _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
 
 
 class RequestLimits:
-    """Middleware that answers what is over a limit; while a body is read, its reader raises."""
+    """ASGI middleware. A limit of the body raises in whoever reads it; other limits are answered at
+    once."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
@@ -43,23 +43,20 @@ class RequestLimits:
         await self._app(scope, body.receive, send)
 
     def _check_head(self, scope: Scope) -> None:
-        """Raises ApiError where the head is too long or the Host header is not allowed. The server
-        stops a head that is still coming at this length; one that came in one piece is longer here.
-        """
+        """Raises ApiError if the head is too long or the Host header is not allowed. uvicorn stops
+        at this length while a head arrives in parts; a head in one packet can be longer."""
         if _num_head_bytes(scope) > MAX_HEADER_BYTES:
             message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
             raise ApiError(431, "headers_too_large", message, headers={"connection": "close"})
-        # A page elsewhere whose name was rebound to loopback must not reach a gateway that asks for
-        # no key.
+        # DNS rebinding: another site's page must not reach a loopback gateway that needs no key.
         if "*" not in self._hosts and _host(scope) not in self._hosts:
             message = "the Host header is not a name of this gateway"
             raise bad_request("untrusted_host", message)
 
 
 class Body:
-    """The body of one request as it comes. Raises where it is too long, by its announced length or
-    by what came of it, or too slow: the server's `receive` raises TimeoutError then.
-    """
+    """The body of one request. Raises ApiError if it is too long, by its Content-Length or by its
+    actual bytes, or too slow (the server's `receive` raises TimeoutError)."""
 
     def __init__(self, receive: Receive, limits: RequestLimits) -> None:
         self._receive = receive
@@ -68,19 +65,19 @@ class Body:
         self._is_complete = False
 
     async def check_announced(self, scope: Scope) -> None:
-        """Before anything of it is taken in."""
+        """Checks the Content-Length, before any byte is read."""
         length = header(scope, b"content-length")
         if length is None or not length.isdigit() or int(length) <= self._limits.max_body_bytes:
             return
-        asks_first = header(scope, b"expect") is not None  # and has sent nothing of it
+        asks_first = header(scope, b"expect") is not None  # the client waits for `100 Continue`
         if int(length) <= _DISCARD_TIMES * self._limits.max_body_bytes and not asks_first:
             await self._discard()
         raise self._too_long()
 
     async def receive(self) -> Message:
-        """The next message, as ASGI has it."""
+        """The next ASGI message."""
         if self._is_complete:
-            return await self._receive()  # only a disconnect is left to come
+            return await self._receive()  # only http.disconnect can follow
         try:
             message = await self._receive()
         except TimeoutError as exc:
@@ -94,9 +91,8 @@ class Body:
         return message
 
     async def _discard(self) -> None:
-        """Takes in a little more than is allowed: a client that is cut off while it still sends
-        never reads its 413.
-        """
+        """Reads a little more than is allowed: a client that is cut off while it sends never reads
+        its 413."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
                 while self._num_bytes <= _DISCARD_TIMES * self._limits.max_body_bytes:
@@ -115,7 +111,7 @@ class Body:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of a (lower-case) name."""
+    """The first header with this lower-case name."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value)
@@ -123,7 +119,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _num_head_bytes(scope: Scope) -> int:
-    """Without what separates the parts."""
+    """The length without separators."""
     num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
     for name, value in scope["headers"]:
         num_bytes += len(name) + len(value)
@@ -131,7 +127,7 @@ def _num_head_bytes(scope: Scope) -> int:
 
 
 def _host(scope: Scope) -> str:
-    """The name in the only Host header, without a port; '' where there is none such."""
+    """The name in the only Host header, without its port; '' if there is not exactly one."""
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     match = _HOST.fullmatch(hosts[0].decode("latin-1").lower()) if len(hosts) == 1 else None
     return (match[1] or match[3]) if match is not None else ""

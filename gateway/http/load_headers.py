@@ -1,6 +1,4 @@
-"""Headers that tell a caller about load: when to come again, what is left of its limits, where the
-time of an answer went.
-"""
+"""Response headers about load: Retry-After, rate limits, Server-Timing."""
 
 import math
 import time
@@ -8,20 +6,17 @@ from collections.abc import Callable
 
 from contract.errors import RateLimits
 
-JITTER = 0.25  # of the wait, and a second at least: callers must not come at once
+JITTER = 0.25  # share of the wait; at least a second. Callers must not all return at once.
 
 
 def retry_after(retry_s: float, draw: Callable[[], float]) -> str:
-    """Whole seconds, never before the time itself: who comes then is to be let in.
-
-    `draw` gives random numbers from 0 up to 1.
-    """
+    """Whole seconds, rounded up, plus jitter. `draw` returns random numbers from 0 to 1."""
     least = max(1, math.ceil(retry_s))
     return str(least + int(draw() * (1 + math.ceil(JITTER * least))))
 
 
 def rate_headers(rates: RateLimits | None) -> dict[str, str]:
-    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, of the limits that there are."""
+    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the limits that exist."""
     headers: dict[str, str] = {}
     for what in ("requests", "tokens"):
         rate = getattr(rates, what, None)
@@ -33,14 +28,14 @@ def rate_headers(rates: RateLimits | None) -> dict[str, str]:
 
 
 class ServerTiming:
-    """Marks of one request, in ms from its start: the header `Server-Timing`."""
+    """Times of one request in ms from its start, for the header `Server-Timing`."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
         self._marks: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Notes when something was reached; the first time counts."""
+        """Records the time of a phase, once."""
         self._marks.setdefault(name, 1000 * (time.monotonic() - self._started_s))
 
     def headers(self) -> dict[str, str]:

@@ -1,20 +1,20 @@
-"""What one gateway counts of itself. What happens to jobs is counted in Redis, for all gateways."""
+"""Counts of one gateway. Jobs are counted in Redis, for all gateways together."""
 
 from collections import Counter
 from collections.abc import Mapping
 
 from contract.jobs import Job
 
-MAX_TENANTS = 50  # that have a label of their own; all later ones share one
+MAX_TENANTS = 50  # with a label of their own; further ones share one
 OTHER = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS", "PUT"})
 _NO_LABELS = ()
 
-Labels = tuple[str, ...]  # values, in the order in which contract/telemetry/metrics.py names them
+Labels = tuple[str, ...]  # label values, in the order of contract/telemetry/metrics.py
 
 
 class GatewayMetrics:
-    """One for each app. Plain numbers: only a page that is asked for needs Prometheus' client."""
+    """The counts of one app, as plain numbers: only the metrics page imports prometheus_client."""
 
     def __init__(self) -> None:
         self._admission: Counter[Labels] = Counter()
@@ -25,26 +25,26 @@ class GatewayMetrics:
         self._tenants: set[str] = set()
 
     def note_acceptance(self, job: Job, *, is_new: bool) -> None:
-        """A job was queued, or found: the same call was accepted before."""
+        """Counts a submitted job; `is_new` is False if an Idempotency-Key found an earlier one."""
         self._note(job, "accepted" if is_new else "known", "")
 
     def note_refusal(self, job: Job, reason: str) -> None:
         self._note(job, "refused", reason)
 
     def note_resumed(self) -> None:
-        """A stream goes on from where an earlier one broke off."""
+        """Counts a stream that continues an earlier one."""
         self._num_resumed += 1
 
     def note_request(self, route: str, method: str, status: int) -> None:
-        """By route, never by path: a path may hold an id."""
+        """Counts by route, not by path, because a path may contain an id."""
         self._requests[route, method if method in _METHODS else OTHER, str(status)] += 1
 
     def note_stream(self, sign: int) -> None:
-        """A stream has begun (1), or ended (-1)."""
+        """`change` is 1 when a stream begins and -1 when it ends."""
         self._num_streams += sign
 
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
-        """By name and labels, as they are now: none of it changes afterwards."""
+        """A copy of the current values, by name and labels."""
         return {
             "admission_total": dict(self._admission),
             "tenant_admission_total": dict(self._tenant_admission),

@@ -17,7 +17,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=answers(401, 403, 429))
 async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
-    """Counts of jobs are the same on every gateway: take their maximum, not their sum."""
+    """Counts of jobs are equal on every gateway: take their maximum, not their sum."""
     known = gateway.broker.known
     snapshots: Mapping[str, FleetSnapshot] | None
     try:
@@ -30,10 +30,8 @@ async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
 def _page(
     metrics: GatewayMetrics, snapshots: Mapping[str, FleetSnapshot] | None, num_unreadable: int
 ) -> Response:
-    """The gateway's own counts, and the fleet's by model; `snapshots` is None while Redis is down.
-
-    Imports Prometheus' client here: a Lambda function starts faster without it.
-    """
+    """This gateway's counts, and the fleet's by model. `snapshots` is None while Redis is down.
+    prometheus_client is imported here, so that Lambda functions start faster."""
     from contract.telemetry.families import (
         CONTENT_TYPE,
         counted_families,

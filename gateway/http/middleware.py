@@ -1,5 +1,6 @@
-"""What every request meets around FastAPI: an id, a span, a count, and an answer to what nobody
-handled. Pure ASGI: a disconnect reaches the routes, and streams pass unbuffered.
+"""The outermost middleware: request id, tracing, counting, and the response to unhandled errors.
+
+Pure ASGI, so that disconnects reach the routes and streams are not buffered.
 """
 
 import inspect
@@ -23,10 +24,10 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestObserver:
-    """Gives each request an id, traces it and counts its answer.
+    """Gives each request an id, traces it and counts its response.
 
-    Calls the app's handler of `Exception` for what is left unhandled. Starlette would raise it
-    again for the server to log, with a message that may hold a prompt.
+    Calls the app's handler of `Exception` for unhandled errors. Starlette would raise them again,
+    and the server would log their messages, which may contain a prompt.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, tracing: Tracing) -> None:
@@ -50,7 +51,7 @@ class RequestObserver:
                 return
             headers = [*message["headers"], (b"x-request-id", request_id)]
             await send({**message, "headers": headers})
-            has_begun = True  # not before: where the server refuses the head, another may be sent
+            has_begun = True  # not earlier: if the server refuses this head, another may be sent
             route = getattr(scope.get("route"), "path", OTHER)
             self._metrics.note_request(route, scope["method"], message["status"])
             if _STREAM in headers:
@@ -77,7 +78,7 @@ class RequestObserver:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The caller's own where it brings one that is fit for a log, else a new one."""
+    """The caller's request id if it is fit for a log, else a new one."""
     given = header(scope, b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
@@ -85,7 +86,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _where(exc: BaseException) -> str:
-    """Type and place of an error, without its message, which may hold a prompt."""
+    """Type and code location of an error; its message may contain a prompt."""
     trace = exc.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

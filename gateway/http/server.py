@@ -1,4 +1,4 @@
-"""Runs the gateway under uvicorn: reports where it listens, and drains when told to stop."""
+"""Runs the gateway under uvicorn, and drains it when it is told to stop."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from gateway.http.listener import bind, is_loopback
 from gateway.http.uvicorn_compat import StoppingServer
 from gateway.settings import GatewaySettings
 
-_MAX_FILES = 65_536  # connections, mostly
-_FAREWELL_S = 5.0  # for streams to send their last event, after the drain
+_MAX_FILES = 65_536  # mostly connections
+_FAREWELL_S = 5.0  # after the drain, for streams to send their last event
 
 
 def build_server(settings: GatewaySettings) -> StoppingServer:
-    """A server that has not started; `await server.serve(sockets=[…])` runs it."""
+    """A server that is not started yet; `await server.serve(sockets=[…])` runs it."""
     app = create_app(settings)
     config = ConnectionConfig(
         app,
@@ -35,7 +35,7 @@ def build_server(settings: GatewaySettings) -> StoppingServer:
         proxy_headers=False,
         timeout_graceful_shutdown=int(settings.drain_s + settings.poll_s + _FAREWELL_S),
     )
-    # Its lines hold query strings. uvicorn writes them, whatever `access_log` says, if the root
+    # Its lines contain query strings. Whatever `access_log` says, uvicorn writes them if the root
     # logger has a handler.
     logging.getLogger("uvicorn.access").disabled = True
     drain = app.state.gateway.drain
@@ -50,10 +50,11 @@ def serve(
     listener: socket.socket | None = None,
     on_bound: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then drains. `on_bound` is called with the address before the
-    first request is taken; clients can connect from then on. A gateway that listens beyond loopback
-    serves nobody without a key, even when the last key has been deleted. A `listener` that is given
-    replaces `host` and `port`; the caller has made sure that a key exists.
+    """Serves until SIGINT or SIGTERM, then drains. `on_bound` gets the address before the first
+    request is accepted; clients can connect from then on.
+
+    Beyond loopback, every call needs a key, even after the last key has been deleted. If `listener`
+    is given, `host` and `port` are ignored, and the caller has checked that a key exists.
 
     Raises UnsafeBinding, OSError.
     """
@@ -68,11 +69,10 @@ def serve(
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files as far as allowed. Many systems start with 1,024,
-    which slow clients could use up.
-    """
+    """Raises this process's limit of open files. The default is often 1,024, which slow clients
+    could use up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

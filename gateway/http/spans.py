@@ -1,4 +1,4 @@
-"""A span for each request but the quiet ones: the head of a trace, or part of a caller's."""
+"""A span for each request, except for probes."""
 
 from typing import TYPE_CHECKING, Self
 
@@ -10,11 +10,11 @@ from gateway.http.limits import header
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_QUIET = ("/livez", "/readyz", "/metrics")  # asked every few seconds, by machines
+_QUIET = ("/livez", "/readyz", "/metrics")  # polled every few seconds
 
 
 class RequestSpan:
-    """Lasts as long as the answer, a stream included."""
+    """The span of one request. It lasts until the response, which may be a stream, has ended."""
 
     def __init__(self, span: "Span") -> None:
         self._span = span
@@ -22,7 +22,7 @@ class RequestSpan:
 
     @classmethod
     def of(cls, tracing: Tracing, scope: Scope) -> Self | None:
-        """Begun now; None where nothing is traced."""
+        """Starts a span; None if tracing is off or the path is a probe's."""
         if tracing.tracer is None or scope["path"] in _QUIET:
             return None
         from opentelemetry.trace import SpanKind

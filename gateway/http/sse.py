@@ -1,6 +1,6 @@
-"""Server-sent events: their bytes, and a response that notices when its reader goes away.
+"""Server-sent events: their encoding, and a response that notices when the client disconnects.
 
-Knows nothing of jobs.
+Independent of jobs.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from gateway.http.errors import internal_error, to_api_error
 log = logging.getLogger("batchway.gateway")
 
 DONE = b"data: [DONE]\n\n"
-# For streams whose events have ids. No empty line follows: the official client would take it for
-# the end of an event without data, and fail.
+# A heartbeat for streams whose events have ids. No empty line follows: the official client would
+# take it for the end of an event without data, and fail.
 COMMENT = b": waiting\n"
-# For streams without ids. Readers that take each chunk for one event drop empty ones, and choke on
-# a comment.
+# A heartbeat for streams without ids. Clients that take each chunk for one event ignore an empty
+# one, but fail on a comment.
 EMPTY_LINE = b"\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 T = TypeVar("T")
 
-# Line ends to some readers of lines, though not to JSON.
+# Some clients split lines here, although JSON allows these characters in strings.
 _LINE_ENDS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -42,11 +42,11 @@ _LINE_ENDS = (
 
 
 class ClientGone(Exception):
-    """The caller closed the connection."""
+    """The client closed the connection."""
 
 
 class AnsweredOtherwise(Exception):
-    """Raised before a stream's first bytes: the answer is no stream, but this."""
+    """Raised before a stream's first bytes: respond with `response` instead of a stream."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -54,7 +54,7 @@ class AnsweredOtherwise(Exception):
 
 
 def encode_json(value: object) -> bytes:
-    """JSON on one line, whatever a reader takes for a line end."""
+    """JSON on one line, by every definition of a line end."""
     raw = msgspec.json.encode(value)
     for found, escaped in _LINE_ENDS:
         raw = raw.replace(found, escaped)
@@ -64,19 +64,19 @@ def encode_json(value: object) -> bytes:
 def json_response(
     content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer without pydantic's checks: large, or with headers of its own."""
+    """A JSON response without pydantic's validation, for large bodies or additional headers."""
     return Response(encode_json(content), status, headers=headers, media_type="application/json")
 
 
 def message(data: object, *, event: str | None = None, id_: str | None = None) -> bytes:
-    """One event with JSON data. The id comes last, for readers that expect `data:` first."""
+    """One event with JSON data. The id comes last, because some clients expect `data:` first."""
     head = f"event: {event}\n" if event else ""
     tail = f"id: {id_}\n" if id_ else ""
     return b"%bdata: %b\n%b\n" % (head.encode(), encode_json(data), tail.encode())
 
 
 class Heartbeat:
-    """When a comment is due: so long after the last bytes."""
+    """Tells when a heartbeat is due: `every_s` seconds after the last bytes."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -94,15 +94,14 @@ class Heartbeat:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the caller has closed the connection."""
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The work's result. Raises, with the work ended, ClientGone where the caller goes first, and
-    what `receive` raises: a body may still come, though nobody asked for one.
-    """
+    """Returns the result of `work`, or cancels it and raises ClientGone when the client disconnects
+    first. Also raises what `receive` raises: a body may arrive that nobody asked for."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(until_gone(receive))
     try:
@@ -122,24 +121,25 @@ async def sse_response(
     headers: Mapping[str, str],
     on_gone: Callable[[], Awaitable[None]],
 ) -> Response:
-    """Streams a generator's events; `on_gone` runs where the reader leaves before the end.
+    """Streams the events of a generator. `on_gone` runs if the client disconnects before the end.
 
-    Waits for the first bytes: an error before them is raised, for an ordinary answer.
+    Waits for the first bytes: an error before them is raised and gets an ordinary error response.
     """
     try:
         first = await unless_gone(request.receive, anext(events, b""))
     except ClientGone:
         await on_gone()
-        return Response(status_code=499)  # to nobody
+        return Response(status_code=499)  # the client never sees this
     except AnsweredOtherwise as exc:
         return exc.response
     return EventStream(first, events, headers=headers, on_gone=on_gone)
 
 
 class EventStream(StreamingResponse):
-    """Starlette's, which cancels the generator when the reader has gone; then `on_gone` runs.
+    """Starlette's StreamingResponse, which cancels the generator when the client disconnects; then
+    `on_gone` runs.
 
-    Only the transport buffers; it is cut where its reader takes nothing (connections.py).
+    Only the transport buffers. The kernel closes it if the client does not read (listener.py).
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, sent)
         except (OSError, ClientDisconnect):
-            pass  # nobody takes it
+            pass  # the client has disconnected
         finally:
             await self._events.aclose()
             if not self._is_complete:
@@ -173,7 +173,7 @@ class EventStream(StreamingResponse):
     async def _whole(
         self, first: bytes, events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
-        """All events; a failure is the last but one."""
+        """All events. After a failure, an error event and `[DONE]`."""
         yield first
         try:
             async for part in events:
@@ -186,7 +186,7 @@ class EventStream(StreamingResponse):
 
 
 class StreamDrain:
-    """The shutdown of a server: streams may end by themselves until the drain time is over."""
+    """A server's shutdown: streams may go on until the drain time has passed."""
 
     def __init__(self) -> None:
         self._over_at_s: float | None = None
@@ -201,5 +201,5 @@ class StreamDrain:
 
     @property
     def is_over(self) -> bool:
-        """Whether streams must end now."""
+        """Whether streams must end at once."""
         return self._over_at_s is not None and time.monotonic() >= self._over_at_s

@@ -1,10 +1,11 @@
-"""The names of uvicorn that its manual does not mention.
+"""Names of uvicorn that its manual does not mention.
 
-uvicorn has no option for a deadline of the first request's head, nor for a cap of connections per
-client, and it does not tell an application that it is about to stop. Both need one of its classes:
+uvicorn has no option for a deadline of a request's head, none for a limit of connections per
+client, and does not tell an application that it will stop. So two of its classes are used:
 
 - `HttpProtocol`, the class behind `http="h11"`. connections.py overrides methods that
-  `asyncio.Protocol` documents, and the constructor, which uvicorn calls with keyword arguments.
+`asyncio.Protocol` documents, and the constructor, which uvicorn calls with keyword arguments.
+
 - `Server.shutdown`, which uvicorn awaits before it asks connections to end.
 """
 

@@ -1,1 +1,1 @@
-"""Jobs as callers see them: routes, lists, quotes, streams, callbacks."""
+"""Jobs in the API: routes, lists, quotes, streams, callbacks."""

@@ -1,4 +1,4 @@
-"""A job's `callback` as its body has it, to a Callback that may be used. Refuses by name."""
+"""Validates the `callback` of a job's body. Errors name the field."""
 
 from contract.callback_secrets import is_secret
 from contract.callback_urls import BadCallbackUrl, parse_callback_url
@@ -7,19 +7,19 @@ from gateway.http.errors import bad_request, invalid_value
 from gateway.openai.schemas import CallbackBody
 from gateway.settings import GatewaySettings
 
-PROGRESS_TOKENS = 256  # between two messages of progress, where the caller does not say
+PROGRESS_TOKENS = 256  # default number of tokens between two progress messages
 
 
 def to_callback(
     body: CallbackBody | None, tenant: str, settings: GatewaySettings
 ) -> Callback | None:
-    """None without one. Raises ApiError, which never quotes a URL or a secret."""
+    """None if the body has no callback. Raises ApiError, which never contains a URL or a secret."""
     if body is None:
         return None
     kind, target = _target(body)
     events = body.events or []
-    tells_progress = "job.progress" in events
-    if body.progress_tokens is not None and not tells_progress:
+    progress_tokens = body.progress_tokens or PROGRESS_TOKENS if "job.progress" in events else 0
+    if body.progress_tokens is not None and not progress_tokens:
         message = "callback.progress_tokens is for callbacks with the event job.progress"
         raise invalid_value("callback.progress_tokens", message)
     callback = Callback(
@@ -27,10 +27,8 @@ def to_callback(
         target=target,
         secret=body.secret,
         is_full=body.payload == "full",
-        tells_start="job.started" in events,
-        progress_tokens=(body.progress_tokens or PROGRESS_TOKENS)
-        if "job.progress" in events
-        else 0,
+        notifies_start="job.started" in events,
+        progress_tokens=progress_tokens,
     )
     if kind is CallbackKind.URL:
         _check_url(callback, tenant, settings)

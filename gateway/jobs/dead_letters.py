@@ -17,9 +17,10 @@ router = APIRouter(tags=["callbacks"], responses=answers(401, 403, 429))
 
 
 class DeadCallback(BaseModel):
-    """A message that was given up. Never the callback itself: a URL may hold a secret."""
+    """A callback message that could not be delivered. Excludes the callback, whose URL may contain
+    a secret."""
 
-    id: str  # the job's
+    id: str  # id of the job
     object: Literal["callback"] = "callback"
     state: str
     message_id: str
@@ -48,7 +49,7 @@ async def list_dead_letters(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     before: Annotated[float | None, Query(ge=0, lt=2**40, description="Unix seconds")] = None,
 ) -> DeadCallbacks:
-    """The caller's messages that were given up, the youngest first."""
+    """The tenant's undelivered callback messages, youngest first."""
     before_ms = None if before is None else round(before * 1000)
     letters = await gateway.broker.ask_outbox(
         lambda outbox: outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
@@ -58,7 +59,7 @@ async def list_dead_letters(
 
 @router.get("/v1/callbacks/dead/{job_id}", responses=answers(404))
 async def get_dead_letter(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> DeadCallback:
-    """The message of one job that was given up."""
+    """One job's undelivered callback message."""
     letters = await gateway.broker.ask_outbox(
         lambda outbox: outbox.dead(caller.tenant, job_id=job_id)
     )
@@ -71,11 +72,11 @@ async def get_dead_letter(caller: JobsReader, gateway: ThisGateway, job_id: JobI
 async def replay_dead_letter(
     caller: JobsWriter, gateway: ThisGateway, job_id: JobId
 ) -> ReplayedCallback:
-    """Delivers it again, from the first attempt on, with the same id; 202."""
+    """Delivers the message again, with the same id and a new count of attempts; 202."""
     broker = gateway.broker
     if caller.terms.lanes:
         letters = await broker.ask_outbox(lambda outbox: outbox.dead(caller.tenant, job_id=job_id))
-        for letter in letters:  # one, or none: then there is nothing to replay
+        for letter in letters:  # one if the job has an undelivered message, else none
             caller.check_lane(letter.record.lane)
     state = await broker.ask_outbox(lambda outbox: outbox.replay(job_id, caller.tenant))
     if state is None:

@@ -1,4 +1,4 @@
-"""Where a reader of a log stands, as callers say it: `Last-Event-ID`, or `?starting_after=`."""
+"""A client's position in a job's log: `Last-Event-ID`, or `?starting_after=`."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from fastapi import Depends, Header, Query
 
 
 class LogPosition(msgspec.Struct, frozen=True):
-    """The last event that a caller has, and the hash of the log there where it said so."""
+    """The number of the last event that a client has, and the log's hash at that event if known."""
 
     number: int = 0
     hash: str | None = None
@@ -34,7 +34,7 @@ async def asked_position(
         str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
     ] = "",
 ) -> LogPosition:
-    """Where a reader of a stream stands."""
+    """The position in the request. Raises ApiError if it is malformed."""
     number, _, hash_ = (last_event_id or starting_after).partition(".")
     return LogPosition(int(number), hash_ or None) if number else START
 

@@ -1,4 +1,4 @@
-"""GET /v1/jobs: a tenant's jobs, found by what they are. DELETE /v1/jobs/{id}: forgets one."""
+"""GET /v1/jobs: a tenant's jobs, filtered. DELETE /v1/jobs/{id}: deletes one."""
 
 import re
 from typing import Annotated, Literal
@@ -51,9 +51,7 @@ class DeletedJob(BaseModel):
 
 
 async def metadata_of(request: Request) -> dict[str, str]:
-    """Metadata that the query asks for, by name. Raises ApiError where a parameter is unknown or
-    appears twice.
-    """
+    """The metadata filters of the query. Raises ApiError for an unknown or repeated parameter."""
     names = [name[:80] for name, _ in request.query_params.multi_items()]
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -78,7 +76,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str, Query(description="the `last_id` of the page before")] = "",
 ) -> JobList:
-    """A page of the tenant's jobs, the youngest first, without their results."""
+    """A page of the tenant's jobs, youngest first, without results."""
     broker = gateway.broker
     cards = (await broker.known.models()).values()
     lanes = {*DEFAULT_LANES, *(lane for card in cards for lane in card.lanes)}
@@ -97,7 +95,7 @@ async def list_jobs(
     return JobList(
         data=jobs,
         first_id=jobs[0].id if jobs else None,
-        # Where jobs that match are rare, the search stands behind the last one found.
+        # If few jobs match, the search may have ended after the last match.
         last_id=page.position or (jobs[-1].id if jobs else None),
         has_more=bool(page.position),
     )
@@ -105,7 +103,7 @@ async def list_jobs(
 
 @router.delete("/v1/jobs/{job_id}", responses=answers(404, 409))
 async def delete_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> DeletedJob:
-    """Forgets a job that has ended: prompt, output, log. 409 where it has not ended."""
+    """Deletes an ended job with its prompt, output and log; 409 if it has not ended."""
     await check_may_change(gateway.broker, caller, job_id)
     status = await gateway.broker.delete(job_id, caller.tenant)
     if status is not None:

@@ -1,4 +1,4 @@
-"""A job as `/v1/jobs` shows it."""
+"""Job objects, as `/v1/jobs` returns them."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
 
 
 class AcceptedJob(BaseModel):
-    """A job that was queued, or that a call turned into."""
+    """A job just queued, or one that a synchronous call has become."""
 
     id: str
     object: Literal["job"] = "job"
@@ -71,7 +71,7 @@ class JobObject(AcceptedJob):
 
 
 class CallbackObject(BaseModel):
-    """How far the job's callback is."""
+    """The state of the job's callback."""
 
     state: str
     attempts: int
@@ -85,7 +85,7 @@ class JobWithResult(JobObject):
 
 
 def checked_id(job_id: str) -> str:
-    """What is no job id looks like a job that does not exist. Raises UnknownJob."""
+    """Returns a valid job id. Raises UnknownJob for a malformed one, as for an unknown one."""
     if not _JOB_ID.fullmatch(job_id):
         raise UnknownJob(job_id[:64])
     return job_id
@@ -106,7 +106,8 @@ def events_url(job_id: str) -> str:
 
 
 def place(position: QueuePosition | None) -> dict[str, Any]:
-    """Jobs ahead, and seconds until it starts; null where it does not wait, or nothing is known."""
+    """The number of jobs ahead and the seconds until the job starts; null if it does not wait or
+    nothing is known."""
     if position is None:
         return {"position": None, "eta_s": None}
     eta_s = None if position.eta_s is None else round(position.eta_s, 1)
@@ -114,18 +115,18 @@ def place(position: QueuePosition | None) -> dict[str, Any]:
 
 
 def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> AcceptedJob:
-    """What a submission answers; of a job that was accepted before, its place is not known."""
+    """The response to a submission. If an earlier job was found, its position is not known."""
     position = submitted.position if submitted.is_new else None
     return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position))
 
 
 def accepted_object(view: JobView) -> AcceptedJob:
-    """A job that is handed over to its caller later than at submission."""
+    """The object of a call that has become a job."""
     return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position))
 
 
 def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Response:
-    """202: the job is to be looked for where `location` says."""
+    """202 with a `location` header."""
     own = {"x-job-id": shown.id, "location": f"/v1/jobs/{shown.id}"}
     return json_response(shown.model_dump(), status=202, headers={**headers, **own})
 
@@ -151,7 +152,7 @@ def job_object(view: JobView) -> JobObject:
 
 
 def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
-    """Null where the job has no callback."""
+    """Null if the job has no callback."""
     if found is None:
         return None
     return {

@@ -53,7 +53,7 @@ async def create_job(
     asked: AskedJob,
     key: IdempotencyKey = "",
 ) -> Response:
-    """Queues a call to be run whenever there is room; 202."""
+    """Queues a call; 202 with the job."""
     hashed = body_hash(key, "/v1/jobs", await request.json())
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
@@ -63,7 +63,7 @@ async def create_job(
 
 @router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
 async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Response:
-    """A job's state, with its result once it has ended."""
+    """A job's state, and its result once it has ended."""
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, caller.tenant)
     shown = job_object(view).model_dump()
@@ -90,7 +90,7 @@ async def stream_job(
     job_id: JobId,
     position: AskedPosition,
 ) -> Response:
-    """A job's stream, from its start or from any event on. Leaving it cancels nothing."""
+    """Streams a job's events, from the start or after any event. A disconnect cancels nothing."""
     view, _ = await gateway.broker.read(job_id, caller.tenant)
     events = job_stream(gateway, view, position)
     return await sse.sse_response(request, events, headers={"x-job-id": job_id}, on_gone=_nothing)
@@ -98,7 +98,7 @@ async def stream_job(
 
 @router.post("/v1/jobs/{job_id}/cancel", responses=answers(404, 409))
 async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> JobObject:
-    """Ends a job, waiting or running; 409 where it has ended otherwise."""
+    """Cancels a job, waiting or running; 409 if it has ended otherwise."""
     broker = gateway.broker
     await check_may_change(broker, caller, job_id)
     status = await broker.cancel(job_id, caller.tenant)
@@ -109,7 +109,7 @@ async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) ->
 
 
 async def _result_url(gateway: Gateway, view: JobView) -> str | None:
-    """Where a result that lies in the object store can be had without a key, for a while."""
+    """A temporary URL of a result in the object store, which needs no key."""
     ttl_s = gateway.settings.result_url_s
     return await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
 
@@ -118,7 +118,7 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
 async def change_job(
     caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, job_id: JobId, change: JobChange
 ) -> JobObject:
-    """Moves a job to another lane or deadline, waiting or running; 409 where it has ended."""
+    """Changes a job's lane or deadline, waiting or running; 409 if it has ended."""
     broker = gateway.broker
     await check_may_change(broker, caller, job_id)
     if change.lane is not None:
@@ -141,13 +141,13 @@ def _already_terminal(status: JobStatus) -> ApiError:
 
 
 async def _nothing() -> None:
-    """A job of its own goes on without readers."""
+    """A disconnect does not cancel this job."""
 
 
 async def prepare_job(
     gateway: Gateway, asked: AnyJob, caller: Caller, *, idempotency_key: str, body_hash: str
 ) -> tuple[Job, Submission]:
-    """Raises ApiError; parameters of the inner body are named below `body`."""
+    """Raises ApiError. Parameters of the inner body are named below `body`."""
     settings = gateway.settings
     endpoint = Endpoint(asked.endpoint)
     terms = Terms(
@@ -172,7 +172,7 @@ async def prepare_job(
 
 
 def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> float:
-    """Seconds from the job's end on. Raises ApiError where more is asked than is allowed here."""
+    """Seconds from the job's end. Raises ApiError if more is asked for than allowed."""
     if asked.retention_s is None:
         return caller.job_retention_s(settings)
     if asked.retention_s > settings.max_retention_s:

@@ -1,5 +1,6 @@
-"""GET /v1/objects/{job_id}/{name}: a kept result, for whoever holds its signed URL. Only where the
-object store is a directory; S3 signs URLs of its own.
+"""GET /v1/objects/{job_id}/{name}: a stored result, by its signed URL.
+
+Used only if the object store is a directory; S3 has presigned URLs of its own.
 """
 
 import asyncio
@@ -39,8 +40,7 @@ class StoredResult(BaseModel):
 async def get_object(
     request: Request, gateway: ThisGateway, job_id: JobIdPath, name: str
 ) -> Response:
-    """The object as it was written; 404 for a URL that is not ours, that has expired, or whose
-    object is gone."""
+    """The stored object; 404 if the URL is invalid or has expired, or the object is gone."""
     store = gateway.broker.payloads.store
     if isinstance(store, DirectoryStore):
         query = dict(request.query_params)

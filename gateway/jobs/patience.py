@@ -1,7 +1,5 @@
-"""How long a call is waited for before it turns into a job: by its caller's wish, or by a limit.
-
-Knows the `Prefer` header (RFC 7240), and the time that the platform leaves a request.
-"""
+"""How long a synchronous call may last before it becomes a job: by the `Prefer` header (RFC 7240),
+or by the platform's time limit."""
 
 import math
 import re
@@ -13,11 +11,11 @@ import msgspec
 from fastapi import Depends, Header, Request
 
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
-TIME_LEFT = "time_left_s"  # in a request's state: seconds until the platform ends it
+TIME_LEFT = "time_left_s"  # key in the request's state: seconds until the platform ends the request
 
 
 class Preference(msgspec.Struct, frozen=True):
-    """What `Prefer` says of waiting. What it says otherwise is ignored, as the RFC has it."""
+    """The `Prefer` header's wishes about waiting. Others are ignored, as the RFC says."""
 
     is_async: bool = False
     wait_s: int | None = None
@@ -35,11 +33,11 @@ class Preference(msgspec.Struct, frozen=True):
 
     @property
     def is_at_once(self) -> bool:
-        """Whether nothing is waited for at all."""
+        """Whether the response is 202 without waiting."""
         return self.is_async and self.wait_s is None
 
     def applied(self) -> dict[str, str]:
-        """The header that says which of it was heeded."""
+        """The `Preference-Applied` header."""
         parts = ["respond-async"] if self.is_async else []
         parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
         return {"preference-applied": ", ".join(parts)} if parts else {}
@@ -58,29 +56,28 @@ AskedPreference = Annotated[Preference, Depends(preference_of)]
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Until when a call may go on as a call; `time.monotonic`, `inf` without an end."""
+    """The time (`time.monotonic`) until which a call may last; `inf`: unlimited."""
 
-    result_by_s: float = math.inf  # wished: what has begun to be sent is not cut by it
-    answer_by_s: float = math.inf  # the platform ends the request then
+    result_by_s: float = math.inf  # by the client's wish; does not end a stream that has begun
+    answer_by_s: float = math.inf  # by the platform, which ends the request then
 
     @classmethod
     def of(
         cls, request: Request, preference: Preference, *, sync_limit_s: float, longest_s: float
     ) -> "Patience":
-        """`sync_limit_s` 0: no limit but the platform's own, where it tells one. Nobody waits
-        longer than `longest_s` for a wish.
-        """
+        """`sync_limit_s` 0: no limit except the platform's, if it reports one. A client's wish is
+        limited to `longest_s`."""
         now_s = time.monotonic()
         left_s = min(sync_limit_s or math.inf, request.scope["state"].get(TIME_LEFT, math.inf))
         wait_s = math.inf if preference.wait_s is None else min(preference.wait_s, longest_s)
         return cls(now_s + wait_s, now_s + left_s)
 
     def is_over(self, *, has_sent: bool) -> bool:
-        """Whether the call must turn into a job now."""
+        """Whether the call must become a job now."""
         now_s = time.monotonic()
         return now_s >= self.answer_by_s or (now_s >= self.result_by_s and not has_sent)
 
     @property
     def is_wished(self) -> bool:
-        """Whether the status line must wait for a result or the end of the wait."""
+        """Whether the response must not begin before the result or the end of the wait."""
         return self.result_by_s < math.inf

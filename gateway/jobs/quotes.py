@@ -1,4 +1,4 @@
-"""POST /v1/quote: what a job would cost, when it would start and end; queues nothing."""
+"""POST /v1/quote: the cost and expected times of a job, without queueing it."""
 
 import time
 from typing import Literal
@@ -51,7 +51,7 @@ async def quote_job(
     asked: AskedJob,
     response: Response,
 ) -> QuoteObject:
-    """What `POST /v1/jobs` would say of the same body."""
+    """Answers as `POST /v1/jobs` would for the same body."""
     job, submission = await prepare_job(gateway, asked, caller, idempotency_key="", body_hash="")
     quote = await gateway.broker.quote(job, submission)
     response.headers.update(rate_headers(quote.rates))

@@ -1,4 +1,4 @@
-"""A job's log as a caller's stream: of a synchronous call, or of the job itself (resumable)."""
+"""Streams of a job's log: for a synchronous call, or of the job itself (resumable)."""
 
 import logging
 import time
@@ -39,7 +39,7 @@ log = logging.getLogger("batchway.gateway")
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """What every route needs; one for each app."""
+    """What all routes share; one for each app."""
 
     settings: GatewaySettings
     broker: Broker
@@ -48,7 +48,7 @@ class Gateway(msgspec.Struct, frozen=True):
     grammars: GrammarCompiler
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Queues a job, and counts the answer. Raises what Broker.submit raises."""
+        """Queues a job and counts the outcome. Raises what Broker.submit raises."""
         job = traced(job, time.time_ns())
         if (callback := submission.callback) is not None and job.trace is not None:
             callback = msgspec.structs.replace(callback, traceparent=job.trace.traceparent)
@@ -62,12 +62,12 @@ class Gateway(msgspec.Struct, frozen=True):
         return submitted
 
     async def whole(self, job: Job) -> Job:
-        """The job with its prompt, where its answers show any of it. Raises PayloadError."""
+        """The job with its prompt, if its response needs it. Raises PayloadError."""
         is_shown = job.return_token_ids or needs_tokenizer(job)
         return await self.broker.payloads.whole(job) if is_shown else job
 
     async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
-        """The tokenizer where the job's answer needs one: token texts, an echo."""
+        """The tokenizer, if the job's response contains texts of tokens or an echo."""
         if not needs_tokenizer(job):
             return None
         card = (await self.broker.known.models()).get(job.model)
@@ -87,14 +87,13 @@ async def accepting_gateway_of(request: Request) -> Gateway:
     return gateway
 
 
-# Arguments of endpoints.
+# Dependencies of endpoints.
 ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 AcceptingGateway = Annotated[Gateway, Depends(accepting_gateway_of)]
 
 
 def _log_answered(job: Job, end: End) -> None:
-    """Of a call that was waited for. At its end, as in any access log: before its first token it
-    would stand in the way of that."""
+    """Logs a synchronous call at its end. Before its first token, logging would delay it."""
     log.info(
         "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
         job.id,
@@ -114,9 +113,8 @@ def _reset_error() -> ApiError:
 
 
 async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
-    """A call's answer, once its job has ended. Raises ApiError where it failed, AnsweredOtherwise
-    where it was not waited for to the end.
-    """
+    """The response of a call, once its job has ended. Raises ApiError if the job failed, and
+    AnsweredOtherwise if the call became a job."""
     job = call.job
     answer = Answer(job, await gateway.tokenizer_for(job))
     async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
@@ -149,12 +147,11 @@ async def call_stream(
     position: LogPosition = START,
     starts_over: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """A call's events, from a position on. Raises BatchwayError, AnsweredOtherwise before the
-    first; later it ends in an event that says the same. `has_ids`: the caller may come back, so
-    that it needs to know where it stands.
+    """The events of a synchronous call, from a position on.
 
-    Who gave a position knows of `stream_reset`, which comes first where the job starts over; to
-    others a log that is not the one they read is an error.
+    Raises BatchwayError and AnsweredOtherwise before the first event; later errors are events.
+    `has_ids`: events have ids, because the caller may resume. A caller that gave a position gets a
+    `stream_reset` event if the job starts over; for others, a replaced log is an error.
     """
     job = call.job
     may_reset = position is not START
@@ -213,7 +210,7 @@ async def call_stream(
 
 
 def _became_job(job: Job, last_id: str) -> bytes:
-    """Where to go on, for those who know the event; an error for clients that know errors only."""
+    """The event that says where to resume, for callers that know it; else an error."""
     error = became_job(job.id, events_url(job.id), last_id)
     where = {"id": job.id, "last_event_id": last_id, "events_url": events_url(job.id)}
     return sse.message({**where, **error.body()}, event="reconnect")
@@ -260,14 +257,15 @@ async def job_stream(
 
 
 async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
-    """Shows the chunks what was sent before: text offsets and counts of tokens begin there."""
+    """Replays earlier events: text offsets and token counts depend on them."""
     async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
         if not isinstance(entry.event, End):
             chunks.of(entry)
 
 
 def _chunk_messages(chunks: Chunks, entry: LogEntry, *, has_id: bool) -> bytes:
-    """The last has the id: who resumes there has them all. Empty where nothing shows."""
+    """Only the last message has the id: a client that resumes there has them all. Empty if the
+    event shows nothing."""
     if not (messages := chunks.of(entry)):
         return b""
     *heads, last = messages
@@ -277,13 +275,14 @@ def _chunk_messages(chunks: Chunks, entry: LogEntry, *, has_id: bool) -> bytes:
 
 
 class _QueueNews:
-    """The `queued` events of one stream: told when the place or the ETA (in seconds) changes."""
+    """The `queued` events of one stream: one for each change of the position or the ETA
+    (seconds)."""
 
     def __init__(self) -> None:
         self._told: object = None
 
     def of(self, view: JobView) -> bytes:
-        """Empty where there is nothing new."""
+        """Empty if nothing has changed."""
         if view.status is not JobStatus.QUEUED:
             return b""
         shown = place(view.position)

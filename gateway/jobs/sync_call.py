@@ -1,7 +1,4 @@
-"""A synchronous call and its job: cancelled with its caller, until it turns into a job of its own.
-
-Leaves what the answer looks like to streams.
-"""
+"""A synchronous call: its job is cancelled with the caller, until the call becomes a job."""
 
 import logging
 from collections.abc import Mapping
@@ -19,10 +16,9 @@ log = logging.getLogger("batchway.gateway")
 
 
 class SyncCall:
-    """One call. `submitted_s`: since when (monotonic) its job may be there, None where it was there
-    before. `may_return`: its caller brought an Idempotency-Key, and may come back for it.
-    `job_retention_s`: how long its output is kept once it has turned into a job.
-    """
+    """One call. `submitted_s`: when its job was submitted (monotonic); None if it existed before.
+    `may_return`: the caller sent an Idempotency-Key and may come back. `job_retention_s`: how long
+    the output is kept if the call becomes a job."""
 
     def __init__(
         self,
@@ -48,7 +44,7 @@ class SyncCall:
         self._headers = headers
 
     async def detach(self) -> None:
-        """Lets the job go on without a caller, under a job's terms. Raises BatchwayError."""
+        """Turns the call into a job, which needs no caller. Raises BatchwayError."""
         await self._broker.detach(
             self.job.id,
             self.job.tenant,
@@ -59,13 +55,14 @@ class SyncCall:
         log.info("call became a job job_id=%s lane=%s", self.job.id, self.job.lane)
 
     async def hand_over(self) -> AnsweredOtherwise:
-        """What a call raises whose caller has been sent nothing yet: 202 with the job."""
+        """Turns the call into a job. Returns the exception that answers 202, before any output was
+        sent."""
         await self.detach()
         view, _ = await self._broker.read(self.job.id, self.job.tenant)
         return AnsweredOtherwise(accepted_response(accepted_object(view), self._headers))
 
     async def on_gone(self) -> None:
-        """The caller has left: cancels the job, unless it goes on without one."""
+        """The caller has disconnected: cancels the job, unless it does not need a caller."""
         if self._goes_on:
             return
         try:

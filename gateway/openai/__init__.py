@@ -1,1 +1,1 @@
-"""OpenAI's surface: bodies in, prompts and tokens, answers out."""
+"""OpenAI's API: request bodies, prompts and tokens, responses."""

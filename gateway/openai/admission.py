@@ -1,6 +1,6 @@
-"""A checked body to a job: tokenised, measured against the model, with its cost.
+"""Turns a validated body into a job: tokenises it, checks it against the model, computes its cost.
 
-What can never run is refused here, with 400 and the parameter named.
+What the model cannot run is rejected with 400 and the parameter's name.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from gateway.http.errors import (
 )
 from gateway.openai.sampling import check_ids, echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody
-from gateway.openai.structured import GrammarCompiler
+from gateway.openai.structured import Constraint, GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
 
-COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _DEFAULT_LANE = "standard"
 Prompts = tuple[tuple[int, ...], ...]
-_SMALL_CHARS = 4_096  # a text up to here is tokenised faster than a thread takes over
+_SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job is accepted under, beside its body."""
+    """The conditions of a job that are not in its body."""
 
     caller: Caller
     deadline_s: float
     retention_s: float
-    attendance_s: float = 0.0  # without a caller for so long it is cancelled; 0: never
-    needs_worker: bool = False  # refused where none lives
-    lane: str | None = None  # None: by the body's service tier
+    attendance_s: float = 0.0  # cancelled after so long without a caller; 0: never
+    needs_worker: bool = False  # rejected if no worker is live
+    lane: str | None = None  # None: by the body's service_tier
     idempotency_key: str = ""
     body_hash: str = ""
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -58,7 +58,7 @@ async def prepare(
     body: CallBody,
     terms: Terms,
 ) -> tuple[Job, Submission]:
-    """The job and what to submit it with. Raises ApiError."""
+    """Returns the job and its submission. Raises ApiError."""
     lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
     terms.caller.check_lane(lane)
     card = (await broker.known.models()).get(body.model)
@@ -66,11 +66,13 @@ async def prepare(
         raise no_such_model(body.model, await broker.known.models())
     check_lane(card, lane)
     _check_capabilities(card, body)
-    prompts = await _prompts(await broker.known.tokenizer(card), card, body)
+    tokenizer = await broker.known.tokenizer(card)
+    prompts = await _prompts(tokenizer, card, body)
     caps = _output_caps(settings, card, body, prompts)
     job_id = new_job_id()
     params = sampling_params(card, body, caps, job_id)
-    if (constraint := body.constraint()) is not None:
+    tools = body.offered if isinstance(body, ChatBody) else []
+    if (constraint := _constraint(tokenizer, card, body)) is not None:
         _check_constrained(body, constraint.param)
         grammar = await grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -91,6 +93,7 @@ async def prepare(
         prompt_logprobs=body.prompt_logprobs,
         weight=terms.caller.terms.weight,
         resume=card.capabilities.resume,
+        parses_tools=bool(tools),
     )
     memory_bytes = await broker.known.max_memory_bytes()
     bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
@@ -115,29 +118,33 @@ async def prepare(
 
 
 def _check_constrained(body: CallBody, param: str) -> None:
-    """Raises ApiError for what contradicts a grammar, which alone says where an output may end."""
+    """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
+    may end."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(body, name):
             raise invalid_value(name, f"{name} cannot be combined with {param}")
 
 
 def check_goes_on(body: CallBody) -> None:
-    """Raises ApiError where a job is to be cancelled with a caller that it does not have."""
+    """Raises ApiError if a job, which has no caller to disconnect, shall be cancelled on
+    disconnect."""
     if body.on_disconnect == "cancel":
         message = "on_disconnect: nobody waits for a job, so nobody's leaving can cancel it"
         raise invalid_value("on_disconnect", message)
 
 
 def check_lane(card: ModelCard, lane: str) -> None:
-    """Raises ApiError where the model's workers serve no such lane."""
+    """Raises ApiError if the model's workers do not serve the lane."""
     if lane not in card.lanes:
         message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
         raise bad_request("unknown_lane", message, "lane")
 
 
 def _check_capabilities(card: ModelCard, body: CallBody) -> None:
-    """Raises ApiError where the body asks for what the model's engine cannot do. No body can ask
-    for tools, LoRA or embeddings yet."""
+    """Raises ApiError if the model's engine cannot do what the body asks for."""
+    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
+        message = f"tools: the format of tool calls of {card.name!r} is not known"
+        raise bad_request(UNSUPPORTED, message, "tools")
     constraint = body.constraint()
     if constraint is not None and not card.capabilities.structured_output:
         param = constraint.param.split(".")[0]
@@ -149,8 +156,23 @@ def _check_capabilities(card: ModelCard, body: CallBody) -> None:
         raise bad_request(UNSUPPORTED, message, param)
 
 
+def _constraint(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Constraint | None:
+    """The constraint on the output, if any. Raises ApiError if tool calls cannot be forced."""
+    if not isinstance(body, ChatBody) or not body.offered:
+        return body.constraint()
+    format_, can = tokenizer.tool_format, card.capabilities.structured_output
+    if format_ is not None and can:
+        return body.tool_constraint(format_, tokenizer.special_ids)
+    is_strict = any(tool.function.strict for tool in body.offered)
+    if body.forces_calls or is_strict:
+        param = "tool_choice" if body.forces_calls else "tools"
+        reason = "are in a format that no grammar forces" if can else "cannot be constrained"
+        raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)
+    return None
+
+
 async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:
-    """The token ids of each prompt: of a chat there is one."""
+    """The token ids of each prompt. A chat is one prompt."""
     given: Sequence[str | tuple[int, ...]]
     if isinstance(body, ChatBody):
         given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
@@ -175,15 +197,16 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
     if tokenizer.template is None:
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    messages = [message.rendered() for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     try:
-        return await tokenizer.template.render(messages)
+        return await tokenizer.template.render(messages, tools or None)
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
 
 
 def _name_of(body: CallBody, number: int) -> str:
-    """What an error calls a prompt."""
+    """The parameter name of a prompt in errors."""
     if isinstance(body, ChatBody):
         return "messages"
     return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
@@ -192,8 +215,8 @@ def _name_of(body: CallBody, number: int) -> str:
 def _output_caps(
     settings: GatewaySettings, card: ModelCard, body: CallBody, prompts: Prompts
 ) -> list[int]:
-    """Of each prompt, the output cap of one choice. Raises ApiError, also where all choices
-    together may have more than those of one prompt ever have."""
+    """The maximum output tokens of one choice, for each prompt. Raises ApiError, also if all
+    choices together exceed the maximum of one prompt's choices."""
     caps = [
         _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
         for number, prompt_ids in enumerate(prompts)
@@ -209,15 +232,14 @@ def _output_caps(
 def _max_tokens(
     settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int, param: str
 ) -> int:
-    """The output cap of a prompt's choices, clipped to what the context has room for. Raises
-    ApiError where there is no room, and where the caller asks for more than is allowed here.
-    """
+    """The maximum output tokens of a prompt's choice, clipped to the room in the context. Raises
+    ApiError if there is no room, or if the body asks for more than the gateway allows."""
     room = card.context_length - num_prompt
     name, given = _given_max_tokens(body)
     if room < 1:
         raise _over_context(card, num_prompt, given or 0, param)
     if given == 0:
-        return 1  # the least that an engine computes; it is not shown
+        return 1  # the minimum that an engine computes; it is not shown
     if given is None:
         default = settings.default_output_tokens
         return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
@@ -231,7 +253,7 @@ def _max_tokens(
 
 
 def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
-    """In OpenAI's words: clients know the error by them."""
+    """In OpenAI's words, by which clients recognise the error."""
     message = (
         f"This model's maximum context length is {card.context_length} tokens. However, you "
         f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "

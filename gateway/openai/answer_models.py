@@ -1,13 +1,12 @@
-"""The shapes of answers to calls, for the OpenAPI document. `answers` builds them as dicts, since
-checking long lists of log probabilities again would take longer than building them.
-"""
+"""Response models, for the OpenAPI document. `answers` builds dicts instead, because validating
+long lists of log probabilities would take longer than building them."""
 
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 EndpointPath = Literal["/v1/chat/completions", "/v1/completions"]
-FinishReason = Literal["stop", "length"] | None
+FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
 class Usage(BaseModel):
@@ -16,10 +15,23 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str = Field(default="", description="of models that reason, with tools")
+    tool_calls: list[ToolCall] = []
 
 
 class PromptTokenLogprob(BaseModel):

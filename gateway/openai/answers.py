@@ -1,7 +1,7 @@
-"""Log events to OpenAI's answers: whole ones, and chunks of streams. One code for both endpoints.
+"""Turns log events into OpenAI's responses: whole ones, and chunks of streams.
 
-A chunk is a function of its event (text offsets of completions' logprobs and what is said of the
-prompt apart), so that a stream resumed at any event goes on with the same bytes.
+A chunk depends only on its event, except for text offsets and data of the prompt, so a stream
+resumed at any event continues with the same bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
+from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens, ToolCallDelta
 from contract.jobs import Endpoint, FinishReason, Job
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.openai.prompts import PromptPart
 from gateway.openai.text_stream import TextStream
 from gateway.openai.tokens import ModelTokenizer
+from gateway.openai.tools import delta_of, whole_calls
 
 
 def usage(job: Job, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
@@ -42,7 +43,7 @@ def _head(job: Job, *, is_chunk: bool) -> dict[str, Any]:
 
 
 def _shown(job: Job, delta: ChoiceDelta) -> ChoiceDelta:
-    """The delta, without its output where the caller wanted the echo alone."""
+    """The delta; without its output if the caller asked for the echo alone."""
     if job.shows_output:
         return delta
     finish_reason = FinishReason.LENGTH if delta.finish_reason else None
@@ -51,9 +52,9 @@ def _shown(job: Job, delta: ChoiceDelta) -> ChoiceDelta:
 
 
 class Chunks:
-    """The chunks of one stream. `tokenizer` is needed where `needs_tokenizer` says so.
+    """The chunks of one stream. `tokenizer` is required if `needs_tokenizer` says so.
 
-    `includes_usage` adds `usage` to each chunk: null, or with `repeats_usage` what there is so far.
+    `includes_usage` adds `usage` to each chunk: null, or the usage so far with `repeats_usage`.
     """
 
     def __init__(
@@ -80,9 +81,8 @@ class Chunks:
         self._num_tokens.clear()
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
-        """The chunks of one event: one, after a head where choices begin in it. What is said of
-        a prompt waits for these heads.
-        """
+        """The chunks of one event. If choices begin in it, a chunk that introduces them comes
+        first; data of the prompt is kept until then."""
         if isinstance(entry.event, Prompt):
             self._prompts[entry.event.prompt].add(entry.event)
             return []
@@ -104,11 +104,12 @@ class Chunks:
         return chunks
 
     def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-        """The last chunk where the caller asked for usage."""
+        """The last chunk, if the caller asked for usage."""
         return self._chunk([]) | {"usage": usage(self._job, num_prompt_tokens, num_output_tokens)}
 
     def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
-        """What comes before a choice's own output: roles of chats, prompts of completions."""
+        """What precedes a choice's output: the role in chats, the prompt in completions
+        with echo."""
         if self._job.endpoint is Endpoint.CHAT:
             return [_role(choice) for choice in begun]
         if not self._job.echo and self._job.prompt_logprobs is None:
@@ -137,7 +138,7 @@ class Chunks:
     def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.choice}
         if self._job.endpoint is Endpoint.CHAT:
-            choice["delta"] = {"content": delta.text}
+            choice["delta"] = self._message_delta(delta)
         else:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs(delta)
@@ -145,6 +146,17 @@ class Chunks:
         if self._job.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
+
+    def _message_delta(self, delta: ChoiceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        if delta.text or not (delta.reasoning or delta.tool_calls):
+            message["content"] = delta.text
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            calls = [delta_of(self._job, delta.choice, call) for call in delta.tool_calls]
+            message["tool_calls"] = calls
+        return message
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         if delta.logprobs is None or self._tokenizer is None:
@@ -159,12 +171,12 @@ class Chunks:
 
 
 def needs_tokenizer(job: Job) -> bool:
-    """Whether its answers show texts of tokens that the log has as ids alone."""
+    """Whether the job's responses contain texts of tokens, which the log has as ids only."""
     return job.echo or job.params.logprobs is not None or job.prompt_logprobs is not None
 
 
 def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
-    """What stands beside the choices, in the answer or its first chunk."""
+    """Fields beside `choices`, in the response or its first chunk."""
     fields = prompts[0].listed_logprobs() if job.endpoint is Endpoint.CHAT else {}
     if job.return_token_ids and len(prompts) == 1:
         fields["prompt_token_ids"] = list(job.prompt_ids)
@@ -172,7 +184,7 @@ def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
 
 
 def _of_listed_prompt(job: Job, choice: int) -> dict[str, Any]:
-    """What stands in a choice, or its first chunk, where the call has several prompts."""
+    """Fields of a choice or its first chunk, if the call has several prompts."""
     if not job.return_token_ids or job.num_prompts == 1:
         return {}
     return {"prompt_token_ids": list(job.prompts[choice // job.params.n])}
@@ -188,16 +200,18 @@ def _role(choice: int) -> dict[str, Any]:
 
 
 class _Choice(msgspec.Struct):
-    """What came of one choice so far."""
+    """One choice so far."""
 
     texts: list[str] = msgspec.field(default_factory=list)
+    reasoning: list[str] = msgspec.field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
 
 
 class Answer:
-    """A whole answer, put together from a job's events."""
+    """A whole response, built from a job's events."""
 
     def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
         self._job = job
@@ -222,12 +236,14 @@ class Answer:
         for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
             choice = self._choices[delta.choice]
             choice.texts.append(delta.text)
+            choice.reasoning.append(delta.reasoning)
+            choice.tool_calls += delta.tool_calls
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
 
     def build(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-        """The answer; choices that were cut off have no finish_reason."""
+        """The response. Choices that were cut off have no finish_reason."""
         answer = _head(self._job, is_chunk=False)
         answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
         answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens)
@@ -237,7 +253,7 @@ class Answer:
         text, prompt = "".join(choice.texts), self._prompts[index // self._job.params.n]
         built: dict[str, Any] = {"index": index}
         if self._job.endpoint is Endpoint.CHAT:
-            built["message"] = {"role": "assistant", "content": text, "refusal": None}
+            built["message"] = self._message(index, choice, text)
         else:
             built["text"] = prompt.text + text
             built |= prompt.listed_logprobs()
@@ -246,6 +262,15 @@ class Answer:
         if self._job.return_token_ids:
             built["token_ids"] = choice.token_ids
         return built | _of_listed_prompt(self._job, index)
+
+    def _message(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := "".join(choice.reasoning):
+            message["reasoning_content"] = reasoning
+        if choice.tool_calls:
+            message["content"] = text or None
+            message["tool_calls"] = whole_calls(self._job, index, choice.tool_calls)
+        return message
 
     def _logprobs(self, choice: _Choice, prompt: PromptPart) -> dict[str, Any] | None:
         if self._job.params.logprobs is None or self._tokenizer is None:

@@ -1,6 +1,6 @@
-"""A model's chat template: messages to the text that the model was trained on.
+"""A model's chat template, which renders messages as the model's prompt.
 
-It comes only from the model and runs in jinja2's sandbox, in a process of its own
+The template comes from the model. It runs in jinja2's sandbox, in its own process
 (template_child.py), which imports nothing else of the gateway.
 """
 
@@ -23,19 +23,21 @@ MAX_POWER = 1_000
 
 
 class ChatTemplate:
-    """A compiled template. Raises what jinja2 raises where it cannot read one."""
+    """A compiled template. Raises jinja2's errors if it cannot be compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
-        # Templates older than the role know it as `system`.
+        # Older templates know the role `developer` as `system`.
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text, up to where the assistant's answer starts. Raises Refused, MemoryError."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
+        """The prompt, up to the start of the assistant's message. Raises Refused, MemoryError."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        context = self._special_tokens | {"tools": None, "documents": None}
+        context = self._special_tokens | {"tools": tools, "documents": None}
         parts: list[str] = []
         num_chars = 0
         try:
@@ -51,17 +53,18 @@ class ChatTemplate:
         except jinja2.TemplateError as exc:
             reason = (exc.message or "it failed")[:_REFUSAL_CHARS]
             raise Refused(f"the model's chat template refused: {reason}") from exc
-        except Exception as exc:  # of a filter, say, that was given something else
+        except Exception as exc:  # for example of a filter with a wrong argument
             raise Refused("the model's chat template failed on these messages") from exc
         return "".join(parts)
 
 
-def _as_system(message: Mapping[str, str]) -> Mapping[str, str]:
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's, which bounds ranges, with bounds on the two signs that fill a memory at once."""
+    """jinja2's sandbox, which limits ranges, with limits on the two operators that can fill the
+    memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -77,13 +80,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _repeated(items: Any, times: Any) -> int:
-    """The length of a text or a list that is repeated; 0 where nothing is."""
+    """The length of a repeated text or list; 0 if `items * times` is no repetition."""
     is_repetition = isinstance(items, str | bytes | list | tuple) and isinstance(times, int)
     return len(items) * times if is_repetition else 0
 
 
 def _environment() -> jinja2.Environment:
-    """The environment that chat templates are written for (transformers' conventions)."""
+    """The environment that chat templates expect (transformers' conventions)."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -92,7 +95,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """jinja2's own would escape HTML characters."""
+    """jinja2's filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,7 +1,7 @@
-"""A process that computes what callers or models send, with limits on its memory and its time.
+"""A process for untrusted input of callers or models, with limits on memory and time.
 
-It speaks frames over file descriptor 0, a socket, with child_process.py, and ends when that is
-closed. It imports little and holds no secret.
+It exchanges frames with child_process.py over a socket, its file descriptor 0, and ends when the
+socket is closed. It imports little and has no secrets.
 """
 
 import json
@@ -21,28 +21,29 @@ REPLY_HEAD = struct.Struct(">BI")  # kind; length of the text in bytes
 
 
 class Reply(IntEnum):
-    """What a reply is; the first two have a text."""
+    """The kind of a reply; the first two have a text."""
 
     DONE = 0
-    REFUSED = 1  # the text says why
+    REFUSED = 1  # the text is the reason
     READY = 2
-    UNREADABLE = 3  # what the process was started with; then the process ends
-    OUT_OF_MEMORY = 4  # then the process ends
+    UNREADABLE = 3  # the start message is unusable; the process ends
+    OUT_OF_MEMORY = 4  # the process ends
 
 
 class Refused(Exception):
-    """The request is refused; the message is for the caller only."""
+    """The request is rejected. Show the message to the caller only."""
 
 
 def serve(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
-    """Answers one request after the other until the gateway closes the socket. `prepare` gets what
-    the process was started with, and returns the function that answers or raises Refused."""
+    """Answers requests one by one until the gateway closes the socket. `prepare` gets the start
+    message and returns a function that answers a request or raises Refused."""
     with suppress(BrokenPipeError, ConnectionResetError):  # the gateway has ended
         _serve(prepare)
 
 
 def _serve(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process; the gateway ends it
+    # Ctrl-C reaches this process too, but the gateway ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = _receive()
     if start is None:
@@ -77,7 +78,7 @@ def _receive() -> Any:
 
 
 def _read(num_bytes: int) -> bytes:
-    """Empty if the gateway closes the socket before all bytes have arrived."""
+    """Reads `num_bytes`; empty if the gateway closes the socket before."""
     parts = []
     while num_bytes:
         part = os.read(0, min(num_bytes, 2**20))
@@ -95,13 +96,13 @@ def _send(kind: Reply, text: bytes = b"") -> None:
 
 
 def _limit_cpu(cpu_s: int) -> None:
-    """Allows that many seconds from now on. Then the kernel ends the process, even if the gateway
-    has been killed."""
+    """Allows this many seconds of CPU time from now. Then the kernel ends the process, even if the
+    gateway was killed."""
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lowers a limit, unless a lower one holds already or this system does not know it."""
+    """Lowers a resource limit, unless it is lower already or unknown to this system."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

@@ -1,7 +1,7 @@
-"""The gateway's end of a process that computes what callers or models send; see child.py.
+"""The gateway's side of a process for untrusted input; see child.py.
 
-A chat template or a grammar may take for ever, or gigabytes: in a process of its own that costs one
-request. Why, and what it costs: docs/decisions/template-process.md.
+A chat template or a grammar may need unlimited time or memory. In a process of its own, that fails
+one request only. Reasons and costs: docs/decisions/template-process.md.
 """
 
 import asyncio
@@ -23,33 +23,32 @@ TOO_LONG = "it takes too long"
 
 
 class ChildLimits(msgspec.Struct, frozen=True):
-    """What a process may use. `cpu_s` and `wall_s` are of one request, and of the start; a busy
-    machine takes longer than the computing."""
+    """Limits of a process. `cpu_s` and `wall_s` apply to each request, and to the start."""
 
-    max_memory_bytes: int = 256 * 2**20  # of address space, the interpreter's included
+    max_memory_bytes: int = 256 * 2**20  # of address space, with the interpreter
     cpu_s: int = 2
     wall_s: float = 8.0
-    turn_s: float = 10.0  # that a request waits for those before it
+    turn_s: float = 10.0  # for requests to wait for earlier ones
 
 
 class ChildFailed(Exception):
-    """The process did not survive this request, or could not start; the message says why."""
+    """The process died during this request, or could not start. The message is the reason."""
 
 
 class ChildBusy(Exception):
-    """Earlier requests keep the process busy."""
+    """The process is busy with earlier requests."""
 
 
 class ChildUnreadable(Exception):
-    """The process cannot read what it is started with."""
+    """The process cannot use its start message."""
 
 
 class ChildProcess:
-    """Started by the first request; answers one request at a time, in order; started anew after a
-    request that ended it."""
+    """A process that the first request starts. It answers one request at a time, in order. A
+    request that ends it makes the next one start it again."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
-        """`start` goes to the `prepare` of the module."""
+        """`start` is passed to the module's `prepare`."""
         self._module = module
         self._limits = limits
         self._start = {
@@ -64,7 +63,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where there is one."""
+        """The process id, while the process runs."""
         return None if self._child is None else self._child.process.pid
 
     async def ask(self, request: Any) -> str:
@@ -82,8 +81,8 @@ class ChildProcess:
             self._turn.release()
 
     async def aclose(self) -> None:
-        """Ends the process, now or after its current request. A later request starts another, for
-        itself alone."""
+        """Ends the process, now or after its current request. A later request starts another one
+        for itself."""
         self._is_closed = True
         if not self._turn.locked():
             await self._end()
@@ -95,7 +94,7 @@ class ChildProcess:
             child = await self._running()
             kind, text = await self._ask(child, request)
         except BaseException:
-            # A later reply of this process would be to this request.
+            # The reply would otherwise be taken for that of the next request.
             await self._end()
             raise
         if kind is Reply.REFUSED:
@@ -138,9 +137,8 @@ class ChildProcess:
 
 
 class _Child:
-    """The process, and our end of the socket pair. Whatever ends us closes that, so that no process
-    is left behind.
-    """
+    """The process and the gateway's end of the socket pair. The gateway's end closes when the
+    gateway dies, which ends the process."""
 
     def __init__(
         self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -164,13 +162,12 @@ class _Child:
                 )
             return cls(process, *await asyncio.open_connection(sock=ours))
         except BaseException:
-            ours.close()  # and so the process ends
+            ours.close()  # this ends the process
             raise
 
     async def ask(self, request: Any) -> tuple[Reply, str]:
-        """The kind and the text of the reply. Raises OSError, IncompleteReadError where the process
-        ends, ValueError where its reply is none.
-        """
+        """The kind and text of the reply. Raises OSError, IncompleteReadError if the process ends,
+        and ValueError for a malformed reply."""
         raw = msgspec.json.encode(request)
         self._writer.write(REQUEST_HEAD.pack(len(raw)) + raw)
         kind, num_bytes = REPLY_HEAD.unpack(await self.reader.readexactly(REPLY_HEAD.size))
@@ -180,14 +177,14 @@ class _Child:
 
     async def end(self) -> None:
         if self.process.returncode is None:
-            # `Process.kill` may reap a process that has just ended, and its status would be lost.
-            with suppress(ProcessLookupError):  # it has ended, and asyncio has not said so yet
+            # `Process.kill` could reap a process that has just ended, and lose its status.
+            with suppress(ProcessLookupError):  # it has ended, but asyncio does not know yet
                 os.kill(self.process.pid, signal.SIGKILL)
         self._writer.transport.abort()
         await self.process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """Where Python finds what it loads, and the time zone: no address and no secret of ours."""
+    """Python's search path and the time zone; no address and no secret."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
     return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **kept}

@@ -1,13 +1,13 @@
-"""Schemas, regular expressions and grammars that callers send, as grammars of llguidance.
+"""Compiles schemas, regular expressions, grammars and tool calls to grammars of llguidance.
 
-Runs in a process of its own: some grammars take seconds or gigabytes to compile.
+Runs in its own process, because some grammars take seconds or gigabytes to compile.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -18,16 +18,18 @@ _MAX_MESSAGE_CHARS = 300
 
 
 class Kind(StrEnum):
-    """What a caller sent."""
+    """What a grammar is made from."""
 
     JSON_SCHEMA = "json_schema"  # an object, or true
     REGEX = "regex"  # Rust's syntax, of the whole output
     CHOICE = "choice"  # a list of strings
     GRAMMAR = "grammar"  # Lark or GBNF
+    TOOLS = "tools"  # a ToolCalls
 
 
 class GrammarRefused(Exception):
-    """The message is one sentence for the caller; `path` leads to the part of the schema."""
+    """The grammar is rejected. The message is one sentence for the caller; `path` leads to the part
+    of the schema."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -46,9 +48,63 @@ def compile_grammar(kind: Kind, value: Any, is_strict: bool = True) -> str:
             grammar = _checked(grammar_from("choice", json.dumps(value)))
         case Kind.GRAMMAR:
             grammar = _of_grammar(value)
+        case Kind.TOOLS:
+            grammar = _checked(tool_grammar(value))
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the grammar has over {MAX_GRAMMAR_BYTES} bytes")
     return grammar
+
+
+class ToolCalls(TypedDict):
+    """Calls of functions, in a model's format."""
+
+    format: Mapping[str, str | None]  # the fields of ToolFormat
+    special_ids: Mapping[str, int]  # special tokens that the format's text contains
+    functions: Sequence[tuple[str, Any, bool]]  # name, schema of the arguments, whether strict
+    is_forced: bool  # False: the output may also be text, or begin with text
+    may_repeat: bool
+
+
+def tool_grammar(calls: ToolCalls) -> str:
+    """A grammar in Lark's syntax. Raises GrammarRefused."""
+    format_, ids = calls["format"], calls["special_ids"]
+
+    def literal(text: str | None) -> str:
+        """Text and special tokens in Lark's syntax."""
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text or "") if ids else [text]
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    rules, names = [], []
+    for i, (name, schema, is_strict) in enumerate(calls["functions"]):
+        try:
+            _of_schema(schema, is_strict)
+        except GrammarRefused as refusal:
+            path = f"{i}.function.parameters"
+            raise GrammarRefused(str(refusal), f"{path}.{refusal.path}".rstrip(".")) from None
+        arguments = json.dumps({**schema, _KNOBS: _options(is_strict)})
+        rules.append(f"call_{i}: {literal(name)} {literal(format_['middle'])} %json {arguments}")
+        names.append(f"call_{i}")
+    begin, more = format_["begin"] or "", ""
+    if calls["may_repeat"] and format_["between"] is not None:
+        more = f"({literal(format_['between'])} call)*"
+    body = f"call {more} {literal(format_['end'])}"
+    if calls["is_forced"]:
+        start = [f"start: {literal(begin)} {body}"]
+    else:
+        opening = begin.rpartition("{")[0].rstrip() or begin
+        start = [
+            "start: TEXT | after_text",
+            f"after_text: text_to_call {literal(begin.removeprefix(opening))} {body}",
+            f"text_to_call[lazy]: TEXT {literal(opening)}",
+            r"TEXT: /(.|\n)*/",
+        ]
+        if opening in ids:
+            start[2] = f"text_to_call: TEXT {literal(opening)}"
+    return "\n".join(["%llguidance {}", *start, "call: " + " | ".join(names), *rules])
 
 
 def _of_grammar(text: str) -> str:
@@ -79,25 +135,30 @@ def _of_schema(schema: Any, is_strict: bool) -> str:
     return grammar
 
 
+def _options(is_strict: bool) -> Any:
+    """JSON formatted as by `json.dumps`, so that names and separators are forced and white space is
+    bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
+    return {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": not is_strict,
+    }
+
+
 def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
-    """Laid out as `json.dumps` does it, so that names and separators are forced text, and no white
-    space goes on for ever. Raises GrammarRefused for numbers that are too large."""
+    """Raises GrammarRefused for numbers that are too large."""
     try:
         return LLMatcher.grammar_from_json_schema(
             schema,
-            overrides={
-                "whitespace_flexible": False,
-                "item_separator": ", ",
-                "key_separator": ": ",
-                "lenient": not is_strict,
-            },
+            overrides=_options(is_strict),
         )
     except ValueError as error:
         raise GrammarRefused(_sentence(str(error))) from error
 
 
 def _faults(grammar: str, is_strict: bool) -> list[str]:
-    """What the library refuses, or would drop."""
+    """Errors of the grammar; with `is_strict`, also dropped keywords."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         grammar, limits=LLParserLimits(**LIMITS)
     )
@@ -105,7 +166,7 @@ def _faults(grammar: str, is_strict: bool) -> list[str]:
 
 
 def _path_of(fault: str, schema: dict[str, Any], is_strict: bool) -> str:
-    """Where the deepest part lies that has the same fault alone; "": the whole."""
+    """The path to the innermost part that has this error by itself; "": the whole schema."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     path: list[str] = []
     part = schema
@@ -120,7 +181,7 @@ def _path_of(fault: str, schema: dict[str, Any], is_strict: bool) -> str:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The schemas directly below one, with their paths; definitions before what refers to them."""
+    """The direct subschemas of a schema with their paths, definitions first."""
     for keyword in sorted(schema, key=lambda keyword: keyword not in _DEFINITIONS):
         value = schema[keyword]
         if keyword in _OF_NAMES and isinstance(value, dict):
@@ -148,7 +209,7 @@ _SINGLE = {
 
 
 def _sentence(message: str) -> str:
-    """A message of the library without the source that it quotes."""
+    """An error message of the library, without the source that it quotes."""
     first, *others = message.splitlines()
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     text = _PLACE.sub("", " ".join([first, *reasons]))

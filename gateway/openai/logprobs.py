@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of OpenAI's two endpoints, and in vLLM's for prompts."""
+"""Log probabilities in the formats of OpenAI's two endpoints, and in vLLM's for prompts."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from contract.events import TokenLogprob
 from gateway.openai.text_stream import TextStream
 from gateway.openai.tokens import ModelTokenizer
 
-_LEAST = -9999.0  # OpenAI's figure for a token that is out of the question; JSON has no -inf
+_LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
 
 
 def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dic
 def completion_logprobs(
     tokenizer: ModelTokenizer, items: Sequence[TokenLogprob], stream: TextStream
 ) -> dict[str, list[Any]]:
-    """The legacy object; `stream` knows where the text before these tokens ends."""
+    """The format of /v1/completions. `stream` is the text before these tokens."""
     texts = [_text(tokenizer, item.token_id) for item in items]
     tops: list[dict[str, float]] = []
     for text, item in zip(texts, items, strict=True):
@@ -51,7 +51,8 @@ def completion_logprobs(
 def listed_logprob(
     tokenizer: ModelTokenizer, item: TokenLogprob, num_top: int
 ) -> dict[str, dict[str, Any]]:
-    """vLLM's entry of a prompt token: itself first, then the likeliest, by token id."""
+    """vLLM's entry for a prompt token: the token itself first, then the most likely ones, by token
+    id."""
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, 1)}
     logprobs = {item.token_id: item.logprob} | dict(item.top[:num_top])
     return {

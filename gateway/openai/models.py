@@ -16,7 +16,8 @@ router = APIRouter(tags=["models"], responses=answers(401, 403, 429))
 
 
 class ModelCapabilities(BaseModel):
-    """What the engine of the model's workers can do; the rest is refused by name."""
+    """The capabilities of the engine of the model's workers; other parameters are
+    rejected by name."""
 
     prompt_logprobs: bool
     structured_output: bool
@@ -42,7 +43,7 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models")
 async def list_models(_: AnyCaller, gateway: ThisGateway) -> ModelList:
-    """Every model that a worker has published."""
+    """All published models."""
     cards = await gateway.broker.known.models()
     return ModelList(data=[_shown(card) for card in cards.values()])
 

@@ -1,4 +1,4 @@
-"""What an answer says of its prompt: its text (echo), its log probabilities in either shape."""
+"""The prompt's part of a response: its text (echo) and its log probabilities in both formats."""
 
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from gateway.openai.tokens import ModelTokenizer
 
 
 class PromptPart:
-    """A prompt of a job as its answers show it. Without a tokenizer there is nothing to show."""
+    """One prompt of a job, as responses show it. Without a tokenizer it shows nothing."""
 
     def __init__(
         self, job: Job, prompt_ids: tuple[int, ...], tokenizer: ModelTokenizer | None
@@ -19,7 +19,7 @@ class PromptPart:
         self._job = job
         self.prompt_ids = prompt_ids
         self._tokenizer = tokenizer
-        self._items: list[TokenLogprob] = []  # from the second token on: the first has none
+        self._items: list[TokenLogprob] = []  # from the second token on; the first has none
 
     def reset(self) -> None:
         self._items.clear()
@@ -29,7 +29,7 @@ class PromptPart:
 
     @cached_property
     def text(self) -> str:
-        """The text that an echo begins with, decoded from the ids; else ''."""
+        """The prompt's text, decoded from its ids; '' without echo."""
         if not self._job.echo or self._tokenizer is None:
             return ""
         stream = self._tokenizer.text_stream()
@@ -37,11 +37,11 @@ class PromptPart:
         return "".join(pieces) + stream.end()
 
     def output_stream(self, tokenizer: ModelTokenizer) -> TextStream:
-        """The text of a choice, which starts behind the echo."""
+        """The text of a choice, which follows the echo."""
         return tokenizer.text_stream(self.prompt_ids, len(self.text))
 
     def echoed_logprobs(self) -> dict[str, list[Any]] | None:
-        """Of an echo, in the shape of completions: the first token's are null."""
+        """Log probabilities of an echo, in the format of completions; null for the first token."""
         num_top = self._job.params.logprobs
         if not self._job.echo or num_top is None or self._tokenizer is None:
             return None
@@ -54,7 +54,7 @@ class PromptPart:
         return shape
 
     def listed_logprobs(self) -> dict[str, Any]:
-        """`prompt_logprobs`, where asked for: null, then by token id as vLLM has it."""
+        """`prompt_logprobs`, if requested: null, then vLLM's entries by token id."""
         num_top = self._job.prompt_logprobs
         if num_top is None:
             return {}

@@ -1,4 +1,4 @@
-"""A checked body's sampling parameters."""
+"""Sampling parameters of a validated body."""
 
 from contract.jobs import ModelCard, SamplingParams, default_seed
 from gateway.http.errors import ApiError, invalid_value
@@ -8,8 +8,8 @@ from gateway.openai.schemas import CallBody, CompletionBody
 def sampling_params(
     card: ModelCard, body: CallBody, caps: list[int], job_id: str
 ) -> SamplingParams:
-    """For all prompts. The engine ends each choice where the context does, which is what makes the
-    caps of prompts differ."""
+    """The parameters for all prompts. Their maxima differ because the engine also ends each choice
+    at the end of the context."""
     min_tokens = body.min_tokens or 0
     most = 0 if body.max_tokens == 0 else min(caps)
     if min_tokens > most:
@@ -44,7 +44,8 @@ def echoes(body: CallBody) -> bool:
 
 
 def num_prompt_logprobs(body: CallBody) -> int | None:
-    """The most that any part of the answer says: their own list, or the logprobs of an echo."""
+    """The larger of two numbers: for `prompt_logprobs`, and for the log probabilities of
+    an echo."""
     echoed = body.num_logprobs if echoes(body) else None
     return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
 

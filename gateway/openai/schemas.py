@@ -1,6 +1,6 @@
-"""The bodies that callers send, in OpenAI's shapes: types and ranges of every field.
+"""Request bodies in OpenAI's format: types and ranges of all fields.
 
-Leaves to admission what needs the model: vocabulary, context length, defaults.
+admission.py checks what depends on the model: vocabulary, context length, defaults.
 
 Over 300 lines: it is one list of fields.
 """
@@ -11,9 +11,7 @@ from pydantic import (
     BeforeValidator,
     FailFast,
     Field,
-    ValidationInfo,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -22,6 +20,7 @@ from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
 from gateway.openai.strict_model import StrictModel
 from gateway.openai.structured import Constrained
+from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -47,7 +46,7 @@ MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]  # OpenAI's lim
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-# What the OpenAPI document says of fields that are looked at by hand.
+# Schemas in the OpenAPI document for fields with validators of their own.
 _STOPS_SCHEMA = WithJsonSchema(
     {
         "anyOf": [
@@ -106,7 +105,7 @@ def _stops(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """A string as it is, text parts joined by line ends."""
+    """Returns a string unchanged, and joins text parts by newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -124,12 +123,12 @@ def _content(value: Any) -> Any:
 
 def _role(value: Any) -> Any:
     if isinstance(value, str) and value in ROLES:
-        raise unsupported("tools are not supported yet")
+        raise unsupported("functions are not supported: use tools")
     return value
 
 
 def _prompts(value: Any) -> Any:
-    """All prompts as a tuple. A list of one prompt counts as that prompt."""
+    """All prompts as a tuple. A list with one prompt equals that prompt."""
     if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
         return (_prompt(value),)
     if len(value) > MAX_PROMPTS:
@@ -141,34 +140,60 @@ def _prompt(value: Any) -> Any:
     """A string, or token ids as a tuple."""
     if isinstance(value, str):
         return value
-    # A bool is an int to isinstance.
+    # `isinstance` takes a bool for an int.
     if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
         return tuple(value)
     raise refusal("must be a string or a non-empty list of token ids")
 
 
 class Message(StrictModel):
+    """Assistants may have `tool_calls`; messages with the role `tool` have a `tool_call_id`."""
+
     unasked = OF_MESSAGES
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
+    ]
+    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: CallId | None = None
 
-    @field_validator("content", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _of_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        """Assistants that called tools have said nothing."""
-        return "" if value is None and info.data.get("role") == "assistant" else value
+    def _without_content(cls, fields: Any) -> Any:
+        """An assistant that called tools may have no content."""
+        if isinstance(fields, dict) and fields.get("content") is None:
+            if fields.get("role") == "assistant":
+                return {name: value for name, value in fields.items() if name != "content"}
+            if "content" not in fields:
+                raise refusal("must be given", "content", MISSING)
+        return fields
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise refusal("is for messages of the assistant", "tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise refusal("must be given with the role tool, and only then", "tool_call_id")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        if self.tool_calls:
+            fields["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        return fields
 
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
-    include_obfuscation: bool | None = None  # accepted; there is none
+    continuous_usage_stats: bool | None = None  # of vLLM: usage in every chunk
+    include_obfuscation: bool | None = None  # accepted; chunks are never padded
 
 
 class _SamplingBody(Constrained):
-    """What both endpoints take. None always means the default."""
+    """Parameters of both endpoints. None always means the default."""
 
     unasked = UNSUPPORTED
 
@@ -199,8 +224,9 @@ class _SamplingBody(Constrained):
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    on_disconnect: Literal["cancel", "continue"] | None = None  # None: by the idempotency key
-    # Accepted and of no effect: IGNORED in `unsupported`.
+    # None: depends on the idempotency key
+    on_disconnect: Literal["cancel", "continue"] | None = None
+    # Accepted without effect: IGNORED in `unsupported`.
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
@@ -223,10 +249,10 @@ class _SamplingBody(Constrained):
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-class ChatBody(_SamplingBody):
+class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
-    # One error is told; 60,000 of them fit into a body, and took two seconds to collect.
+    # Only the first error is reported; collecting 60,000, which fit in a body, took two seconds.
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -258,7 +284,7 @@ class CompletionBody(_SamplingBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: with echo only, to score a prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: only with echo, to score a prompt
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -281,7 +307,7 @@ class CompletionBody(_SamplingBody):
 
 
 class CallbackBody(StrictModel):
-    """Whom to tell of a job's end: exactly one of the first six."""
+    """Where to report a job's end: exactly one of the first six."""
 
     url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
     sqs: Annotated[str, Field(min_length=1, max_length=512)] | None = None
@@ -298,11 +324,11 @@ class CallbackBody(StrictModel):
 
 
 class JobBody(StrictModel):
-    """What POST /v1/jobs and POST /v1/quote take beside the call itself."""
+    """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
 
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
     deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
-    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from its end on
+    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from the job's end
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     callback: CallbackBody | None = None
 

@@ -1,4 +1,4 @@
-"""The base of every body: unknown names, other types and coercions are refused."""
+"""The base class of request bodies: rejects unknown names, wrong types and coercions."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from gateway.openai.unsupported import refusal, without
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
-    unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter: values that ask for nothing
+    unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
 
     @model_validator(mode="before")
     @classmethod

@@ -1,5 +1,8 @@
 """Parameters that constrain the output: OpenAI's `response_format`, vLLM's `structured_outputs` and
-`guided_*`. At most one of them is taken, and becomes a grammar that the job carries."""
+`guided_*`.
+
+At most one may be given. It becomes the job's grammar.
+"""
 
 import json
 from collections.abc import Mapping
@@ -53,7 +56,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's: exactly one of these."""
+    """vLLM's parameter: exactly one of these."""
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: Expression | None = None
@@ -86,7 +89,7 @@ class Constrained(StrictModel):
         return self
 
     def constraint(self) -> "Constraint | None":
-        """What the output is constrained to."""
+        """The constraint on the output, if any."""
         if (format_ := self.response_format) is not None:
             if format_.json_schema is not None:
                 schema, strict = format_.json_schema.schema_, format_.json_schema.strict
@@ -121,7 +124,7 @@ class Constrained(StrictModel):
 
 
 def _parsed(prefix: str, name: str, value: Any) -> Any:
-    """A schema that vLLM's clients send as text. Raises ApiError."""
+    """Parses a schema that vLLM's clients send as text. Raises ApiError."""
     if name != "json" or not isinstance(value, str):
         return value
     try:
@@ -131,7 +134,7 @@ def _parsed(prefix: str, name: str, value: Any) -> Any:
 
 
 class Constraint:
-    """One parameter that constrains the output, not yet compiled."""
+    """A parameter that constrains the output, not yet compiled."""
 
     def __init__(self, param: str, kind: str, value: Any, is_strict: bool = True) -> None:
         self.param = param
@@ -139,7 +142,7 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Compiles constraints in a process of its own, and keeps the last results."""
+    """Compiles constraints in a process of its own, and caches the results."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
         limits = limits or ChildLimits(cpu_s=1, wall_s=4.0)
@@ -147,7 +150,7 @@ class GrammarCompiler:
         self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
 
     async def compile(self, constraint: Constraint) -> str:
-        """The grammar as a job carries it. Raises ApiError, GrammarBusy."""
+        """The compiled grammar. Raises ApiError, GrammarBusy."""
         key = json.dumps(constraint.request)
         grammar = self._compiled.get(key)
         if grammar is None:

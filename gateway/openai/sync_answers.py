@@ -1,6 +1,4 @@
-"""POST /v1/chat/completions, POST /v1/completions: a synchronous call from its request to its
-response; one code path for both.
-"""
+"""POST /v1/chat/completions and POST /v1/completions: synchronous calls."""
 
 import hashlib
 import json
@@ -68,7 +66,7 @@ router = APIRouter(
 
 
 class CallOptions(msgspec.Struct, frozen=True):
-    """What the request of a call says beside its body."""
+    """The parts of a call's request outside its body."""
 
     request: Request
     caller: Caller
@@ -115,14 +113,13 @@ async def create_chat_completion(options: AskedOptions, body: ChatBody) -> Respo
 
 @router.post("/v1/completions", response_model=TextCompletion)
 async def create_completion(options: AskedOptions, body: CompletionBody) -> Response:
-    """Goes on from a prompt, whole or as a stream."""
+    """Continues a prompt, whole or as a stream."""
     return await answer_call(options, Endpoint.COMPLETIONS, body)
 
 
 async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) -> Response:
-    """Submits the call's job and answers with its output, whole or as a stream; or with the job,
-    where the caller prefers it or the time is up.
-    """
+    """Submits the call's job and returns its output, whole or as a stream. Returns the job instead
+    if the caller prefers that, or when the time limit is reached."""
     request, gateway, caller = options.request, options.gateway, options.caller
     preference, key, timing = options.preference, options.key, options.timing
     patience, position = options.patience, options.position
@@ -183,10 +180,10 @@ def _terms(
     key: str,
     hashed: str,
 ) -> Terms:
-    """A call's terms; a job's, where the caller says that it may become one."""
+    """The terms of a call, or of a job if the caller accepts that the call becomes one."""
     settings = gateway.settings
     is_job = preference.is_given
-    # Who wants no answer now is not waited for.
+    # A caller that gets 202 at once is not expected to stay.
     is_attended = _ends_with_caller(body, key) and not preference.is_at_once
     return Terms(
         caller=caller,
@@ -195,7 +192,7 @@ def _terms(
         if is_job
         else caller.sync_retention_s(settings),
         attendance_s=settings.attendance_s if is_attended else 0.0,
-        # Who prefers a job to waiting may wait for a worker too.
+        # A caller that accepts a job can also wait for a worker.
         needs_worker=not is_job,
         idempotency_key=key,
         body_hash=hashed,
@@ -203,7 +200,7 @@ def _terms(
 
 
 def _ends_with_caller(body: CallBody, key: str) -> bool:
-    """Whether the job of a caller that leaves is cancelled. A key says: I will be back."""
+    """Whether a disconnect cancels the job. With an idempotency key the caller may come back."""
     return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
 
 
@@ -214,7 +211,7 @@ async def _whole(
         answer = await sse.unless_gone(request.receive, whole_answer(gateway, call))
     except sse.ClientGone:
         await call.on_gone()
-        return Response(status_code=499)  # to nobody
+        return Response(status_code=499)  # the client never sees this
     except sse.AnsweredOtherwise as exc:
         return exc.response
     call.timing.mark("total")
@@ -224,7 +221,7 @@ async def _whole(
 async def submit_job(
     gateway: Gateway, job: Job, submission: Submission, headers: Mapping[str, str]
 ) -> Response:
-    """Queues a job that nobody waits for: 202 with its id."""
+    """Queues a job: 202 with its id."""
     timing = ServerTiming()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
@@ -240,10 +237,8 @@ async def submit_job(
 
 
 async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller: Caller) -> Job:
-    """The job that answers: this one, or the earlier one of the same idempotency key. That one may
-    have been moved since, and the call can cancel it. Raises ApiError where its lane is not the
-    caller's.
-    """
+    """The job that answers: the new one, or the earlier one with the same idempotency key. The
+    caller may cancel it, so its current lane must be permitted. Raises ApiError."""
     if submitted.is_new:
         return job
     view = await _known_job(gateway, submitted.job_id, job.tenant)
@@ -252,7 +247,7 @@ async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller:
 
 
 async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
-    """The job that an Idempotency-Key led to. Raises ApiError where it is forgotten."""
+    """The job found by an Idempotency-Key. Raises ApiError if it is no longer stored."""
     try:
         view, _ = await gateway.broker.read(job_id, tenant)
     except UnknownJob:
@@ -264,16 +259,14 @@ async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
 
 
 async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
-    """Raises ApiError (403) where the job is in a lane that the caller's key is not for,
-    UnknownJob.
-    """
+    """Raises ApiError (403) if the caller's key does not permit the job's lane; UnknownJob."""
     if caller.terms.lanes:
         view, _ = await broker.read(job_id, caller.tenant)
         caller.check_lane(view.lane)
 
 
 def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
-    """The same for bodies that say the same; '' without an Idempotency-Key: nobody else asks."""
+    """A hash that is equal for equal bodies; '' without an Idempotency-Key."""
     if not key:
         return ""
     text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
@@ -281,7 +274,7 @@ def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
 
 
 def _check_resumes(request: Request, position: LogPosition, body: CallBody, key: str) -> None:
-    """Raises ApiError where a position is given, but not for the caller's own earlier stream."""
+    """Raises ApiError if a position is given for anything but the caller's own earlier stream."""
     if position is not START and not (key and body.stream):
         param = "Last-Event-ID" if "last-event-id" in request.headers else "starting_after"
         message = (

@@ -9,7 +9,8 @@ from gateway.openai.child import serve
 def prepare(start: Any) -> Callable[[Any], str]:
     from gateway.openai.chat_template import ChatTemplate  # the gateway imports this module too
 
-    return ChatTemplate(start["source"], start["special_tokens"]).render
+    template = ChatTemplate(start["source"], start["special_tokens"])
+    return lambda request: template.render(*request)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The gateway's end of the process that renders a model's chat template."""
+"""The gateway's side of the process that renders a model's chat template."""
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
 from gateway.openai import template_child
@@ -33,16 +34,18 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where there is one."""
+        """The process id, while the process runs."""
         return self._process.pid
 
-    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text, up to where the assistant's answer starts.
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
+        """The prompt, up to the start of the assistant's message.
 
         Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
         """
         try:
-            return await self._process.ask(messages)
+            return await self._process.ask([messages, tools])
         except Refused as refusal:
             raise TemplateRefused(str(refusal)) from None
         except ChildBusy:
@@ -55,5 +58,5 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template failed: {failure}") from failure
 
     async def aclose(self) -> None:
-        """Ends the process, now or after the request that it renders."""
+        """Ends the process, now or after its current request."""
         await self._process.aclose()

@@ -1,4 +1,4 @@
-"""Text to token ids: a model's tokenizer, as it came from Redis, behind its chat template."""
+"""A model's tokenizer and chat template, as workers published them."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from gateway.openai.text_stream import TextStream
 
 
 class ModelTokenizer:
-    """One model's tokenizer. Safe to use from several threads, all but `template`; CPU work
-    throughout.
+    """One model's tokenizer. All but `template` may be used from several threads.
 
-    Raises ValueError where the files are none that `tokenizers` can read.
+    Raises ValueError if `tokenizers` cannot read the files.
     """
 
     def __init__(self, model: str, files: TokenizerFiles) -> None:
-        from tokenizers import Tokenizer  # functions start without it: most only read of jobs
+        # imported here for a faster start: most functions only read jobs
+        from tokenizers import Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
@@ -25,32 +25,34 @@ class ModelTokenizer:
             raise ValueError("unreadable tokenizer") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # None where the model has none.
+        # None if the model has none.
         self.template: TemplateProcess | None = None
         if files.chat_template is not None:
             self.template = TemplateProcess(model, files.chat_template, files.special_tokens)
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = {token.content: i for i, token in added.items() if token.special}
+        self.tool_format = files.tool_format
 
     async def aclose(self) -> None:
-        """Ends the process of the chat template, if there is one."""
+        """Ends the chat template's process, if there is one."""
         if self.template is not None:
             await self.template.aclose()
 
     def encode_chat(self, text: str) -> list[int]:
-        """Of what the chat template has made: it writes the special tokens itself."""
+        """Encodes a rendered chat, which contains its special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
 
     def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
-        """Ids to text, a token at a time."""
+        """Decodes ids token by token."""
         return TextStream(self._tokenizer, context_ids, offset)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, also where they are part of a character."""
+        """The bytes of a token, also if they are part of a character."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -73,13 +75,14 @@ class _Decoder(msgspec.Struct):
 
 
 class _Parts(msgspec.Struct):
-    """What is read of a tokenizer.json here: the rest, megabytes of it, is skipped."""
+    """The part of tokenizer.json that is read here; megabytes of it are skipped."""
 
     decoder: _Decoder | None = None
 
 
 def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
-    """Bytes by their printable stand-ins (GPT-2's) where the tokenizer is byte-level, else {}."""
+    """For byte-level tokenizers, the bytes by the printable characters that stand for them
+    (GPT-2's); else {}."""
     decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
     parts = [] if decoder is None else [decoder, *decoder.decoders]
     if all(part.type != "ByteLevel" for part in parts):

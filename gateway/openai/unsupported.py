@@ -1,7 +1,8 @@
-"""Parameters that other servers know and this one does not.
+"""Parameters of other servers that this one does not support.
 
-A value that asks for nothing (null, or one that is listed here) is dropped, since clients send it.
-What would change the answer is refused by name. What would not is ignored, and a header says so.
+Values without effect (null, or a value listed here) are dropped, because clients send them.
+Parameters that would change the response are rejected by name. Others are ignored, and a response
+header names them.
 """
 
 import json
@@ -12,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.http.errors import UNSUPPORTED as CODE
 
-# Parameter → values that ask for nothing.
+# Parameter -> values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
@@ -24,15 +25,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
-    # Without functions and tools there is nothing to call, so that these change nothing.
-    "function_call": ("none", "auto"),
+    "function_call": ("none", "auto"),  # no effect without functions
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (False, True),
     "prediction": (),
     "priority": (0,),
     "reasoning_effort": ("none",),
@@ -40,14 +39,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# Known, checked, and without any effect on the answer.
+# Validated, but without effect.
 IGNORED = (
     "metadata",
     "prompt_cache_key",
@@ -62,15 +59,13 @@ OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "reasoning": ("",),
     "reasoning_content": ("",),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
-ROLES = frozenset({"tool", "function"})
+ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 
 
 def refusal(message: str, param: str | None = None, code: str = "refused") -> PydanticCustomError:
-    """What a validator raises. `param` is a path below the validator's own place."""
+    """An error for validators to raise. `param` is a path relative to the validated value."""
     return PydanticCustomError(code, "{message}", {"message": message, "param": param})
 
 
@@ -79,7 +74,7 @@ def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
 
 
 def without(fields: Mapping[str, Any], unasked: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The fields without what asks for nothing. Raises PydanticCustomError."""
+    """The fields without those that have no effect. Raises PydanticCustomError."""
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name not in unasked:
@@ -92,6 +87,7 @@ def without(fields: Mapping[str, Any], unasked: Mapping[str, tuple[Any, ...]]) -
 
 
 def ignored_header(body: Any) -> dict[str, str]:
-    """`x-ignored-parameters`, with the names in a body that change nothing here; {} without any."""
+    """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
+    there are none."""
     names = [name for name in IGNORED if getattr(body, name) is not None]
     return {"x-ignored-parameters": ", ".join(names)} if names else {}

@@ -1,1 +1,1 @@
-"""The gateway's access to Redis, and what it remembers of it."""
+"""The gateway's access to Redis, and its caches."""

@@ -1,4 +1,4 @@
-"""Spares callers the wait for a Redis that is known to be down."""
+"""A circuit breaker: while Redis is down, calls fail at once."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ _MAX_SILENCE_S = 60.0
 
 
 class Breaker:
-    """Closed until a call fails; then open for a while, then one call at a time may try."""
+    """Opens when a call fails. After a while, one call at a time may try."""
 
     def __init__(self, open_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._open_s = open_s
@@ -21,11 +21,11 @@ class Breaker:
         self._open_until_s: float | None = None
         self._is_probing = False
         self._away_since_s: float | None = None
-        self._say_again_s = 0.0  # not before this time
+        self._say_again_s = 0.0  # no call before this time
         self._silence_s = 1.0
 
     def check(self) -> None:
-        """Raises BrokerUnavailable at once where a call would not be let through."""
+        """Raises BrokerUnavailable if a call would be rejected."""
         if self._open_until_s is not None and (
             self._is_probing or self._clock_s() < self._open_until_s
         ):
@@ -33,7 +33,7 @@ class Breaker:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around one call. Raises BrokerUnavailable at once while open."""
+        """Surrounds one call. Raises BrokerUnavailable at once while open."""
         self.check()
         is_probe = self._is_probing = self._open_until_s is not None
         try:
@@ -52,7 +52,7 @@ class Breaker:
                 self._is_probing = False
 
     def _note_absence(self, exc: BrokerUnavailable) -> None:
-        """Logs at first once a second, then after twice as long each time, up to a minute."""
+        """Logs the outage after 1 s, then at intervals that double up to a minute."""
         now_s = self._clock_s()
         if self._away_since_s is None:
             self._away_since_s, self._say_again_s, self._silence_s = now_s, now_s, 1.0

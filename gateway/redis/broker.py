@@ -1,7 +1,7 @@
-"""All that a gateway asks of Redis: submits jobs, reads them, follows their logs.
+"""The gateway's operations on jobs in Redis: submit, read, follow, cancel.
 
-Every method raises BrokerUnavailable, at once where Redis failed a moment ago. Opens no
-connection before its first call, so that a gateway starts while Redis is down.
+Each method raises BrokerUnavailable, at once if Redis failed a moment ago. The first call opens the
+first connection, so a gateway can start while Redis is down.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
 
-PAGE_EVENTS = 500  # of a log, in one read
-MAX_LISTINGS = 20  # calls for one page of a list: 10,000 jobs looked at
+PAGE_EVENTS = 500  # of a log, per read
+MAX_LISTINGS = 20  # calls for one page of a list; 10,000 jobs are searched
 SWEEP_EVERY_S = 1.0
-FIRST_LOOK_S = 0.02  # into a new job's log, where no hint comes before
-SAFE_LOOK_S = 0.2  # where its hints are heard since `SOON_S` after its submit: none was missed
+FIRST_LOOK_S = 0.02  # seconds until a new job's log is read if no hint arrives
+SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no hint was missed
 SOON_S = 0.005
 
 T = TypeVar("T")
@@ -57,11 +57,11 @@ class Broker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
         self._outbox = Outbox(self._client, self.keys)
-        door = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
-        self._call = door.call
-        self.known = KnownModels(door, Catalogue(self._client, self.keys), self._functions)
+        guarded = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
+        self._call = guarded.call
+        self.known = KnownModels(guarded, Catalogue(self._client, self.keys), self._functions)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), door.call)
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), guarded.call)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
@@ -84,7 +84,7 @@ class Broker:
         return submitted
 
     async def _discard(self, held: Job) -> None:
-        """What was put into the object store for a job that is not taken."""
+        """Deletes the objects of a job that was not accepted."""
         if held.stored_prompt is not None:
             await self.payloads.discard(held.id)
 
@@ -94,7 +94,8 @@ class Broker:
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]]:
-        """A job and a page of its log, wherever that lies. Raises UnknownJob, PayloadError."""
+        """A job and a page of its log, from Redis or the object store. Raises UnknownJob,
+        PayloadError."""
         found = await self._call(
             lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
         )
@@ -102,11 +103,11 @@ class Broker:
             raise UnknownJob(job_id)
         view, entries = found
         if view.result is None or not max_events or after >= view.next_number - 2:
-            return found  # what is missing, if anything, is the end
+            return found  # at most the End is missing
         return view, await self.payloads.joined(view, after, max_events, entries)
 
     async def log(self, job_id: str, tenant: str, *, up_to: int) -> AsyncIterator[LogEntry]:
-        """What the log holds now of the events 1 to `up_to`. Raises UnknownJob."""
+        """The current events 1 to `up_to` of the log. Raises UnknownJob."""
         number = 0
         while number < up_to:
             max_events = min(PAGE_EVENTS, up_to - number)
@@ -122,22 +123,19 @@ class Broker:
         return await self._call(lambda: ask(self._outbox))
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
-        """How far the job's callback is; None where it has none."""
+        """The state of the job's callback; None if it has none."""
         return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
-        """The status the job has now. Raises UnknownJob."""
+        """Cancels a job and returns its status. Raises UnknownJob."""
         status = await self._call(lambda: self._functions.cancel(job_id, tenant))
         if status is None:
             raise UnknownJob(job_id)
         return status
 
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
-        """A tenant's jobs after the one with the id `after`, the youngest first.
-
-        Short of `max_jobs` where jobs that match are rare. Raises UnknownJob where the job to go on
-        after is not in the list.
-        """
+        """A tenant's jobs after the one with the id `after`, youngest first. May return fewer than
+        `max_jobs` if few match. Raises UnknownJob if `after` is not in the list."""
         views: list[JobView] = []
         for _ in range(MAX_LISTINGS):
             room = max_jobs - len(views)
@@ -157,7 +155,8 @@ class Broker:
         return page
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
-        """Forgets a job that has ended; the status of one that has not. Raises UnknownJob."""
+        """Deletes an ended job, or returns the status of one that has not ended. Raises
+        UnknownJob."""
         found = await self._call(lambda: self._functions.delete(job_id, tenant))
         if found is False:
             raise UnknownJob(job_id)
@@ -170,7 +169,7 @@ class Broker:
     async def detach(
         self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
     ) -> None:
-        """Lets a job go on without its caller. Raises UnknownJob."""
+        """Turns a call's job into one that needs no caller. Raises UnknownJob."""
         status = await self._call(
             lambda: self._functions.detach(
                 job_id, tenant, deadline_s=deadline_s, retention_s=retention_s
@@ -182,7 +181,8 @@ class Broker:
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
     ) -> JobStatus | None:
-        """Moves a job; the status in which it had ended before, else None. Raises UnknownJob."""
+        """Changes a job's lane or deadline. Returns the status if it has ended, else None. Raises
+        UnknownJob."""
         status = await self._call(
             lambda: self._functions.reprioritise(job_id, tenant, lane=lane, deadline_s=deadline_s)
         )
@@ -199,13 +199,13 @@ class Broker:
         *,
         submitted_s: float | None = None,
     ) -> AsyncIterator[LogEntry | Idle | Reset]:
-        """Follows a job's log from event `after` to its End; Idle at least every poll.
+        """Follows a job's log from event `after` to its End; yields Idle at least once per poll
+        interval.
 
-        `submitted_s`: since when it may be there (the broker's clock), where it is new. To look
-        into its log, which is empty, would only stand in the way of the worker that claims and
-        computes it: its first hint is waited for.
+        `submitted_s`: when a new job was submitted (the broker's clock). Its log is still empty, so
+        reading it would only delay the worker; the follower waits for the first hint instead.
 
-        Rides out an absence of Redis of up to `outage_grace_s`. Raises UnknownJob.
+        Tolerates that Redis is down for up to `outage_grace_s`. Raises UnknownJob.
         """
         cursor = Cursor(after, after_hash)
         view: JobView | None = None
@@ -248,7 +248,7 @@ class Broker:
                         return
                 view, is_whole = page.view, page.is_whole
                 if is_whole and view.is_terminal:
-                    return  # the caller has the end already
+                    return  # the caller has the End already
 
     def _first_look_s(self, submitted_s: float) -> float:
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
@@ -263,7 +263,7 @@ class Broker:
         return LogPage(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
 
     async def sweep(self) -> None:
-        """Lets deadlines and leases pass, at most once a second; a failure is left to the next."""
+        """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""
         now_s = self.clock()
         if now_s - self._swept_s < SWEEP_EVERY_S:
             return
@@ -271,12 +271,12 @@ class Broker:
         try:
             await self._call(self._functions.sweep)
         except BrokerUnavailable:
-            return  # the breaker says so
+            return  # the breaker logs it
         except (CommandDenied, WireError) as exc:
             log.info("no sweep: %s", exc)
 
     async def attend(self) -> None:
-        """Says for ever that the jobs followed here have callers; ends by being cancelled."""
+        """Until cancelled, reports that the followed jobs have callers."""
         while True:
             await asyncio.sleep(self._settings.attendance_s / 3)
             if self._followed:

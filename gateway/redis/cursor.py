@@ -9,17 +9,17 @@ from contract.function_types import JobView
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """No new event for a while. `view` is the job as last read, None while Redis is down."""
+    """No new event for a while. `view` is the job as last read; None while Redis is down."""
 
     view: JobView | None
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The log was replaced: the events that follow start at the first event of the new log."""
+    """The log was replaced: the next event is the first of the new log."""
 
 
 class LogPage(msgspec.Struct, frozen=True):
-    """A job and the new items of its log; `is_whole` where the log has no more of them yet."""
+    """A job and the new items of its log. `is_whole`: the log has no more at present."""
 
     view: JobView
     items: Sequence[LogEntry | Reset]
@@ -31,7 +31,8 @@ def is_end(item: LogEntry | Reset) -> bool:
 
 
 class Cursor:
-    """A position in a log: the number of the last event received, and the log's hash there."""
+    """A position in a log: the number of the last event received, and the log's hash at
+    that event."""
 
     def __init__(self, number: int, hash_: str | None) -> None:
         self._number = number
@@ -40,11 +41,11 @@ class Cursor:
 
     @property
     def read_after(self) -> int:
-        """The last event is read again: a Redis that lost its end may have another one there."""
+        """Reads the last event again, because a Redis that lost it may have another there."""
         return self._number - 1 if self._number and self._hash else self._number
 
     def agrees_with(self, view: JobView, entries: Sequence[LogEntry]) -> bool:
-        """Whether the log holds what the follower has, or may still come to hold it."""
+        """Whether the log contains what the follower has, or may still contain it later."""
         if self._number == 0:
             return True
         self._is_behind = view.next_number <= self._number
@@ -55,18 +56,18 @@ class Cursor:
         return bool(entries) and (entries[0].number, entries[0].hash) == (self._number, self._hash)
 
     def next_of(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
-        """Those that follow without a gap, which the follower then has."""
+        """Those hints that follow without a gap; the follower has them afterwards."""
         fresh: list[LogEntry] = []
         for entry in entries:
             if entry.number == self._number and entry.hash != self._hash and self._hash:
-                self._is_behind = True  # the log was written anew: the next read tells
+                self._is_behind = True  # the log was replaced: the next read will show it
             if entry.number == self._number + 1 and not self._is_behind:
                 self._number, self._hash = entry.number, entry.hash
                 fresh.append(entry)
         return fresh
 
     def misses_some_of(self, hints: Sequence[LogEntry]) -> bool:
-        """Whether the log must be read before going on; no hints stand for a gap."""
+        """Whether the log must be read, because hints cannot fill a gap."""
         return not hints or self._is_behind or hints[-1].number > self._number
 
     def reset(self) -> None:

@@ -1,5 +1,5 @@
-"""How each call of a gateway reaches Redis: through a breaker, so many at a time, to a server that
-has the function library."""
+"""Calls of Redis through a circuit breaker, with a limit on concurrent calls and a check of the
+server."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from gateway.redis.breaker import Breaker
 
 log = logging.getLogger("batchway.gateway")
 
-MAX_CALLS = 128  # at a time, each on a connection of its own; others wait their turn
+MAX_CALLS = 128  # concurrent calls, each on its own connection; others wait
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class GuardedRedis:
         self._has_library = False
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """The function's result. Raises BrokerUnavailable, at once where Redis failed a moment
+        """Returns the function's result. Raises BrokerUnavailable, at once if Redis failed a moment
         ago; BrokerUnfit; CommandDenied, which it logs; and what the function raises."""
         self._breaker.check()
         async with self._slots:
@@ -41,7 +41,7 @@ class GuardedRedis:
                 raise
 
     async def max_memory(self) -> tuple[int, bool]:
-        """The bytes that Redis may use, and whether its `maxmemory` says so; as `call`."""
+        """The bytes that Redis may use, and whether its `maxmemory` is set. Raises as `call`."""
         return await self.call(lambda: max_memory(self._client))
 
     async def _call_now(self, function: Callable[[], Awaitable[T]]) -> T:

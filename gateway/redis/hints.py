@@ -1,7 +1,7 @@
-"""One subscription connection for a whole gateway: fans hints out to whoever follows a job.
+"""One subscription connection for the whole gateway, which passes hints to followers of jobs.
 
-A hint is a log event as it was published. Hints may be lost at any time, here on purpose where a
-mailbox is full; a mailbox then says that it has a gap, and its owner reads the log.
+A hint is a log event as published. Hints may be lost; if a mailbox is full, it drops them. The
+mailbox then reports a gap, and its owner reads the log.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
-SUBSCRIBE_TIMEOUT_S = 0.25  # then go on without hints: the log is polled
+SUBSCRIBE_TIMEOUT_S = 0.25  # seconds; then the follower goes on without hints and polls the log
 RECONNECT_S = 0.5
 
 
 class Mailbox:
-    """The hints for one follower, at most so many bytes."""
+    """The hints for one follower, limited in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.is_subscribed = asyncio.Event()
@@ -36,7 +36,7 @@ class Mailbox:
         self._num_bytes = 0
         self._has_gap = False
         self._has_news = False
-        self._waiting: asyncio.Future[None] | None = None  # its owner, for news
+        self._waiting: asyncio.Future[None] | None = None  # set for the owner when hints arrive
 
     def put(self, entry: LogEntry, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > self._max_bytes:
@@ -48,7 +48,7 @@ class Mailbox:
         self._wake()
 
     def mark_gap(self) -> None:
-        """Forgets what waits: there is more in the log than here."""
+        """Drops waiting hints: the log has more than the mailbox."""
         self._hints.clear()
         self._num_bytes = 0
         self._has_gap = True
@@ -56,9 +56,9 @@ class Mailbox:
         self._wake()
 
     async def take(self, timeout_s: float) -> list[LogEntry] | None:
-        """The hints that came, waiting for the first; [] after a gap, None at the timeout."""
+        """Waits for hints and returns them; [] after a gap, None after the timeout."""
         if not self._has_news:
-            # An asyncio.timeout around an Event takes three times as many calls, for each token.
+            # An asyncio.timeout around the event would take three times as many calls per token.
             loop = asyncio.get_running_loop()
             self._waiting = loop.create_future()
             timer = loop.call_later(timeout_s, self._wake)
@@ -81,20 +81,20 @@ class Mailbox:
 
 
 class Hints:
-    """The shared subscription. `listen` starts it; `aclose` ends it."""
+    """The shared subscription. `listen` starts it and `aclose` ends it."""
 
     def __init__(self, client: redis.asyncio.Redis, *, max_bytes: int) -> None:
         self._client = client
         self._max_bytes = max_bytes
         self._mailboxes: dict[bytes, set[Mailbox]] = {}
         self._confirmed: set[bytes] = set()
-        self._is_changed = False  # which channels have mailboxes
+        self._is_changed = False  # set when the channels with mailboxes change
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Mailbox]:
-        """A mailbox for a channel, subscribed unless Redis is slow to confirm it."""
+        """A mailbox for a channel. It is subscribed, unless Redis is slow to confirm."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="hints")
         name, mailbox = channel.encode(), Mailbox(self._max_bytes)
@@ -149,7 +149,7 @@ class Hints:
             await asyncio.sleep(RECONNECT_S)
 
     async def _follow(self, pubsub: PubSub) -> None:
-        """Subscribes to the channels that have mailboxes; hands out messages until one fails."""
+        """Subscribes to the channels that have mailboxes, and passes on messages until an error."""
         await pubsub.connect()  # type: ignore[no-untyped-call]
         self._listener = Listener(pubsub, self._hear)
         subscribed: set[bytes] = set()
@@ -180,7 +180,7 @@ class Hints:
                 mailbox.mark_gap()
 
     def _confirm(self, name: bytes) -> None:
-        """A second time where redis-py has connected anew: messages may be lost."""
+        """A repeated confirmation means that redis-py reconnected and messages may be lost."""
         is_again = name in self._confirmed
         self._confirmed.add(name)
         for mailbox in self._mailboxes.get(name, ()):

@@ -1,6 +1,6 @@
-"""The API keys as this gateway knows them: looked up in Redis, remembered for moments.
+"""API keys, looked up in Redis and cached for a moment.
 
-A key that is revoked is refused by every gateway within REMEMBERED_S.
+Every gateway refuses a revoked key within REMEMBERED_S.
 """
 
 import logging
@@ -14,8 +14,8 @@ from contract.api_keys import ApiKey, ApiKeys, KeyTerms, is_same_key, prefix_of
 
 log = logging.getLogger("batchway.gateway")
 
-REMEMBERED_S = 2.0  # revocation is promised within 5 s
-MAX_REMEMBERED = 10_000  # prefixes; who guesses must not fill the memory
+REMEMBERED_S = 2.0  # seconds; revocation is promised within 5
+MAX_REMEMBERED = 10_000  # cached prefixes; guesses must not fill the memory
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Guard(Protocol):
 
 
 class KeyRing:
-    """One for each gateway. Every method raises BrokerUnavailable, WireError."""
+    """One for each gateway. Each method raises BrokerUnavailable, WireError."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class KeyRing:
         self._api_keys = api_keys
         self._guard = guard
         self._clock_s = clock_s
-        # By prefix: the record, and when it expires by `clock_s`.
+        # By prefix: the record, and its expiry by `clock_s`.
         self._found: TTLCache[str, tuple[ApiKey | None, float]] = TTLCache(
             MAX_REMEMBERED, REMEMBERED_S, timer=clock_s
         )
@@ -46,7 +46,7 @@ class KeyRing:
         self._has_some = False
 
     async def terms_of(self, key: str) -> KeyTerms | None:
-        """What a key grants; None where it is wrong, expired or revoked."""
+        """The terms of a key; None if it is wrong, expired or revoked."""
         prefix = prefix_of(key)
         pepper = await self._guard(self._api_keys.pepper)
         if prefix is None or pepper is None:
@@ -61,7 +61,7 @@ class KeyRing:
         return record.terms if is_active else None
 
     async def has_some(self) -> bool:
-        """Whether a key was ever made; a no may be REMEMBERED_S old."""
+        """Whether any key was ever created. False may be REMEMBERED_S old."""
         if not self._has_some and self._clock_s() >= self._none_until_s:
             self._has_some = await self._guard(self._api_keys.exist)
             self._none_until_s = self._clock_s() + REMEMBERED_S

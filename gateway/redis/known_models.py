@@ -1,6 +1,6 @@
-"""What workers have published of their models, and how much Redis holds, remembered for a moment.
+"""Published models, and the memory of Redis, cached for a moment.
 
-Every method raises BrokerUnavailable.
+Each method raises BrokerUnavailable.
 """
 
 import asyncio
@@ -22,30 +22,33 @@ from gateway.redis.guarded_redis import GuardedRedis
 log = logging.getLogger("batchway.gateway")
 
 CATALOGUE_TTL_S = 1.0
-MEMORY_TTL_S = 60.0  # an operator may give Redis more, or less
+MEMORY_TTL_S = 60.0  # an operator may change it
 MAX_TOKENIZERS = 8
-MAX_COUNTS = 1024  # models whose number of workers is remembered
-REFUSED_S = 10.0  # its worker may publish it anew
+MAX_COUNTS = 1024  # models whose number of workers is cached
+REFUSED_S = 10.0  # a worker may publish the model again
 
 
 class KnownModels:
     """One for each gateway process."""
 
-    def __init__(self, door: GuardedRedis, catalogue: Catalogue, functions: Functions) -> None:
-        self._door = door
+    def __init__(
+        self, guarded_redis: GuardedRedis, catalogue: Catalogue, functions: Functions
+    ) -> None:
+        self._redis = guarded_redis
         self._catalogue = catalogue
         self._functions = functions
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
-        self._max_memory: tuple[float, int] | None = None  # when it was asked (s), bytes
+        self._max_memory: tuple[float, int] | None = None  # when it was read (s), bytes
         self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
-        self._loading = asyncio.Lock()  # one at a time: each takes some times its size of memory
-        self._refused: dict[str, float] = {}  # hash of a tokenizer -> when it is looked at again
-        self._spoiled: frozenset[str] = frozenset()  # models whose state is unreadable
+        # one at a time, because loading takes several times the tokenizer's size
+        self._loading = asyncio.Lock()
+        self._refused: dict[str, float] = {}  # hash of a tokenizer -> when to try it again
+        self._spoiled: frozenset[str] = frozenset()  # models with unreadable state
 
     @property
     def num_unreadable(self) -> int:
-        """Models with something in Redis that this gateway cannot read, as far as it has tried."""
+        """Models with unreadable data in Redis, as far as this gateway has read them."""
         _, models = self._models
         refused = {name for name, card in models.items() if card.tokenizer_sha256 in self._refused}
         return len(self._catalogue.unreadable | refused | self._spoiled)
@@ -56,18 +59,17 @@ class KnownModels:
             await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
-        """The published models by name, at most a second old; that there is none is asked again.
-        Those whose cards cannot be read are left out.
-        """
+        """The published models by name, at most a second old; without any, Redis is asked each
+        time. Omits models with unreadable cards."""
         now_s = time.monotonic()
         asked_s, models = self._models
         if not models or now_s - asked_s > CATALOGUE_TTL_S:
-            models = {card.name: card for card in await self._door.call(self._catalogue.models)}
+            models = {card.name: card for card in await self._redis.call(self._catalogue.models)}
             self._models = (now_s, models)
         return models
 
     async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
-        """A model's tokenizer; kept by its hash. Raises ModelUnreadable."""
+        """A model's tokenizer, cached by its hash. Raises ModelUnreadable."""
         sha256 = card.tokenizer_sha256
         tokenizer = self._tokenizers.get(sha256)
         if tokenizer is None:
@@ -82,14 +84,13 @@ class KnownModels:
         return tokenizer
 
     async def _load(self, card: ModelCard) -> ModelTokenizer:
-        """One that failed is not tried again for a while: callers could make a gateway do nothing
-        else.
-        """
+        """A tokenizer that could not be loaded is not tried again for a while; callers could
+        otherwise keep a gateway busy."""
         sha256, now_s = card.tokenizer_sha256, time.monotonic()
         if now_s < self._refused.get(sha256, 0.0):
             raise ModelUnreadable(card.name)
         try:
-            files = await self._door.call(lambda: self._catalogue.tokenizer(sha256))
+            files = await self._redis.call(lambda: self._catalogue.tokenizer(sha256))
             tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
         except (WireError, ValueError) as exc:
             if sha256 not in self._refused:
@@ -102,35 +103,33 @@ class KnownModels:
         return tokenizer
 
     async def num_live_workers(self, model: str) -> int:
-        """Live workers of a model; a figure above 0 may be a second old."""
+        """The number of live workers of a model. A positive number may be a second old."""
         if (known := self._num_workers.get(model)) is not None:
             return known
         try:
-            num_workers = await self._door.call(lambda: self._catalogue.num_live_workers(model))
-        except WireError:  # `snapshots` says so
+            num_workers = await self._redis.call(lambda: self._catalogue.num_live_workers(model))
+        except WireError:  # `snapshots` reports it
             return 0
         if num_workers:
             self._num_workers[model] = num_workers
         return num_workers
 
     async def max_memory_bytes(self) -> int:
-        """What Redis may use, as it was a minute ago at most; 0: unknown."""
+        """The bytes that Redis may use, at most a minute old; 0: unknown."""
         now_s = time.monotonic()
         if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
-            num_bytes, is_limited = await self._door.max_memory()
+            num_bytes, is_limited = await self._redis.max_memory()
             if self._max_memory is None and not is_limited:
                 log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
             self._max_memory = now_s, num_bytes
         return self._max_memory[1]
 
     async def snapshots(self) -> dict[str, FleetSnapshot]:
-        """Every model as it stands now, by name; without those of which something in Redis cannot
-        be read.
-        """
+        """Snapshots of all models by name; omits models with unreadable data."""
         found, spoiled = {}, set()
         for name, card in (await self.models()).items():
             try:
-                found[name] = await self._door.call(
+                found[name] = await self._redis.call(
                     partial(self._functions.snapshot, name, card.lanes)
                 )
             except WireError as exc:

@@ -1,6 +1,6 @@
-"""What of a job does not lie in Redis: long prompts on their way in, kept results on their way out.
+"""Parts of jobs that are kept in the object store: long prompts and stored results.
 
-Blocking stores run in threads. Raises PayloadError, which errors.py makes an answer for that job.
+Blocking stores run in threads. Raises PayloadError, which fails only the job's own request.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from contract.payloads.store import ObjectStore, PayloadError, PayloadUnavailabl
 
 log = logging.getLogger("batchway.gateway")
 
-_MAX_KEPT_LOGS = 8  # decoded, for callers that read one page by page
-# A token id takes at most five bytes of msgpack: what cannot reach the limit is not encoded.
+_MAX_KEPT_LOGS = 8  # decoded results, for clients that read page by page
+# A token id takes at most five bytes of msgpack, so shorter prompts need not be encoded.
 _MAX_ID_BYTES = 5
 
 
 class Payloads:
-    """One for each gateway. `setting` names the store, '' none. Raises ValueError."""
+    """One for each gateway. `setting` names the store; '' means none. Raises ValueError."""
 
     def __init__(self, setting: str, min_bytes: int) -> None:
         self.store: ObjectStore | None = open_store(setting)
@@ -34,7 +34,7 @@ class Payloads:
         self._logs: LRUCache[str, list[LogEntry]] = LRUCache(_MAX_KEPT_LOGS)
 
     async def outsourced(self, job: Job) -> Job:
-        """The job as Redis shall hold it: a long prompt is put into the store."""
+        """The job as Redis will hold it. A long prompt is moved to the store."""
         if self.store is None or job.num_prompt_tokens * _MAX_ID_BYTES < self._min_bytes:
             return job
         data = encode_prompts(job)
@@ -53,7 +53,7 @@ class Payloads:
     async def joined(
         self, view: JobView, after: int, max_events: int, entries: Sequence[LogEntry]
     ) -> list[LogEntry]:
-        """A page of a log that is kept in the store, all but its end, which Redis still has."""
+        """A page of a stored log. The End is not in the store but in Redis."""
         assert view.result is not None
         if (kept := self._logs.get(view.result.key)) is None:
             data = await asyncio.to_thread(self._known().get, view.result)
@@ -61,7 +61,7 @@ class Payloads:
         return [*kept[after : after + max_events], *entries][:max_events]
 
     async def discard(self, job_id: str) -> bool:
-        """Deletes a job's objects; False where somebody must do so later."""
+        """Deletes a job's objects. False if that must be repeated later."""
         if self.store is None:
             return False
         for key in [key for key in self._logs if key.startswith(job_id)]:
@@ -73,7 +73,7 @@ class Payloads:
         return False
 
     def url(self, view: JobView, ttl_s: float) -> str | None:
-        """A presigned URL of a kept result; None where the log lies in Redis."""
+        """A presigned URL of a stored result; None if the log is in Redis."""
         return None if view.result is None else self._known().url(view.result, ttl_s)
 
     def _known(self) -> ObjectStore:

@@ -255,7 +255,7 @@ async def test_progress_is_told_before_the_end_and_never_after(
 ) -> None:
     """Started, progress, the end; each a message of its own, one after the other."""
     async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
-        callback = to_url(receiver.url("/"), tells_start=True, progress_tokens=2)
+        callback = to_url(receiver.url("/"), notifies_start=True, progress_tokens=2)
         job = make_job()
         await functions.submit(job, make_submission(callback=callback))
         [claimed] = await claim(functions)
@@ -281,7 +281,7 @@ async def test_the_end_takes_the_place_of_progress_that_nobody_took(
 ) -> None:
     """While the receiver was down the job ended: the progress is told no more."""
     async with Receiver({"/": always(Answer())}) as receiver:
-        callback = to_url(receiver.url("/"), tells_start=True, progress_tokens=1)
+        callback = to_url(receiver.url("/"), notifies_start=True, progress_tokens=1)
         await ended_job(functions, callback)
         async with service(redis_server):
             await receiver.until(lambda: len(receiver.messages) == 1)

@@ -181,7 +181,7 @@ async def test_bad_requests_cost_only_themselves(stack: Stack) -> None:
     nonsense: list[tuple[dict[str, Any], int, str | None]] = [
         ({"model": "nobody"}, 404, "model"),
         ({"max_tokens": -1}, 400, "max_tokens"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0.function"),
         ({"messages": "hello"}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),
         ({"wrong": 1}, 400, "wrong"),

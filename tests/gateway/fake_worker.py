@@ -101,7 +101,7 @@ async def publish_model(
         tokenizer_sha256=encode_tokenizer(files)[0],
         created_s=1_700_000_000,
         lanes=lanes,
-        capabilities=capabilities or Capabilities(structured_output=True),
+        capabilities=capabilities or Capabilities(structured_output=True, tools=True),
     )
     await Catalogue(client, keys).publish(card, files)
     return card

@@ -107,6 +107,15 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"no_such_thing": 1}, "no_such_thing", UNKNOWN),
 ]
+_TOOL = {"type": "function", "function": {"name": "add"}}
+_TOOL_OF_TWO_WORDS = {"type": "function", "function": {"name": "a b"}}
+_BAD_TOOL = {
+    "type": "function",
+    "function": {"name": "add", "strict": True, "parameters": {"type": "object", "if": {}}},
+}
+_CHOICE = {"type": "function", "function": {"name": "other"}}
+_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+_CALL_OF_LIST = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[]"}}
 OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", VALUE),
     ({"messages": "Hi"}, "messages", VALUE),
@@ -117,7 +126,18 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", VALUE),
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content", VALUE),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", VALUE),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", UNSUPPORTED),
+    ({"messages": [{"role": "function", "content": "a"}]}, "messages.0.role", UNSUPPORTED),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id", VALUE),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]},
+        "messages.0.tool_call_id",
+        VALUE,
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [_CALL]}]},
+        "messages.0.tool_calls",
+        VALUE,
+    ),
     ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages.0.x", UNKNOWN),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -131,8 +151,13 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages.0.tool_calls",
-        UNSUPPORTED,
+        "messages.0.tool_calls.0.id",
+        MISSING,
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [_CALL_OF_LIST]}]},
+        "messages.0.tool_calls.0.function.arguments",
+        VALUE,
     ),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", VALUE),
     ({"logprobs": 1}, "logprobs", VALUE),
@@ -140,8 +165,20 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
     ({"prompt": "Hi"}, "prompt", UNKNOWN),
     ({"echo": True}, "echo", UNKNOWN),
-    ({"tools": [{}]}, "tools", UNSUPPORTED),
-    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
+    ({"tools": [{}]}, "tools.0.type", MISSING),
+    ({"tools": [_TOOL, _TOOL]}, "tools", VALUE),
+    ({"tools": [_TOOL] * 129}, "tools", VALUE),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools.0.function.name",
+        VALUE,
+    ),
+    ({"tools": [_TOOL], "response_format": {"type": "json_object"}}, "response_format", VALUE),
+    ({"tools": [_TOOL], "tool_choice": "any"}, "tool_choice", VALUE),
+    ({"tools": [_TOOL], "tool_choice": _CHOICE}, "tool_choice.function.name", VALUE),
+    ({"tool_choice": "required"}, "tool_choice", VALUE),
+    ({"tools": [_BAD_TOOL], "tool_choice": "required"}, "tools.0.function.parameters", VALUE),
+    ({"tools": [_TOOL], "tool_choice": "required", "min_tokens": 2}, "min_tokens", VALUE),
     ({"functions": [{}]}, "functions", UNSUPPORTED),
     ({"reasoning_effort": "low"}, "reasoning_effort", UNSUPPORTED),
     ({"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
@@ -234,7 +271,7 @@ async def test_parameters_that_change_nothing_are_named(
 async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
     """The values that are taken; the name that was meant."""
     for wrong, hint in (
-        ({"tools": [{}]}, "[]"),
+        ({"functions": [{}]}, "[]"),
         ({"max_token": 1}, "did you mean max_tokens?"),
     ):
         answer = await http.post("/v1/chat/completions", json=CHAT | wrong)

@@ -560,7 +560,7 @@ class Reference:
             self._calibrate(record)
         record.lease_ms = self.now_ms + lease_ms
         callback = record.submission.callback
-        if record.epoch == 1 and callback is not None and callback.tells_start:
+        if record.epoch == 1 and callback is not None and callback.notifies_start:
             self._post(record, MessageKind.STARTED)
         return self._handed_out(record)
 

@@ -60,7 +60,7 @@ COLOURS: tuple[dict[str, str], ...] = ({}, {"colour": "red"}, {"colour": "blue",
 REF = ObjectRef("store", "key", "0" * 64, 1)
 CALLBACKS = (
     Callback(kind=CallbackKind.URL, target="https://a/x"),
-    Callback(kind=CallbackKind.URL, target="https://b/x", tells_start=True, progress_tokens=2),
+    Callback(kind=CallbackKind.URL, target="https://b/x", notifies_start=True, progress_tokens=2),
 )
 MAX_CRASHES = 2  # few, so that short walks reach it
 MAX_PASSED = 3  # the same

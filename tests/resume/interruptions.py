@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from contract.jobs import Job
 from tests.resume.local_worker import LocalWorker
 from tests.resume.logged_job import LoggedJob
+from workers.engine.grammar import Grammars
 from workers.engine.model import LoadedModel
 from workers.ipc.messages import EngineOptions
 from workers.supervisor.held_job import HeldJob
@@ -17,9 +18,10 @@ class Workers:
     loaded: LoadedModel
     options: EngineOptions
     held_type: type[HeldJob] = HeldJob
+    grammars: Grammars | None = None
 
     def run(self, *jobs: LoggedJob, max_events: int | None = None) -> None:
-        LocalWorker(self.loaded, self.options, self.held_type, max_events).run(jobs)
+        LocalWorker(self.loaded, self.options, self.held_type, max_events, self.grammars).run(jobs)
 
     def undisturbed(self, job: Job) -> LoggedJob:
         """The job alone, from its first token to its end; an event for each of its steps."""

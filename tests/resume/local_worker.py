@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from contract.jobs import TokenizerFiles
 from tests.resume.logged_job import LoggedJob
+from workers.engine.grammar import Grammars
 from workers.engine.model import LoadedModel
 from workers.engine_process.engine_loop import EngineLoop
 from workers.engine_process.engine_setup import build_engine
@@ -30,6 +31,7 @@ from workers.ipc.messages import (
     encode_frame,
 )
 from workers.supervisor.held_job import HeldJob
+from workers.supervisor.response_text import ResponseFormat
 
 
 class LocalWorker(Channel):
@@ -44,11 +46,13 @@ class LocalWorker(Channel):
         options: EngineOptions,
         held_type: type[HeldJob] = HeldJob,
         max_events: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._loaded = loaded
         self._options = options
         self._held_type = held_type
         self._max_events = max_events
+        self._grammars = grammars
         self._num_events = 0
         self._held: dict[str, tuple[HeldJob, LoggedJob]] = {}
         self._to_engine: list[ToEngine] = []
@@ -59,14 +63,16 @@ class LocalWorker(Channel):
         """Claims the jobs, all at once, and runs until each has ended or the worker is dead."""
         tokenizer = tokenizer_of(self._loaded.tokenizer)
         for logged in jobs:
-            held = self._held_type(logged.claim(), tokenizer)
+            held = self._held_type(logged.claim(), tokenizer, format_of(self._loaded.tokenizer))
             held.replay(logged.log)
             self._held[logged.job.id] = held, logged
             if held.is_complete:
                 logged.has_ended = True
             else:
                 self._to_engine.append(held.start_message())
-        engine = build_engine(self._loaded.model, self._loaded.vocab_size, self._options)
+        engine = build_engine(
+            self._loaded.model, self._loaded.vocab_size, self._options, grammars=self._grammars
+        )
         EngineLoop(self, engine).run()
 
     # --- what the engine's loop calls ---------------------------------------------------------
@@ -114,3 +120,13 @@ def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
     if raw not in _tokenizers:
         _tokenizers[raw] = Tokenizer.from_str(raw)
     return _tokenizers[raw]
+
+
+_formats: dict[str, ResponseFormat] = {}
+
+
+def format_of(files: TokenizerFiles) -> ResponseFormat | None:
+    template = files.response_template
+    if template is not None and template not in _formats:
+        _formats[template] = ResponseFormat(template, tokenizer_of(files))
+    return None if template is None else _formats[template]

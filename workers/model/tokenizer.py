@@ -9,6 +9,7 @@ from contract.codec import encode_tokenizer
 from contract.jobs import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.tool_calls import read_tool_format
 from workers.model.transformers_compat import get_tokenizer_config
 
 _MAX_TEMPLATE_CHARS = 2**20
@@ -43,10 +44,14 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
         for name, token in tokenizer.special_tokens_map.items()
         if name.endswith("_token")
     }
+    tokenizer.chat_template = _chat_template(tokenizer, model_path)
+    response_template, tool_format = read_tool_format(tokenizer)
     files = TokenizerFiles(
         tokenizer_json=backend.to_str(),
-        chat_template=_chat_template(tokenizer, model_path),
+        chat_template=tokenizer.chat_template,
         special_tokens=special,
+        response_template=response_template,
+        tool_format=tool_format,
     )
     try:
         encode_tokenizer(files)

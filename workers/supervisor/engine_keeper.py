@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from contract import tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
-from contract.function_types import Blame, Release
+from contract.function_types import Blame, Claimed, Release
+from contract.jobs import TokenizerFiles
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -39,6 +40,7 @@ from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
 from workers.supervisor.publisher import Publisher
+from workers.supervisor.response_text import ResponseFormat
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,12 @@ class EngineKeeper:
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
         self._frees_place = False  # whether the current step frees a place: claim when it ends
         self.tokenizer: Tokenizer | None = None
+        self._response_format: ResponseFormat | None = None
+
+    def hold(self, claimed: Claimed) -> HeldJob:
+        """A claimed job with the model's tokenizer. Only after an engine has been ready."""
+        assert self.tokenizer is not None
+        return HeldJob(claimed, self.tokenizer, self._response_format)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises EngineRefused."""
@@ -160,7 +168,7 @@ class EngineKeeper:
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     self._publisher.fail(job, code, text)
             case Ready():
-                self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
+                self._read_tokenizer(message.tokenizer)
                 self._engine.ready = message
                 self._engine.became_ready.set()
                 self._holding.wake.set()
@@ -168,6 +176,11 @@ class EngineKeeper:
                 log.info("%s", text)
             case LoadFailed(text):
                 raise EngineRefused(text)
+
+    def _read_tokenizer(self, files: TokenizerFiles) -> None:
+        self.tokenizer = Tokenizer.from_str(files.tokenizer_json)
+        if files.response_template is not None:
+            self._response_format = ResponseFormat(files.response_template, self.tokenizer)
 
     def _take_load(self, load: EngineLoad) -> None:
         if self._frees_place or set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):

@@ -12,6 +12,7 @@ from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
 from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut
+from workers.supervisor.response_text import ResponseDelta, ResponseFormat, ResponseText
 from workers.supervisor.text import ChoiceText
 
 
@@ -20,28 +21,42 @@ class _Choice:
     """One choice: all its tokens, and the output that is not logged yet."""
 
     text: ChoiceText
-    token_ids: list[int]  # logged or not
+    response: ResponseText | None  # in jobs with tools
+    token_ids: list[int] = field(default_factory=list)  # logged or not
     finish_reason: FinishReason | None = None
     num_logged: int = 0
-    new_text: str = ""
+    new: ResponseDelta = field(default_factory=ResponseDelta)
     new_logprobs: list[TokenLogprob] = field(default_factory=list)
     has_news: bool = False
 
-    def push(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """Adds a token and returns the text it releases. A stop token has no text."""
+    def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
+        """Adds a token and the text it releases. A stop token has no text."""
         self.token_ids.append(token_id)
-        if finish_reason is FinishReason.STOP:
-            return self.end(finish_reason)
-        text = self.text.push(token_id)
+        if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            self.end(FinishReason.STOP)
+            return
+        self._add(self.text.push(token_id))
         if self.text.is_stopped:
-            self.finish_reason = FinishReason.STOP
+            self._finish(FinishReason.STOP)
         elif finish_reason is not None:
-            text += self.end(finish_reason)
-        return text
+            self.end(finish_reason)
 
-    def end(self, finish_reason: FinishReason) -> str:
+    def end(self, finish_reason: FinishReason) -> None:
+        self._add(self.text.flush())
+        self._finish(finish_reason)
+
+    def _add(self, text: str) -> None:
+        if self.response is None:
+            self.new.content += text
+        elif text:
+            self.new.extend(self.response.push(text))
+
+    def _finish(self, finish_reason: FinishReason) -> None:
         self.finish_reason = finish_reason
-        return self.text.flush()
+        if self.response is not None:
+            self.new.extend(self.response.finish())
+            if finish_reason is FinishReason.STOP and self.response.num_calls:
+                self.finish_reason = FinishReason.TOOL_CALLS
 
 
 @dataclass(slots=True)
@@ -75,7 +90,12 @@ class _Scores:
 class HeldJob:
     """A claimed job, until it ends or is lost."""
 
-    def __init__(self, claimed: Claimed, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        claimed: Claimed,
+        tokenizer: Tokenizer,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
         params = claimed.job.params
         self.job = claimed.job
         self.lane = claimed.job.lane  # its caller may change it
@@ -90,9 +110,14 @@ class HeldJob:
         self._cost_tokens = claimed.cost_tokens
         prompts, asks = self.job.prompts, params.prompt_logprobs is not None
         self._scores = [_Scores(len(prompt_ids) - 1) for prompt_ids in prompts] if asks else []
+        format_ = response_format if self.job.parses_tools else None
+        skips_special = format_ is None or not format_.needs_special
         self._choices = [
-            _Choice(ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens), [])
-            for prompt_ids in prompts
+            _Choice(
+                ChoiceText(tokenizer, ids, params.stop, params.min_tokens, skips_special),
+                None if format_ is None else ResponseText(format_, tokenizer, ids),
+            )
+            for ids in prompts
             for _ in range(params.n)
         ]
 
@@ -188,6 +213,7 @@ class HeldJob:
                 if delta.token_ids:
                     choice.push(delta.token_ids[-1], delta.finish_reason)
                 choice.finish_reason = delta.finish_reason
+                choice.new = ResponseDelta()
                 choice.num_logged = len(choice.token_ids)
 
     def start_message(self) -> StartJob:
@@ -213,10 +239,10 @@ class HeldJob:
             return False  # computed before the engine received the stop
         choice.has_news = True
         if isinstance(out, ChoiceEnded):
-            choice.new_text += choice.end(out.finish_reason)
+            choice.end(out.finish_reason)
             return False
         assert out.position == len(choice.token_ids), "the engine skipped a token"
-        choice.new_text += choice.push(out.token_id, out.finish_reason)
+        choice.push(out.token_id, out.finish_reason)
         if out.logprob is not None:
             choice.new_logprobs.append(out.logprob)
         return choice.text.is_stopped
@@ -243,12 +269,14 @@ class HeldJob:
             choice=index,
             start=start,
             token_ids=tuple(choice.token_ids[start:]),
-            text=choice.new_text,
+            text=choice.new.content,
             finish_reason=choice.finish_reason,
             logprobs=None if self.job.params.logprobs is None else tuple(choice.new_logprobs),
+            reasoning=choice.new.reasoning,
+            tool_calls=tuple(choice.new.tool_calls),
         )
         choice.num_logged = len(choice.token_ids)
-        choice.new_text = ""
+        choice.new = ResponseDelta()
         choice.new_logprobs.clear()
         choice.has_news = False
         return delta

@@ -200,18 +200,16 @@ class Supervisor:
         await self._broker.append([poisoned(job_id, epoch, claimed.next_number)])
 
     async def _start(self, claimed: Claimed) -> None:
-        assert self._keeper.tokenizer is not None
         if self._holding.has_started(claimed.job.id, claimed.epoch):
             await self._release_known(claimed)
         elif claimed.job.stored_prompt is None:
             await self._run(claimed)
         else:
-            self._prompts.begin(claimed, HeldJob(claimed, self._keeper.tokenizer))
+            self._prompts.begin(claimed, self._keeper.hold(claimed))
 
     async def _run(self, claimed: Claimed) -> None:
-        assert self._keeper.tokenizer is not None
         job_id = claimed.job.id
-        job = HeldJob(claimed, self._keeper.tokenizer)
+        job = self._keeper.hold(claimed)
         if claimed.next_number > 1:
             log.info("resuming job_id=%s attempt=%d", job_id, claimed.attempt)
             if not await self._replay(job):

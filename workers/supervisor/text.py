@@ -24,10 +24,12 @@ class ChoiceText:
         prompt_ids: Sequence[int],
         stop: tuple[str, ...],
         min_tokens: int,
+        skips_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skips_special
         self._stream = DecodeStream(
-            ids=list(prompt_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=True
+            ids=list(prompt_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=skips_special
         )
         self._undecoded: list[int] = []  # ids that do not form a whole character yet
         self._stop = stop
@@ -51,7 +53,7 @@ class ChoiceText:
 
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
-        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
         text, self._held = self._held + rest, ""
         self._undecoded.clear()
         return text

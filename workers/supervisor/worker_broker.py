@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.connection import Listener, broker_errors, connect
@@ -231,6 +233,7 @@ class WorkerBroker:
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
     """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
+    can = replace(ready.capabilities, tools=ready.tokenizer.response_template is not None)
     return ModelCard(
         name=name,
         context_length=ready.context_length,
@@ -239,5 +242,5 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         tokenizer_sha256=sha256,
         created_s=int(time.time()),
         lanes=lanes,
-        capabilities=ready.capabilities,
+        capabilities=can,
     )

@@ -1,0 +1,166 @@
+"""Tools in chats: OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and messages with
+calls and their results."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import Field, field_validator, model_validator
+
+from contract.events import ToolCallDelta
+from contract.jobs import Job, ToolFormat
+from gateway.openai.strict_model import StrictModel
+from gateway.openai.structured import Constrained, Constraint, Schema
+from gateway.openai.unsupported import refusal
+
+MAX_TOOLS = 128
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Function(StrictModel):
+    """A function that the model may call. `strict`: its calls always match `parameters`."""
+
+    name: ToolName
+    description: Annotated[str, Field(max_length=16_384)] | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: ToolName
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(StrictModel):
+    name: ToolName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise refusal("must be a JSON object as a string")
+        return value
+
+
+class ToolCall(StrictModel):
+    """A call that the model made in an earlier turn."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+    def rendered(self) -> dict[str, Any]:
+        """The call as chat templates expect it, with the arguments as an object."""
+        arguments = json.loads(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class WithTools(Constrained):
+    """Parameters of a chat that concern tools."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _chooses_one_that_is_there(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise refusal("has two functions of one name", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise refusal("names no function of tools", "tool_choice.function.name")
+        if self.tool_choice == "required" and not names:
+            raise refusal("needs tools", "tool_choice")
+        if self.offered and self.constraint() is not None:
+            given = [n for n in Constrained.model_fields if getattr(self, n) is not None]
+            raise refusal("cannot be combined with tools that may be called", given[0])
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the output must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def tool_constraint(
+        self, format_: ToolFormat, special_ids: Mapping[str, int]
+    ) -> Constraint | None:
+        """The grammar of the calls, if the output must be a call or a function is strict."""
+        tools, choice = self.offered, self.tool_choice
+        if isinstance(choice, NamedTool):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        functions = [tool.function for tool in tools]
+        if not (self.forces_calls or any(each.strict for each in functions)):
+            return None
+        literals = msgspec.structs.asdict(format_)
+        text = "".join(filter(None, literals.values()))
+        calls = {
+            "format": literals,
+            "special_ids": {name: i for name, i in special_ids.items() if name in text},
+            "functions": [
+                (each.name, each.parameters or {"type": "object"}, bool(each.strict))
+                for each in functions
+            ],
+            "is_forced": self.forces_calls,
+            "may_repeat": self.parallel_tool_calls is not False
+            and not isinstance(choice, NamedTool),
+        }
+        return Constraint("tools", "tools", calls)
+
+
+def call_id(job: Job, choice: int, index: int) -> str:
+    """The id of a call; the same in every response of the job."""
+    digest = hashlib.sha256(f"{job.id}/{choice}/{index}".encode()).hexdigest()
+    return f"call_{digest[:24]}"
+
+
+def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call in a chunk. The first part has id, type and name."""
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": call_id(job, choice, call.index),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def whole_calls(job: Job, choice: int, deltas: Sequence[ToolCallDelta]) -> list[Mapping[str, Any]]:
+    """The calls of a whole response."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        names.setdefault(delta.index, delta.name)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return [
+        {
+            "id": call_id(job, choice, index),
+            "type": "function",
+            "function": {"name": name, "arguments": "".join(arguments[index])},
+        }
+        for index, name in names.items()
+    ]

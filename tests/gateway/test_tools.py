@@ -1,0 +1,156 @@
+"""Tools: what the model is shown, what its output is constrained to, and how calls are answered."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from contract.events import ChoiceDelta, Tokens, ToolCallDelta
+from contract.jobs import FinishReason
+from tests.fakes import output_text
+from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.test_structured import accepts
+
+pytestmark = pytest.mark.anyio
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+]
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+ONE = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+OTHER = '<call>{"name": "now", "arguments": {}}</call>'
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def submitted(http: httpx.AsyncClient, worker: FakeWorker, **fields: Any) -> Any:
+    """The job of a chat with these fields."""
+    body = {"endpoint": "/v1/chat/completions", "body": CHAT | fields}
+    answer = await http.post("/v1/jobs", json=body)
+    assert answer.status_code == 202, answer.text
+    return (await worker.claim()).job
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted", "refused"),
+    [
+        ({"tool_choice": "required"}, [ONE, OTHER, ONE + OTHER], ["Hi", ONE + "x", ONE[:-1]]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [ONE, OTHER], [ONE + ONE]),
+        ({"tool_choice": NAMED}, [ONE], [OTHER, ONE + ONE]),
+        ({"tools": STRICT}, [ONE, "Hi", "Hi <b>\n" + ONE], ['<call>{"name": "no', ONE + "x"]),
+    ],
+)
+async def test_calls_are_forced_in_the_models_format(
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    fields: dict[str, Any],
+    accepted: list[str],
+    refused: list[str],
+) -> None:
+    """A required or named call, and any call of a strict function; arguments fit the schema."""
+    job = await submitted(http, idle_worker, **{"tools": TOOLS, **fields})
+
+    grammar = job.params.grammar
+    assert [text for text in accepted if not accepts(grammar, text)] == []
+    wrong = ONE.replace("1", '"one"')
+    assert [text for text in [*refused, wrong] if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+async def test_a_free_choice_is_not_constrained(
+    http: httpx.AsyncClient, idle_worker: FakeWorker, choice: dict[str, Any]
+) -> None:
+    """The prompt has the tools, and the worker parses the output."""
+    job = await submitted(http, idle_worker, tools=TOOLS, **choice)
+
+    assert job.params.grammar == ""
+    assert job.parses_tools
+    assert output_text(job.prompt_ids).startswith('tool: {"type": "function", "function": {"name"')
+
+
+async def test_a_caller_that_wants_no_calls_gets_none(
+    http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """The model is not shown the tools."""
+    job = await submitted(http, idle_worker, tools=TOOLS, tool_choice="none")
+
+    assert not job.parses_tools
+    assert output_text(job.prompt_ids) == "user: Hi\nassistant: "
+
+
+async def test_calls_and_results_are_rendered(
+    http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Arguments, which callers send as text, are an object to the template."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    job = await submitted(http, idle_worker, messages=messages)
+
+    assert output_text(job.prompt_ids) == (f"user: Hi\nassistant: {ONE}\ntool: 2\nassistant: ")
+
+
+DELTAS = [
+    ChoiceDelta(0, 0, (1,), "Well.", reasoning="so"),
+    ChoiceDelta(0, 1, (2,), "", tool_calls=(ToolCallDelta(0, "add", '{"a"'),)),
+    ChoiceDelta(0, 2, (3,), "", tool_calls=(ToolCallDelta(0, "", ": 1}"),)),
+    ChoiceDelta(
+        0, 3, (4,), "", FinishReason.TOOL_CALLS, tool_calls=(ToolCallDelta(1, "now", "{}"),)
+    ),
+]
+
+
+async def test_an_answer_has_the_calls(http: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """Each has an id of its own; the chunks of a stream add up to the answer."""
+    worker.script = lambda job: [Tokens((delta,)) for delta in DELTAS]
+    body = CHAT | {"tools": TOOLS}
+    [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["content"], message["reasoning_content"]) == ("Well.", "so")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": '{"a": 1}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+    key = {"Idempotency-Key": "tools"}
+    streams = [
+        await http.post("/v1/chat/completions", json=body | {"stream": True}, headers=key)
+        for _ in range(2)
+    ]
+    first, again = [stream.text for stream in streams]
+    assert again == first
+    chunks = [json.loads(line[6:]) for line in first.splitlines() if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1] == {"content": "Well.", "reasoning_content": "so"}
+    calls = [delta["tool_calls"][0] for delta in deltas[2:]]
+    assert [call["index"] for call in calls] == [0, 0, 1]
+    assert [call["function"].get("name") for call in calls] == ["add", None, "now"]
+    assert [call["function"]["arguments"] for call in calls] == ['{"a"', ": 1}", "{}"]
+    assert ["id" in call for call in calls] == [True, False, True]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_without_text_has_null_as_its_content(
+    http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """As OpenAI has it."""
+    call = ToolCallDelta(0, "now", "{}")
+    delta = ChoiceDelta(0, 0, (1,), "", FinishReason.TOOL_CALLS, tool_calls=(call,))
+    worker.script = lambda job: [Tokens((delta,))]
+    answer = await http.post("/v1/chat/completions", json=CHAT | {"tools": TOOLS})
+    assert answer.json()["choices"][0]["message"]["content"] is None

@@ -1,0 +1,119 @@
+"""Constrained jobs and tool calls interrupted at every token go on as if nothing had been."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from contract.jobs import FinishReason, Job, ToolFormat
+from gateway.openai.grammars import Kind, compile_grammar
+from tests.fakes import (
+    VOCAB_SIZE,
+    HashModel,
+    HashModelOptions,
+    encode_text,
+    hash_grammars,
+    hash_tokenizer,
+)
+from tests.hash_engine import LoadedHashModel
+from tests.resume.interruptions import Workers
+from tests.resume.logged_job import LoggedJob, new_job
+from workers.ipc.messages import EngineOptions
+
+PROMPT = encode_text("user: x\nassistant: ")
+ITEM = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 0, "maximum": 999},
+        "text": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["red", "green", None]},
+    },
+    "required": ["id", "text", "kind"],
+    "additionalProperties": False,
+}
+
+
+def workers() -> Workers:
+    model = HashModel(HashModelOptions(num_blocks=4096, max_model_len=1024))
+    loaded = LoadedHashModel(model, model.max_model_len, VOCAB_SIZE, (), hash_tokenizer())
+    return Workers(loaded, EngineOptions(model_path="hash"), grammars=hash_grammars())
+
+
+def tool_grammar(format_: ToolFormat) -> str:
+    calls = {
+        "format": msgspec.structs.asdict(format_),
+        "special_ids": {},
+        "functions": [("add", ITEM, True), ("now", {"type": "object", "properties": {}}, False)],
+        "is_forced": True,
+        "may_repeat": False,
+    }
+    return compile_grammar(Kind.TOOLS, calls)
+
+
+def job_of(grammar: str, seed: int, *, parses_tools: bool = False, **params: Any) -> Job:
+    fields = {"max_tokens": 250, "seed": seed, "temperature": 1.0, "grammar": grammar, **params}
+    job = new_job(f"job-{seed}", PROMPT, **fields)
+    return msgspec.structs.replace(job, parses_tools=parses_tools)
+
+
+def check(job: Job) -> tuple[LoggedJob, int]:
+    """Resumes the job from each of its cuts, all at the same time. Returns the whole job and the
+    number of cuts."""
+    one = workers()
+    whole = one.undisturbed(job)
+    cuts = whole.cuts()
+    one.run(*cuts)
+    for cut in cuts:
+        assert cut.has_ended
+        assert cut.answer == whole.answer
+        assert calls_of(cut) == calls_of(whole)
+    return whole, len(cuts)
+
+
+GRAMMARS = {
+    "schema": (Kind.JSON_SCHEMA, ITEM),
+    "expression": (Kind.REGEX, "([a-f]{3}-){8}[0-9]+x"),
+    "choice": (Kind.CHOICE, ["an alternative of some letters", "another of some more letters"]),
+}
+NUM_CUTS = 1_000
+
+
+def test_a_thousand_cuts_of_constrained_jobs_change_nothing() -> None:
+    """Greedy and sampled, one choice and two."""
+    grammars = [compile_grammar(*grammar) for grammar in GRAMMARS.values()]
+    num_cuts = seed = 0
+    while num_cuts < NUM_CUTS:
+        job = job_of(grammars[seed % 3], seed, temperature=seed % 2, n=1 + seed // 6 % 2)
+        whole, num = check(job)
+        assert set(whole.answer.finish_reason.values()) == {FinishReason.STOP}
+        num_cuts += num
+        seed += 1
+    assert seed >= 12, "every grammar, temperature and number of choices has had its turn"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tool_calls_are_split_alike_wherever_the_job_is_cut(seed: int) -> None:
+    format_ = hash_tokenizer().tool_format
+    assert format_ is not None
+    whole, _ = check(job_of(tool_grammar(format_), seed, parses_tools=True))
+
+    calls = calls_of(whole)
+    assert calls
+    assert {name for name, _ in calls} <= {"add", "now"}
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), Mapping)
+    assert whole.answer.finish_reason == {0: FinishReason.TOOL_CALLS}
+    assert whole.answer.text == {0: ""}
+
+
+def calls_of(job: LoggedJob) -> list[tuple[str, str]]:
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for entry in job.log:
+        for delta in getattr(entry.event, "deltas", ()):
+            for call in delta.tool_calls:
+                names.setdefault(call.index, call.name)
+                arguments[call.index] = arguments.get(call.index, "") + call.arguments
+    return [(name, arguments[index]) for index, name in names.items()]
