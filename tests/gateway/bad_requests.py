@@ -1,7 +1,5 @@
-"""Bodies and heads of requests that no caller of good will sends, as data.
-
-Each body is named by what is wrong with it; the gateway answers each with a 4xx of its own shape.
-"""
+"""Malformed request bodies and heads, each named by its fault. The gateway answers each with a
+4xx in its own format."""
 
 import json
 import random
@@ -108,7 +106,7 @@ HEADS: dict[str, str] = {
 
 
 def spoilt_bodies(number: int, seed: int) -> Iterator[bytes]:
-    """Good bodies with a few bytes cut, doubled or changed: mostly no JSON any more."""
+    """Valid bodies with a few bytes removed, repeated or changed; most are no longer JSON."""
     rng = random.Random(seed)
     for _ in range(number):
         raw = bytearray(_TEXT.encode())

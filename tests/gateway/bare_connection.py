@@ -1,4 +1,4 @@
-"""One connection to the gateway's HTTP protocol without a gateway: a client, and apps for it."""
+"""A connection to the gateway's HTTP protocol without a gateway: a client, and small apps."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ REFUSED = b"Invalid HTTP request received."
 
 
 class HeardConnection(Connection):
-    """Counts the bytes that it was given."""
+    """Counts the bytes that it receives."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -39,7 +39,7 @@ class HeardConnection(Connection):
 
 
 class Client:
-    """The other end of the connection."""
+    """The client's end of the connection."""
 
     def __init__(self, protocol: HeardConnection, ours: socket.socket) -> None:
         self.protocol = protocol
@@ -47,24 +47,24 @@ class Client:
         self._num_sent = 0
 
     async def send(self, raw: bytes) -> None:
-        """Returns when the protocol has been given all of it."""
+        """Returns when the protocol has received everything."""
         await asyncio.get_running_loop().sock_sendall(self._socket, raw)
         self._num_sent += len(raw)
         await self.protocol.has(self._num_sent)
 
     async def part(self) -> bytes:
-        """What has come by now, or comes next."""
+        """Returns the bytes received so far, or waits for the next."""
         return await asyncio.get_running_loop().sock_recv(self._socket, 1_000_000)
 
     async def rest(self) -> bytes:
-        """All until the connection is closed."""
+        """Reads until the connection is closed."""
         parts = b""
         while part := await self.part():
             parts += part
         return parts
 
     def send_what_fits(self, raw: bytes) -> int:
-        """How many bytes the system's buffer took."""
+        """Returns how many bytes the socket's buffer accepted."""
         try:
             return self._socket.send(raw)
         except BlockingIOError:
@@ -75,7 +75,7 @@ class Client:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with what it was asked: method, path, body."""
+    """Answers with the request's method, path and body."""
     body, is_complete = b"", False
     while not is_complete:
         message = await receive()
@@ -121,7 +121,7 @@ async def connected(
 
 
 def bodies(said: bytes) -> list[bytes]:
-    """Of answers with a length."""
+    """The bodies of responses that have a Content-Length."""
     found = []
     while said:
         head, _, said = said.partition(b"\r\n\r\n")
@@ -134,7 +134,7 @@ def bodies(said: bytes) -> list[bytes]:
 def streaming(
     has_begun: asyncio.Event, goes_on: asyncio.Event
 ) -> Callable[[Scope, Receive, Send], Any]:
-    """An app whose answer to `/stream` comes in two parts."""
+    """An app that answers `/stream` in two parts."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] != "/stream":

@@ -1,4 +1,4 @@
-"""A real gateway on a loopback port, and a worker that says what a test wants."""
+"""A real gateway on a loopback port, and a fake worker that the tests drive."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tests.gateway.fake_worker import FakeWorker, publish_model
 
 
 def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
-    """Settings with a test's patience."""
+    """Settings with short times."""
     fields: dict[str, object] = {
         "redis_url": redis_url,
         "namespace": "test",
@@ -34,7 +34,7 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
 
 @contextmanager
 def running_gateway(settings: GatewaySettings) -> Iterator[str]:
-    """The base URL of a gateway that runs in a thread of its own."""
+    """Runs a gateway in its own thread; yields its base URL."""
     listener = bind(settings, "127.0.0.1", 0)
     server = build_server(settings)
     thread = threading.Thread(
@@ -59,7 +59,7 @@ def gateway_url(redis_server: EmbeddedRedis) -> Iterator[str]:
 async def idle_worker(
     redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> FakeWorker:
-    """A live worker of a published model; a test drives it by hand."""
+    """A live worker of a published model, driven by the test."""
     await publish_model(redis_client, keys)
     worker = FakeWorker(functions)
     await worker.beat()
@@ -68,7 +68,7 @@ async def idle_worker(
 
 @pytest.fixture
 async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
-    """A worker that runs every job by its script."""
+    """A worker that runs each job by its script."""
     task = asyncio.create_task(idle_worker.serve())
     yield idle_worker
     await end(task)
@@ -78,6 +78,6 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
 async def http(
     gateway_url: str, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A caller of a gateway whose Redis is empty: an API key that a test left would be wanted."""
+    """A client of a gateway on an empty Redis, so that no key of another test is required."""
     async with httpx.AsyncClient(base_url=gateway_url, timeout=20) as client:
         yield client

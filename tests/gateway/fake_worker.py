@@ -1,4 +1,4 @@
-"""The counterpart of the gateway over the real wire: claims jobs and says what a script says."""
+"""A fake worker on the real protocol: claims jobs and appends what a script returns."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -35,9 +35,8 @@ Script = Callable[[Job], Sequence[Prompt | Tokens]]
 
 
 def says(*texts: str, finish: FinishReason = FinishReason.STOP) -> Script:
-    """Every choice says the texts, an event for each; the last one ends the choice. Log
-    probabilities of the prompts come before, where asked, one token and then the rest.
-    """
+    """A script: each choice outputs the texts, one event each; the last ends the choice.
+    Requested log probabilities of prompts come first, one token and then the rest."""
 
     def script(job: Job) -> list[Prompt | Tokens]:
         events, start = _prompts(job), 0
@@ -109,7 +108,8 @@ async def publish_model(
 
 @dataclass
 class FakeWorker:
-    """Alive once it `beat`s. `serve` runs every job by the script; or drive it by hand."""
+    """Live after `beat`. `serve` runs each job by the script; tests may also call the steps
+    themselves."""
 
     functions: Functions
     model: str = MODEL
@@ -168,7 +168,7 @@ class FakeWorker:
         await self.functions.append(self.incarnation, [fin], lease_s=LEASE_S)
 
     async def run(self, claimed: Claimed, script: Script | None = None) -> None:
-        """One job from its first event to its end."""
+        """Runs one job from its first event to its end."""
         events = (script or self.script)(claimed.job)
         for number, event in enumerate(events, 1):
             await self.say(claimed, number, event)
@@ -179,7 +179,7 @@ class FakeWorker:
             await self.run(await self.claim())
 
     async def wait_until_ended(self, claimed: Claimed) -> JobStatus:
-        """Waits until the job has been ended by someone else, as a beating worker learns it."""
+        """Waits until another party has ended the job, as a worker learns by its heartbeat."""
         while not await self.beat(claimed):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.005)
         found = await self.functions.read(claimed.job.id, claimed.job.tenant)
@@ -188,7 +188,7 @@ class FakeWorker:
 
 
 async def live_worker(client: redis.asyncio.Redis) -> FakeWorker:
-    """One of a published model, where nothing was there before."""
+    """Publishes a model and returns its live worker."""
     await ensure_library(client)
     keys = Keys("test")
     await publish_model(client, keys)
@@ -200,7 +200,7 @@ async def live_worker(client: redis.asyncio.Redis) -> FakeWorker:
 async def until_followers(
     client: redis.asyncio.Redis, keys: Keys, job_id: str, wanted: int
 ) -> None:
-    """Returns once so many gateways follow the job."""
+    """Returns once this many gateways follow the job."""
 
     async def is_so() -> bool:
         [(_, num_followers)] = await client.pubsub_numsub(keys.events_channel(job_id))
@@ -210,7 +210,7 @@ async def until_followers(
 
 
 def job_of_one() -> Job:
-    """With a prompt of one token."""
+    """A job whose prompt has one token."""
     params = SamplingParams(max_tokens=64, seed=1)
     return Job(
         id="x",

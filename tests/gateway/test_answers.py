@@ -29,7 +29,7 @@ async def client(gateway_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_a_chat_is_answered_whole(worker: FakeWorker, client: openai.AsyncOpenAI) -> None:
-    """The messages pass through the model's template; text, usage and ids come back."""
+    """The messages pass through the model's template; text, usage and ids are returned."""
     answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("Hello wörld!", "stop")
@@ -42,7 +42,7 @@ async def test_a_chat_is_answered_whole(worker: FakeWorker, client: openai.Async
 
 
 async def test_a_chat_is_streamed(worker: FakeWorker, client: openai.AsyncOpenAI) -> None:
-    """Role first, a chunk for each event, usage last where asked."""
+    """The role first, a chunk for each event, usage last if requested."""
     stream = await client.chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
@@ -59,9 +59,8 @@ async def test_a_chat_is_streamed(worker: FakeWorker, client: openai.AsyncOpenAI
 async def test_a_stream_is_plain_where_nobody_can_come_back(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """No ids and no comments: load generators take each chunk for `data:`, and skip empty ones.
-    With a key both are there, the id behind the data.
-    """
+    """Without an idempotency key there are no ids and no comments: load generators parse each
+    chunk as `data:`. With a key both are sent, the id after the data."""
     for headers in ({}, {"idempotency-key": "plain"}):
         body = {"model": MODEL, "prompt": "ab", "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
@@ -81,7 +80,7 @@ async def test_a_stream_is_plain_where_nobody_can_come_back(
 
 
 async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.AsyncClient) -> None:
-    """`continuous_usage_stats`, also behind the point where a stream is resumed."""
+    """`continuous_usage_stats`, also after a stream is resumed."""
     worker.script = says("a", "b", "c")
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}

@@ -1,4 +1,4 @@
-"""API keys over HTTP: what each grants, whose jobs it sees, and how soon it ends."""
+"""API keys over HTTP: what a key permits, whose jobs it sees, and how soon it is revoked."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ NO_JOB = "/v1/jobs/job-0-" + "0" * 32
 
 @pytest.fixture
 async def fresh(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway that remembers nothing of other tests' keys."""
+    """A gateway with an empty cache of keys."""
     with running_gateway(make_settings(redis_server.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             yield client
@@ -48,7 +48,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 async def test_strangers_are_served_until_the_first_key_is_made(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
 ) -> None:
-    """On loopback; from then on nobody is, not even once the key is revoked."""
+    """On loopback. After that every call needs a key, even once the key is revoked."""
     assert (await fresh.post("/v1/completions", json=BODY)).status_code == 200
     headers = await bearer(api_keys)
     await refused(fresh, {})
@@ -61,7 +61,7 @@ async def test_strangers_are_served_until_the_first_key_is_made(
 
 
 async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
-    """Returns once a caller is no longer served: what a gateway remembers must fade first."""
+    """Returns once a caller is refused; until then the gateway's cache still knows its key."""
     async with asyncio.timeout(10):
         while (await http.get("/v1/models", headers=headers)).status_code == 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -99,7 +99,7 @@ async def test_every_route_names_the_scope_that_a_key_lacks(
 async def test_a_key_is_for_its_lanes_alone(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    """Whether the lane is named or follows from the service tier."""
+    """Whether the lane is named or implied by the service tier."""
     headers = await bearer(api_keys, lanes=("batch", "interactive"))
     calls: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", BODY),
@@ -118,7 +118,7 @@ async def test_a_key_is_for_its_lanes_alone(
 async def test_a_call_that_may_become_a_job_needs_the_scope_of_jobs(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker, prefer: str
 ) -> None:
-    """`Prefer` does not open to `inference` what `POST /v1/jobs` refuses it."""
+    """`Prefer` does not permit with `inference` what `POST /v1/jobs` refuses."""
     headers = await bearer(api_keys, scopes=(Scope.INFERENCE,)) | {"prefer": prefer}
     answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
     assert code(answer) == (403, "missing_scope")
@@ -136,8 +136,8 @@ async def test_both_scopes_allow_a_call_to_become_a_job(
 async def test_a_key_changes_no_job_of_another_lane(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
 ) -> None:
-    """Its tenant's job stays as it is: neither moved out of or into that lane, put off, cancelled
-    nor deleted; in its own lane the key may do all of that."""
+    """A job of the same tenant in another lane cannot be moved, postponed, cancelled or deleted,
+    nor can one be moved into that lane."""
     limited, free = await bearer(api_keys, lanes=("batch",)), await bearer(api_keys)
 
     async def ended_job(lane: str) -> str:
@@ -169,7 +169,7 @@ async def test_a_key_changes_no_job_of_another_lane(
 async def test_an_idempotency_key_does_not_lead_to_a_job_of_another_lane(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    """Somebody moved the job since; the repeated call could cancel it by leaving."""
+    """The job has been moved since; repeating the call could cancel it by disconnecting."""
     limited, free = await bearer(api_keys, lanes=("standard",)), await bearer(api_keys)
     headers = limited | {"idempotency-key": "k", "prefer": "wait=0"}
     call = await fresh.post("/v1/completions", json=BODY, headers=headers)
@@ -198,7 +198,7 @@ async def test_another_tenant_s_job_looks_like_none(
 async def test_idempotency_keys_of_two_tenants_do_not_meet(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    """The same word, two jobs."""
+    """The same key, two jobs."""
     same = {"idempotency-key": "k"}
     one, two = [
         (await fresh.post("/v1/jobs", json=JOB, headers=same | await bearer(api_keys, name))).json()
@@ -210,7 +210,7 @@ async def test_idempotency_keys_of_two_tenants_do_not_meet(
 async def test_the_operator_s_own_key_works_beside_those_in_redis(
     redis_server: EmbeddedRedis, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    """BATCHWAY_API_KEY is the default tenant's, for everything."""
+    """BATCHWAY_API_KEY belongs to the default tenant and permits everything."""
     own = {"authorization": "Bearer a-key-of-the-operator"}
     settings = make_settings(redis_server.url, api_key="a-key-of-the-operator")
     with running_gateway(settings) as url:
@@ -225,7 +225,7 @@ async def test_the_operator_s_own_key_works_beside_those_in_redis(
 async def test_a_key_under_another_pepper_is_none(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Who can write to Redis, but knows no pepper, makes no key that a gateway takes."""
+    """Without the pepper, writing to Redis does not create a valid key."""
     planted = await bearer(ApiKeys(redis_client, keys))
     real = await bearer(ApiKeys(redis_client, keys, Pepper(b"the operator's pepper")))
     with running_gateway(
@@ -237,7 +237,7 @@ async def test_a_key_under_another_pepper_is_none(
 
 
 async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None:
-    """By the ring's own clock: revoked ones, and those that expire while they are remembered."""
+    """By the cache's clock: revoked keys, and keys that expire while cached."""
     now_s = 0.0
     num_calls = 0
 
@@ -262,7 +262,7 @@ async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None
 async def test_guessed_prefixes_do_not_fill_the_memory(
     api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest are dropped; what is no key at all is not even looked up."""
+    """The oldest are dropped; malformed keys are not looked up."""
     monkeypatch.setattr("gateway.redis.key_ring.MAX_REMEMBERED", 3)
     found: list[str] = []
     real = api_keys.find
@@ -285,7 +285,7 @@ async def test_guessed_prefixes_do_not_fill_the_memory(
 
 
 async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
-    """503, not 200 and not 401: whether a key is right cannot be told."""
+    """503, because the gateway cannot check the key."""
     with running_gateway(make_settings("redis://127.0.0.1:1")) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             for headers in ({}, {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}):
@@ -298,7 +298,7 @@ async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
 async def test_who_must_bring_a_key_must_so_while_none_exists(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
-    """As beyond loopback: an emptied Redis opens no door."""
+    """Beyond loopback, an empty Redis does not open the gateway."""
     with running_gateway(make_settings(redis_server.url, require_key=True)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             assert code(await http.get("/v1/models")) == (401, "invalid_api_key")
@@ -327,7 +327,7 @@ async def test_a_job_is_kept_for_as_long_as_its_key_says(
     asked: dict[str, Any],
     kept_s: int,
 ) -> None:
-    """Where the job itself asks for no time. It is there until then, and gone afterwards."""
+    """If the job does not ask for a time. It can be read until then and not afterwards."""
     headers = await bearer(api_keys, retention_s=granted_s)
     answer = await fresh.post("/v1/jobs", json=JOB | asked, headers=headers)
     path = f"/v1/jobs/{answer.json()['id']}"
@@ -359,7 +359,7 @@ async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
     headers: dict[str, str],
     kept_s: int,
 ) -> None:
-    """A call that its caller would turn into a job is kept as one."""
+    """A call that becomes a job is kept as a job."""
     headers = headers | await bearer(api_keys, retention_s=granted_s)
     answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 200
@@ -368,14 +368,14 @@ async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
 
 
 def test_a_retention_that_is_too_short_is_no_term() -> None:
-    """Nobody could read what is forgotten at once."""
+    """A result that is deleted at once could not be read."""
     with pytest.raises(ValueError, match="a retention is 60 s or more"):
         KeyTerms(tenant="acme", retention_s=59.0)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.009, 100.5, float("nan"), float("inf")])
 def test_a_weight_out_of_bounds_is_no_term(weight: float) -> None:
-    """Neither is what is no number."""
+    """Also a weight that is not a number."""
     with pytest.raises(ValueError, match="a weight is a number from"):
         KeyTerms(tenant="acme", weight=weight)
 
@@ -383,7 +383,7 @@ def test_a_weight_out_of_bounds_is_no_term(weight: float) -> None:
 async def test_a_job_has_the_weight_of_its_key(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
 ) -> None:
-    """Of the key that submitted it, where a tenant has several."""
+    """Of the key that submitted it, if a tenant has several."""
     for weight in (4.0, 1.0):
         headers = await bearer(api_keys, weight=weight)
         assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 200

@@ -1,4 +1,4 @@
-"""A caller that waits keeps its job alive; one whose gateway is killed does not for long."""
+"""A waiting caller keeps its job alive; after its gateway is killed, the job is soon cancelled."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ async def test_a_killed_gateway_s_call_is_cancelled_once_nobody_attends_to_it(
     keys: Keys,
     idle_worker: FakeWorker,
 ) -> None:
-    """While the gateway lives the job waits as long as it takes; then its attendance runs out."""
+    """While the gateway lives, the job waits; then its attendance expires."""
     process, url = gateway_process
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         body = {"model": idle_worker.model, "prompt": "hello"}
@@ -73,7 +73,7 @@ async def test_a_killed_gateway_s_call_is_cancelled_once_nobody_attends_to_it(
 async def attended(
     client: redis.asyncio.Redis, keys: Keys, *, later_than_ms: float
 ) -> list[tuple[str, float]]:
-    """The jobs that need a caller, once one of them is attended to until after a given time."""
+    """The jobs that need a caller, once one of them is attended until after the given time."""
     async with asyncio.timeout(15):
         while True:
             rows: Any = await client.zrange(keys.of("attended"), 0, -1, withscores=True)

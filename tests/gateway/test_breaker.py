@@ -1,4 +1,4 @@
-"""What a gateway says of a Redis that does not answer."""
+"""What a gateway logs while Redis does not answer."""
 
 import logging
 

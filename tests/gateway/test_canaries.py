@@ -1,4 +1,4 @@
-"""Ten thousand canaries through the ways to be refused: none is in a log of the gateway."""
+"""Ten thousand canaries in rejected requests: no log of the gateway contains one."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ async def test_no_canary_is_ever_logged(
     http: httpx.AsyncClient,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In prompts, names, values, keys, queries, paths and headers; and of what is accepted."""
+    """In prompts, names, values, keys, queries, paths and headers; also in accepted requests."""
     caplog.set_level(logging.DEBUG)
     for number in range(NUM_ROUNDS):
         canaries = [f"canary-{number}-{i}" for i in range(PER_ROUND)]
@@ -39,7 +39,7 @@ async def test_no_canary_is_ever_logged(
 
 
 async def _fails(http: httpx.AsyncClient, number: int, canaries: list[str]) -> httpx.Response:
-    """One call that is refused, with a canary wherever a caller can put one."""
+    """One rejected call with canaries in every part that callers choose."""
     key, query, header, request_id, prompt, *more = canaries
     headers = {
         "authorization": f"Bearer {key}",
@@ -64,7 +64,7 @@ async def _fails(http: httpx.AsyncClient, number: int, canaries: list[str]) -> h
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether the test's own client wrote it."""
+    """Whether the test's own client wrote the line."""
     return record.name.startswith(("httpx", "httpcore"))
 
 

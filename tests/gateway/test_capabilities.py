@@ -1,4 +1,4 @@
-"""What a model's card says that its engine can do, as callers see it."""
+"""A model's capabilities, as callers see them."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 4}
 
 @pytest.fixture
 async def limited(redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient) -> None:
-    """The model of an engine without prompt scores, structured output and exact resumes."""
+    """A model whose engine has no prompt log probabilities, structured output or exact resume."""
     can = Capabilities(prompt_logprobs=False, resume="distribution")
     await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
     await publish_model(redis_client, keys, MODEL, capabilities=can)
@@ -58,7 +58,7 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
 async def test_a_job_says_how_it_resumes_and_a_model_what_it_can(
     limited: None, http: httpx.AsyncClient
 ) -> None:
-    """As the card was when the job came; a later card changes jobs that come later."""
+    """As on the model card when the job was submitted."""
     accepted = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})
     assert accepted.status_code == 202, accepted.text
     job = (await http.get(f"/v1/jobs/{accepted.json()['id']}")).json()

@@ -1,4 +1,4 @@
-"""How a connection's bytes become requests: what is refused, what is bounded, when it is closed."""
+"""How bytes of a connection become requests: what is rejected, limited, and when it is closed."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:
     }.values(),
 )
 async def test_a_request_ends_where_it_says(raw: bytes, said: bytes) -> None:
-    """The next one on the connection is understood too."""
+    """The next request on the connection is parsed too."""
     async with connected() as client:
         await client.send(raw + LAST)
         *firsts, last = bodies(await client.rest())
@@ -95,9 +95,8 @@ async def test_a_malformed_or_ambiguous_request_is_refused(raw: bytes) -> None:
 
 
 async def test_an_offer_of_another_protocol_costs_no_byte_of_the_body() -> None:
-    """Java's own client offers HTTP/2 with its first POST; it is passed over, wherever the bytes of
-    the request are cut.
-    """
+    """Java's client offers HTTP/2 with its first POST. The offer is ignored, wherever the bytes
+    are split."""
     raw = POST + OFFER + b"content-length: 5\r\n\r\nhello"
     for at in range(1, len(raw)):
         async with connected() as client:
@@ -107,14 +106,14 @@ async def test_an_offer_of_another_protocol_costs_no_byte_of_the_body() -> None:
 
 
 async def test_an_offer_of_an_old_client_is_passed_over_too() -> None:
-    """It stays one of HTTP/1.0, which is sent no more on this connection."""
+    """The request stays HTTP/1.0, so the connection is closed after it."""
     async with connected() as client:
         await client.send(POST.replace(b"1.1", b"1.0") + OFFER + b"content-length: 2\r\n\r\nab")
         assert bodies(await client.rest()) == [b"POST /a ab"]
 
 
 async def test_what_comes_behind_a_body_is_bounded() -> None:
-    """A trailer without an end, which the parser would hold whole."""
+    """An endless trailer, which the parser would buffer."""
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2\r\nab\r\n0\r\nx: ")
         await client.send(b"y" * 2 * MAX_HEADER_BYTES)
@@ -122,7 +121,7 @@ async def test_what_comes_behind_a_body_is_bounded() -> None:
 
 
 async def test_what_comes_between_chunks_is_bounded() -> None:
-    """An extension without an end."""
+    """An endless chunk extension."""
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2;a=")
         await client.send(b"y" * 2 * MAX_HEADER_BYTES)
@@ -130,7 +129,7 @@ async def test_what_comes_between_chunks_is_bounded() -> None:
 
 
 async def test_a_long_body_in_many_pieces_is_no_long_head() -> None:
-    """What the app is told of does not count."""
+    """Bytes passed to the app do not count."""
     async with connected() as client:
         await client.send(POST + b"content-length: 100000\r\n\r\n")
         for _ in range(100):
@@ -140,7 +139,7 @@ async def test_a_long_body_in_many_pieces_is_no_long_head() -> None:
 
 
 async def test_a_bad_request_behind_a_stream_does_not_break_into_it() -> None:
-    """What was asked properly is answered to its end; then the connection is closed."""
+    """The running response is completed; then the connection is closed."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:
         await client.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -154,7 +153,7 @@ async def test_a_bad_request_behind_a_stream_does_not_break_into_it() -> None:
 
 
 async def test_what_comes_behind_a_running_request_is_not_read() -> None:
-    """A client cannot fill the server's memory with requests that wait."""
+    """A client cannot fill the server's memory with pipelined requests."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:
         await client.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -183,7 +182,7 @@ async def test_a_broken_chunk_behind_the_start_of_an_answer_is_not_logged(
 
 
 async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
-    """Also where another was given before on the connection, and the wait for the next began."""
+    """Also after an earlier response on the connection."""
     idle_s = 0.5
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,7 +198,7 @@ async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
 
 
 async def test_nothing_follows_a_refusal() -> None:
-    """The client reads the earlier answer and the refusal; then the app is told that it is gone."""
+    """The client reads the earlier response and the refusal; then the app gets a disconnect."""
     has_begun, is_told = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,7 +222,7 @@ async def test_nothing_follows_a_refusal() -> None:
 
 
 async def test_what_waits_behind_a_stream_is_not_begun_once_the_server_stops() -> None:
-    """The stream has its time to end, and the connection ends with it."""
+    """The stream may end; then the connection is closed."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:
         await client.send(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n" * 3)

@@ -1,4 +1,4 @@
-"""The documents say everything: settings, routes, codes."""
+"""The documents are complete: settings, routes, codes."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ GATEWAY = Path(__file__).parents[2] / "gateway"
 
 
 def test_every_error_code_has_a_status_and_a_line() -> None:
-    """What the contract can say, HTTP can say."""
+    """Each error code of the contract."""
     assert set(STATUS_BY_CODE) == set(ErrorCode)
     text = (DOCS / "api.md").read_text()
     for code in ErrorCode:
@@ -29,7 +29,7 @@ def test_every_error_code_has_a_status_and_a_line() -> None:
 
 
 def test_every_code_of_the_gateway_is_documented() -> None:
-    """Codes stand in the source as words in quotes; each has a line in the table."""
+    """Codes are quoted words in the source; the table has a line for each."""
     text = (DOCS / "api.md").read_text()
     pattern = r'(?:ApiError\(\s*\d+,|bad_request\(|_dropped\(\d+,)\s*"([a-z_]+)"'
     codes = set()
@@ -52,13 +52,13 @@ def test_every_route_is_documented() -> None:
 
 
 def test_every_unsupported_parameter_is_documented() -> None:
-    """Who reads the page knows what will be refused."""
+    """-"""
     text = (DOCS / "api.md").read_text()
     assert [name for name in UNSUPPORTED if f"`{name}`" not in text] == []
 
 
 def test_every_setting_is_documented_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its variable; an empty variable is as none, and secrets are not shown."""
+    """With its variable. An empty variable counts as unset, and secrets are not shown."""
     text = (DOCS / "configuration.md").read_text()
     environ = {"REDIS_URL": "redis://x", "BATCHWAY_API_KEY": "k" * 16, "BATCHWAY_POLL_S": "2"}
     environ |= {"BATCHWAY_ALLOWED_HOSTS": "a, b", "BATCHWAY_DRAIN_S": ""}
@@ -93,7 +93,7 @@ def test_every_setting_is_documented_and_read(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_setting_is_refused_by_name(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start, not at the first request; and a secret is not repeated."""
+    """At the start, not at the first request. A secret is not repeated."""
     monkeypatch.setenv("REDIS_URL", "redis://x")
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{name}: ") as refused:
@@ -102,5 +102,5 @@ def test_a_wrong_setting_is_refused_by_name(
 
 
 def test_the_app_is_built_without_redis() -> None:
-    """Constructors build, they do not start."""
+    """Constructors do not connect."""
     create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""What an answer says of its prompt: its text, and its log probabilities in both shapes."""
+"""The prompt in responses: its text, and its log probabilities in both formats."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """All chunks of a call that asks for a stream."""
+    """All chunks of a streaming call."""
     answer = await http.post(path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
     lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -39,7 +39,7 @@ async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> li
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """A choice's text and logprobs, put together from its chunks."""
+    """A choice's text and log probabilities, joined from its chunks."""
     parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     logprobs: dict[str, list[Any]] = {}
     for part in parts:
@@ -49,7 +49,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
 
 
 async def test_an_echo_begins_every_choice(worker: FakeWorker, http: httpx.AsyncClient) -> None:
-    """Whole and streamed; nothing is asked of the engine where no logprobs are."""
+    """Whole and streamed. The engine computes no log probabilities that nobody asked for."""
     answer = await complete(http, n=2)
     assert [choice["text"] for choice in answer["choices"]] == ["abéHello wörld!"] * 2
     assert answer["choices"][0]["logprobs"] is None
@@ -62,7 +62,7 @@ async def test_an_echo_begins_every_choice(worker: FakeWorker, http: httpx.Async
 async def test_an_echo_has_the_prompts_logprobs(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """The first token's are null; offsets are places in the text, over whole characters."""
+    """Null for the first token. Offsets count characters of the text."""
     worker.script = says("ö!")
     answer = await complete(http, logprobs=1, n=2)
     for choice in answer["choices"]:
@@ -82,7 +82,7 @@ async def test_an_echo_has_the_prompts_logprobs(
 async def test_special_tokens_of_a_prompt_have_no_text(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """They stand among the tokens; the text is the one that was sent."""
+    """They are among the tokens; the text is the caller's."""
     worker.script = says("!")
     answer = await complete(http, prompt=[BOS_ID, 97], logprobs=0)
     [choice] = answer["choices"]
@@ -95,7 +95,7 @@ async def test_special_tokens_of_a_prompt_have_no_text(
 async def test_a_prompt_that_is_no_text_can_be_echoed(
     worker: FakeWorker, http: httpx.AsyncClient, prompt: list[int]
 ) -> None:
-    """Token ids need not make whole characters."""
+    """Token ids need not form whole characters."""
     answer = await complete(http, prompt=prompt, logprobs=0)
     assert answer["choices"][0]["text"].endswith("Hello wörld!")
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(prompt) + 13
@@ -104,7 +104,7 @@ async def test_a_prompt_that_is_no_text_can_be_echoed(
 async def test_a_prompt_can_be_scored_without_output(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """max_tokens 0: the one token that the engine computes is shown nowhere, nor counted."""
+    """max_tokens 0: the engine computes one token, which is neither shown nor counted."""
     worker.script = says("X")
     fields = {"max_tokens": 0, "logprobs": 0, "return_token_ids": True}
     answer = await complete(http, **fields)
@@ -122,7 +122,7 @@ async def test_a_prompt_can_be_scored_without_output(
 async def test_prompt_logprobs_are_listed_as_vllm_has_them(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Of completions in each choice, of chats beside them; null first."""
+    """In each choice of completions, beside the choices of chats; null first."""
     second = {
         "98": {"logprob": -1.0, "rank": 2, "decoded_token": "b"},
         "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
@@ -143,7 +143,7 @@ async def test_prompt_logprobs_are_listed_as_vllm_has_them(
 async def test_echo_and_list_each_have_what_was_asked(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """The engine is asked for the larger number; the other part is cut."""
+    """The engine computes the larger number; the other list is cut."""
     answer = await complete(http, prompt="zé", logprobs=1, prompt_logprobs=3)
     [choice] = answer["choices"]
     assert worker.seen[0].params.prompt_logprobs == 3
@@ -154,7 +154,7 @@ async def test_echo_and_list_each_have_what_was_asked(
 async def test_jobs_and_their_events_carry_the_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """A stream goes on with the same bytes from any event, also from one that shows nothing."""
+    """A stream continues with the same bytes after any event, also one that shows nothing."""
     body = BODY | {"logprobs": 1, "prompt_logprobs": 1, "n": 2}
     posted = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
     url = f"/v1/jobs/{posted.json()['id']}"
@@ -176,7 +176,7 @@ async def test_an_echo_of_a_real_model_is_scored_as_teacher_forced(
     redis_server: EmbeddedRedis,
     tmp_path: Path,
 ) -> None:
-    """Prompt and output of a tiny Llama, in chunks, against log_softmax over the whole text."""
+    """The prompt and output of a tiny Llama, in chunks, against log_softmax over the whole text."""
     engine = {"model_path": str(save_tiny_model("llama", tmp_path)), "max_num_batched_tokens": 8}
     settings: dict[str, Any] = {
         "engine": engine | {"device": "cpu"},

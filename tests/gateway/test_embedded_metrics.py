@@ -1,4 +1,4 @@
-"""On Lambda nobody scrapes: each request says what it has added, in CloudWatch's own format."""
+"""Metrics on Lambda: each request logs what it has added, in CloudWatch's format."""
 
 import json
 from typing import Any
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.anyio
 
 
 async def _nothing(*_: Any) -> Any:
-    """An app that answers nobody."""
+    """An app that sends no response."""
 
 
 def parsed(lines: list[str]) -> list[dict[str, Any]]:
-    """The lines as CloudWatch reads them: what is declared stands beside it, as a number."""
+    """The lines as CloudWatch reads them: each declared metric is a number."""
     found = []
     for line in lines:
         record = json.loads(line)
@@ -36,7 +36,8 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
 
 
 async def test_each_line_says_what_is_new() -> None:
-    """Jobs by model and lane, requests for all; a count is told once, and nothing is no line."""
+    """Jobs by model and lane, requests for all. Each count is logged once; without news there is
+    no line."""
     metrics, told = GatewayMetrics(), list[str]()
     app = EmbeddedMetrics(_nothing, metrics, told.append, lambda: 5.0)
     metrics.note_acceptance(_job("t"), is_new=True)
@@ -62,7 +63,7 @@ async def test_each_line_says_what_is_new() -> None:
 def test_a_function_tells_and_a_server_does_not(
     redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On by default where Lambda runs the gateway; elsewhere only where it is asked for."""
+    """On by default on Lambda; elsewhere only by a setting."""
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
     assert load_settings().embedded_metrics
     monkeypatch.setenv("BATCHWAY_EMBEDDED_METRICS", "0")

@@ -1,4 +1,4 @@
-"""Redis has no room for more jobs: callers are told so, and what runs ends as ever."""
+"""Redis has no memory for more jobs: callers get an error, and running jobs end normally."""
 
 import asyncio
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def own_redis() -> Iterator[EmbeddedRedis]:
 
 
 async def test_a_full_memory_refuses_calls_while_running_ones_end(own_redis: EmbeddedRedis) -> None:
-    """503 that names the memory, a stream that is read to its end, and calls again with room."""
+    """503 with the reason, a stream that is read to its end, and new calls once there is memory."""
     client = connect(own_redis.url)
     await ensure_library(client)
     keys = Keys("test")
@@ -60,7 +60,7 @@ async def test_a_full_memory_refuses_calls_while_running_ones_end(own_redis: Emb
 
 
 def test_a_full_redis_opens_no_breaker() -> None:
-    """It answers: what it holds can be read."""
+    """Redis still answers: existing jobs can be read."""
     breaker = Breaker(60.0)
     with pytest.raises(BrokerFull), breaker.guard():
         raise BrokerFull(ErrorCode.MEMORY_FULL, "full")

@@ -1,4 +1,4 @@
-"""What comes from nowhere good: every answer is a 4xx of our own shape, never a 5xx."""
+"""Malformed requests: each answer is a 4xx in the gateway's format, never a 5xx."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ TAKES_BODIES = (
 
 
 def check_refusal(answer: httpx.Response, about: object) -> None:
-    """One shape for every error."""
+    """Checks the format of an error."""
     assert 400 <= answer.status_code < 500, (about, answer.status_code)
     error = answer.json()["error"]
     assert set(error) >= {"message", "type", "code", "param"}, about
@@ -42,7 +42,7 @@ async def test_every_bad_body_is_refused(
 
 
 async def test_every_other_content_type_is_refused(http: httpx.AsyncClient) -> None:
-    """Which also keeps pages elsewhere from posting here."""
+    """This also keeps other sites' pages from posting."""
     for method, path in TAKES_BODIES:
         for kind in CONTENT_TYPES:
             headers = {"content-type": kind}
@@ -54,7 +54,7 @@ async def test_every_other_content_type_is_refused(http: httpx.AsyncClient) -> N
 async def test_a_spoilt_body_is_refused_or_runs(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """By a seeded die; what is still JSON of ours may be served."""
+    """With a fixed seed. A body that is still valid may be served."""
     worker.script = says("ab")  # no more than the two tokens that most ask for
     num_refused = 0
     for body in spoilt_bodies(80, seed=5):
@@ -69,7 +69,7 @@ async def test_a_spoilt_body_is_refused_or_runs(
 async def test_no_route_answers_to_another_host(
     http: httpx.AsyncClient, method: str, path: str
 ) -> None:
-    """Three names on each: a foreign one, one with a user in it, one with a path in it."""
+    """Three names on each route: a foreign one, one with a user, one with a path."""
     for host in BAD_HOSTS:
         answer = await http.request(method, path, headers=[(b"host", host)])
         check_refusal(answer, (path, host))
@@ -77,7 +77,7 @@ async def test_no_route_answers_to_another_host(
 
 
 async def test_every_bad_head_is_refused(gateway_url: str) -> None:
-    """By the server or by the app, however the bytes come to it."""
+    """By the server or the app, however the bytes are split."""
     url = httpx.URL(gateway_url)
     for name, head in HEADS.items():
         raw = head.format(host=f"{url.host}:{url.port}").encode()
@@ -94,7 +94,7 @@ async def test_every_bad_head_is_refused(gateway_url: str) -> None:
 async def test_headers_that_say_nonsense_are_refused(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Each header of ours that is read as a value."""
+    """Each header whose value the gateway reads."""
     body: dict[str, Any] = {"model": "hash", "prompt": "ab"}
     for headers in (
         {"idempotency-key": "x" * 10_000},

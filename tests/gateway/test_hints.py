@@ -1,4 +1,4 @@
-"""Hints get lost, or come alone: a follower misses nothing, and reads only what it did not hear."""
+"""Hints get lost or arrive alone: a follower misses nothing, and reads only what no hint told."""
 
 import asyncio
 from typing import Any
@@ -33,7 +33,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a hint that it cannot have missed waits for ever."""
+    """Settings with which a follower that cannot have missed a hint never polls."""
     monkeypatch.setattr(broker, "SAFE_LOOK_S", 3600.0)
 
 
@@ -44,7 +44,7 @@ async def test_what_is_heard_is_not_read(
     functions: Functions,
     idle_worker: FakeWorker,
 ) -> None:
-    """A new job is followed by hints alone, from its first to its end."""
+    """A new job is followed by hints alone, from its first event to its end."""
     gateway = Broker(make_settings(redis_server.url, poll_s=3600.0), clock=lambda: 0.0)
     job = job_of_one()
     await functions.submit(job, make_submission())
@@ -65,7 +65,7 @@ async def test_what_is_heard_is_not_read(
 async def test_who_hears_too_late_reads(
     patient: None, redis_server: EmbeddedRedis, functions: Functions, idle_worker: FakeWorker
 ) -> None:
-    """The worker was faster than the subscription: nobody will say it again."""
+    """The worker published before the subscription, so the follower reads the log."""
     gateway = Broker(make_settings(redis_server.url, poll_s=3600.0), clock=lambda: 1.0)
     job = job_of_one()
     await functions.submit(job, make_submission())
@@ -85,7 +85,7 @@ async def _num_reads(client: redis.asyncio.Redis) -> int:
 async def test_lost_hints_cost_a_poll_and_no_token(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis
 ) -> None:
-    """The subscription is cut before every event; the log has them all."""
+    """The subscription is cut before each event; the log has them all."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
     claimed = await idle_worker.claim()
     for number, event in enumerate(says("a", "b", "c")(claimed.job), 1):
@@ -100,7 +100,7 @@ async def test_lost_hints_cost_a_poll_and_no_token(
 async def test_hints_arrive_without_waiting_for_a_poll(
     redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """With polls an hour apart the whole call still ends."""
+    """The call ends although polls are an hour apart."""
     with running_gateway(make_settings(redis_server.url, poll_s=3600.0, drain_s=0.0)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             worker = await live_worker(redis_client)
@@ -112,7 +112,7 @@ async def test_hints_arrive_without_waiting_for_a_poll(
 async def test_a_broken_subscription_is_made_anew_once(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
 ) -> None:
-    """Whoever begins to listen in the same moment makes no second connection beside it."""
+    """A follower that arrives at that moment does not open a second connection."""
     client = connect(redis_server.url, command_timeout_s=None)
     hints = Hints(client, max_bytes=1000)
     async with hints.listen("first of one"):
@@ -127,7 +127,7 @@ async def test_a_broken_subscription_is_made_anew_once(
 async def test_a_full_mailbox_forgets_and_says_so(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
 ) -> None:
-    """Its memory is bounded; the owner reads the log instead."""
+    """Its memory is limited; the owner reads the log instead."""
     client = connect(redis_server.url, command_timeout_s=None)
     hints = Hints(client, max_bytes=40)
     async with hints.listen("ch") as mailbox:
@@ -144,7 +144,7 @@ async def test_a_full_mailbox_forgets_and_says_so(
 async def test_a_slow_reader_gets_every_byte(
     idle_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """More than all buffers hold waits in the log until it is read."""
+    """What exceeds all buffers stays in the log until it is read."""
     settings = make_settings(redis_server.url, max_buffer_bytes=10_000)
     text = "x" * 400
     with running_gateway(settings) as url:

@@ -1,4 +1,4 @@
-"""PATCH /v1/jobs/{id}: another lane or deadline, waiting or running."""
+"""PATCH /v1/jobs/{id}: another lane or deadline, for waiting and running jobs."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ async def submit(http: httpx.AsyncClient) -> str:
 async def test_a_waiting_job_changes_its_lane_and_its_turn(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """It overtakes what waits in the lane it has left."""
+    """It overtakes jobs in its former lane."""
     first, second = await submit(http), await submit(http)
     answer = await http.patch(f"/v1/jobs/{second}", json={"lane": "interactive"})
     assert (answer.status_code, answer.json()["lane"]) == (200, "interactive")
@@ -56,7 +56,7 @@ async def test_a_running_job_s_worker_hears_of_the_change(
 async def test_a_deadline_that_is_moved_up_is_kept(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """The lane stays; the job expires by the new one."""
+    """The lane stays; the job expires at the new deadline."""
     job_id = await submit(http)
     answer = await http.patch(f"/v1/jobs/{job_id}", json={"deadline_s": 5})
     assert answer.json()["lane"] == "batch"
@@ -93,7 +93,7 @@ async def test_what_has_ended_or_is_none_cannot_be_moved(
 async def test_a_wrong_change_names_its_parameter(
     idle_worker: FakeWorker, http: httpx.AsyncClient, change: Any, param: str, code: str
 ) -> None:
-    """And the job stays as it was."""
+    """The job stays unchanged."""
     job_id = await submit(http)
     answer = await http.patch(f"/v1/jobs/{job_id}", json=change)
     error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""A tenant's jobs: listed, found, deleted; and what another tenant sees of them."""
+"""A tenant's jobs: listed, filtered, deleted; and what another tenant sees."""
 
 import asyncio
 import re
@@ -62,7 +62,7 @@ async def foreign_job(functions: Functions) -> str:
 async def test_a_list_is_read_page_by_page(
     idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
 ) -> None:
-    """The youngest first, each once, none of another tenant's; `last_id` leads on."""
+    """Youngest first, each once, none of another tenant; `last_id` leads to the next page."""
     submitted = [await submit(http) for _ in range(5)]
     await foreign_job(functions)
     seen: list[str] = []
@@ -83,7 +83,7 @@ async def test_a_list_is_read_page_by_page(
 async def test_jobs_are_found_by_what_they_are(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """State, lane, model, metadata, age; a job shows its metadata."""
+    """By state, lane, model, metadata and age."""
     done = await submit(http, lane="interactive", metadata={"run": "7", "team": "a"})
     await idle_worker.run(await idle_worker.claim())
     running = await submit(http, lane="interactive", metadata={"run": "7"})
@@ -109,7 +109,7 @@ async def test_jobs_are_found_by_what_they_are(
 async def test_jobs_of_an_operators_lane_are_found(
     http: httpx.AsyncClient, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """A lane that a model's workers have beside the usual ones; one that nobody has is refused."""
+    """A lane that a model's workers define; an unknown lane is rejected."""
     await publish_model(redis_client, keys)  # gateways remember cards for a second
     await publish_model(redis_client, keys, "nocturnal", lanes=("nightly",))
     await FakeWorker(functions, model="nocturnal").beat()
@@ -135,7 +135,7 @@ async def test_jobs_of_an_operators_lane_are_found(
 async def test_a_rare_job_is_found_behind_many(
     idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
 ) -> None:
-    """One call of the function looks at 500 jobs; the gateway goes on."""
+    """One function call searches 500 jobs; the gateway repeats it."""
     rare = await submit(http, metadata={"rare": "yes"})
     job = Job(
         id="",
@@ -172,7 +172,7 @@ async def test_a_rare_job_is_found_behind_many(
 async def test_a_wrong_query_names_its_parameter(
     redis_client: redis.asyncio.Redis, http: httpx.AsyncClient, query: str, param: str
 ) -> None:
-    """400, never a list that leaves something out."""
+    """400, never a list that omits something."""
     answer = await http.get(f"/v1/jobs?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -204,7 +204,7 @@ async def test_a_job_is_forgotten_when_its_retention_is_over(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """Nothing is left of it, its place in the list included."""
+    """Nothing is left of it, also in the list."""
     await submit(http, retention_s=60)
     await idle_worker.run(await idle_worker.claim())
     assert len(ids(await listed(http))) == 1
@@ -219,7 +219,7 @@ async def test_a_job_is_forgotten_when_its_retention_is_over(
 async def test_a_job_is_deleted_with_all_that_it_held(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """409 before its end; then gone for every route, and from Redis."""
+    """409 before its end; then 404 on every route, and nothing is left in Redis."""
     job_id = await submit(http, metadata={"k": "v"})
     answer = await http.delete(f"/v1/jobs/{job_id}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_terminal")
@@ -235,9 +235,8 @@ async def test_a_job_is_deleted_with_all_that_it_held(
 
 
 def job_routes() -> list[tuple[str, str]]:
-    """Method and path of every route of one job, as the app has them: none can be forgotten.
-    Objects are read by signed URLs, without a key.
-    """
+    """Method and path of every route of one job, taken from the app. Objects are excluded: they
+    are read by signed URLs, without a key."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     return sorted(
         (method.upper(), path)
@@ -248,7 +247,7 @@ def job_routes() -> list[tuple[str, str]]:
 
 
 def test_every_route_of_a_job_is_known() -> None:
-    """Those that were there when this was written are among them."""
+    """The list above finds the known ones."""
     assert len(job_routes()) >= 7
     assert ("POST", "/v1/callbacks/dead/{job_id}/replay") in job_routes()
 
@@ -262,7 +261,7 @@ async def test_another_tenants_job_does_not_exist(
     method: str,
     path: str,
 ) -> None:
-    """Every route answers it as it answers an id that was never given out."""
+    """Each route answers as for an unknown id."""
     await publish_model(redis_client, keys)
     foreign, unknown = await foreign_job(functions), new_job_id()
     body = {"json": {"lane": "batch"}} if method in ("POST", "PATCH") else {}

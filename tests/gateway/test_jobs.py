@@ -1,4 +1,4 @@
-"""Jobs: submitted, read, streamed from any event on, cancelled, expired, idempotent."""
+"""Jobs: submitted, read, streamed from any event, cancelled, expired, idempotent."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def submit(http: httpx.AsyncClient, job: dict[str, Any] | None = None) -> 
 
 
 async def events(http: httpx.AsyncClient, job_id: str, **headers: str) -> list[str]:
-    """The whole stream of a job, an item for each event; comments are dropped."""
+    """A job's whole stream, one item per event, without comments."""
     answer = await http.get(f"/v1/jobs/{job_id}/events", headers=headers)
     assert answer.status_code == 200, answer.text
     return events_of(answer.text)
@@ -49,7 +49,7 @@ def field(event: str, name: str) -> str | None:
 async def test_a_job_goes_from_queued_to_its_result(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """202 with the place in the queue; then running; then the endpoint's own answer."""
+    """202 with the position; then running; then the endpoint's own response."""
     first, second = await submit(http), await http.post("/v1/jobs", json=CHAT)
     assert second.json()["position"] == 1
     assert second.json()["events_url"] == f"/v1/jobs/{second.json()['id']}/events"
@@ -68,7 +68,7 @@ async def test_a_job_goes_from_queued_to_its_result(
 async def test_a_stream_goes_on_from_every_event_with_the_same_bytes(
     worker: FakeWorker, http: httpx.AsyncClient, job: dict[str, Any]
 ) -> None:
-    """Whether by header, with or without the hash, or by query."""
+    """By header, with and without the hash, and by query."""
     options = {"logprobs": True} if job is CHAT else {"logprobs": 2}
     job = job | {"body": job["body"] | options | {"return_token_ids": True, "n": 2}}
     job_id = await submit(http, job)
@@ -90,7 +90,7 @@ async def test_a_stream_goes_on_from_every_event_with_the_same_bytes(
 async def test_another_log_than_the_one_that_was_read_starts_again(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """A hash that does not fit is said aloud, never spliced over."""
+    """If the hash differs, the stream reports a reset."""
     job_id = await submit(http)
     whole = [event for event in await events(http, job_id) if field(event, "event") != "queued"]
     for wrong in ("2.00000000", "9.00000000"):
@@ -118,7 +118,7 @@ async def test_a_follower_sees_a_job_wait_and_run(
 async def test_a_cancelled_job_ends_at_once_and_keeps_its_output(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """200 twice, 409 once it has ended otherwise, 404 for no job."""
+    """200 twice, 409 if it ended otherwise, 404 for an unknown job."""
     job_id = await submit(http)
     claimed = await idle_worker.claim()
     await idle_worker.say(claimed, 1, says("Hel")(claimed.job)[0])
@@ -139,7 +139,7 @@ async def test_a_cancelled_job_ends_at_once_and_keeps_its_output(
 async def test_a_deadline_passes_where_no_worker_lives(
     redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
 ) -> None:
-    """The gateway sweeps; the follower hears of it."""
+    """The gateway's sweep ends the job, and the follower gets the end."""
     await publish_model(redis_client, keys)
     job_id = await submit(http, COMPLETION | {"deadline_s": 5})
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
@@ -154,7 +154,7 @@ async def test_a_deadline_passes_where_no_worker_lives(
 async def test_an_idempotency_key_attaches_or_refuses(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Same key and body: one job, on calls and on jobs. Another body: 422."""
+    """The same key and body find one job, for calls and jobs. Another body gets 422."""
     headers = {"idempotency-key": "k1"}
     one = await http.post("/v1/completions", json=BODY, headers=headers)
     two = await http.post("/v1/completions", json=BODY, headers=headers)
@@ -251,7 +251,7 @@ async def test_a_failure_within_a_stream_is_its_last_event(
 async def test_an_expired_or_cancelled_call_says_so(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """504 and 409, and clients are told not to repeat them."""
+    """504 and 409, with a header that tells clients not to retry."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await idle_worker.claim()
     await redis_client.incrby(TEST_CLOCK, 121_000)

@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 100
 
 
 def app_of(routes: ASGIApp | None = None) -> FastAPI:
-    """The gateway's app; `routes` answer all paths below /a."""
+    """The gateway's app with the test's `routes` below /a."""
     settings = GatewaySettings(
         redis_url="redis://nowhere", allowed_hosts=("*",), max_body_bytes=MAX_BODY_BYTES
     )
@@ -37,7 +37,7 @@ def app_of(routes: ASGIApp | None = None) -> FastAPI:
 async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its answer says so to nobody, and nothing is logged as unexpected."""
+    """Nothing is logged as unexpected."""
     sent: list[Message] = []
 
     async def leaves() -> Message:
@@ -61,7 +61,7 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
 
 
 async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
-    """A reader of a stream that announced one, before there is anything to stream."""
+    """A GET stream that announced a body, before there is anything to stream."""
     was_told_gone: list[bool] = []
 
     async def nothing_yet() -> AsyncGenerator[bytes, None]:
@@ -84,7 +84,7 @@ async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
 
 
 async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
-    """A client that waits for our word before it sends is told at once."""
+    """A client that waits for `100 Continue` gets the refusal at once."""
 
     async def routes(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError
@@ -100,7 +100,7 @@ async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
 
 @pytest.mark.parametrize("num_taken", [0, 1, 2])
 async def test_a_stream_that_is_not_taken_is_given_up(num_taken: int) -> None:
-    """Its job must not go on for nobody, be it the head, an event or the end that fails."""
+    """Its job must not run on without a reader, whether the head, an event or the end fails."""
     sent: list[Message] = []
     was_told_gone: list[bool] = []
 
@@ -134,7 +134,7 @@ async def asked(app: FastAPI, path: str) -> httpx.Response:
 
 
 async def test_a_middleware_from_outside_takes_effect() -> None:
-    """It sees requests and answers, the gateway's own headers included."""
+    """It sees requests and responses with the gateway's own headers."""
     app = app_of()
     seen: list[str] = []
 
@@ -160,7 +160,7 @@ class Teapot(Exception):
 async def test_an_exception_handler_from_outside_takes_effect(
     handled: int | type[Exception],
 ) -> None:
-    """For exceptions of others, and in place of the gateway's own for unexpected ones."""
+    """For other exceptions, and instead of the gateway's handler for unexpected ones."""
     app = app_of()
 
     @app.get("/tea")
@@ -182,7 +182,7 @@ async def test_an_exception_handler_from_outside_takes_effect(
 
 
 async def test_a_dependency_from_outside_takes_effect() -> None:
-    """An override of the gateway's own, for endpoints of the gateway."""
+    """Overrides a dependency of the gateway's endpoints."""
     app = app_of()
     assert (await asked(app, "/v1/models")).status_code == 503  # there is no Redis
 

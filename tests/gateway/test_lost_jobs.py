@@ -1,4 +1,4 @@
-"""What Redis loses in a power cut, as callers meet it: the end of a log, or a whole job."""
+"""What Redis loses in a power cut, as callers see it: the end of a log, or a whole job."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 async def lose_event(
     client: redis.asyncio.Redis, keys: Keys, worker: FakeWorker, job_id: str, number: int
 ) -> None:
-    """What a power cut does: the log's end and what was noted of it are as they were before."""
+    """Restores the log's end and its records to an earlier state, as a power cut does."""
     log = keys.of("log", job_id)
     kept: Any = await client.xrange(log, "-", f"{number - 1}-0")
     async with client.pipeline(transaction=True) as transaction:
@@ -42,8 +42,8 @@ async def test_a_log_that_lost_its_end_is_waited_for_and_never_spliced(
     keys: Keys,
     again: str,
 ) -> None:
-    """The same event again: nothing is noticed. Another one: a reset, then the log from its start;
-    a synchronous stream ends in an error."""
+    """If the same event is written again, nothing is noticed. If another is, the stream resets
+    and starts again; a synchronous stream ends in an error."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
     claimed = await idle_worker.claim()
     job_id = claimed.job.id
@@ -78,7 +78,7 @@ async def test_a_call_whose_job_is_lost_is_told_to_send_it_again(
     keys: Keys,
     stream: bool,
 ) -> None:
-    """Its caller asked for no job, so "this job does not exist" would tell it nothing."""
+    """ "This job does not exist" would tell it nothing, because it asked for no job."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": stream}))
     claimed = await idle_worker.claim()
     await lose_job(redis_client, keys, claimed.job.id)
@@ -97,7 +97,7 @@ async def test_a_stream_whose_job_is_lost_midway_ends_in_an_error(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """The status line is out already: the last event says it."""
+    """The status line has been sent, so the last event is the error."""
     async with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
         lines = answer.aiter_lines()
         claimed = await idle_worker.claim()

@@ -1,4 +1,4 @@
-"""GET /metrics: for whoever may, of this gateway and of the fleet; also while Redis is away."""
+"""GET /metrics: who may read it, metrics of this gateway and of the fleet, without Redis."""
 
 import httpx
 import pytest
@@ -25,7 +25,7 @@ BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 20}
 async def test_answers_are_counted_by_route_and_by_lane(
     http: httpx.AsyncClient, worker: FakeWorker
 ) -> None:
-    """A call, a refusal, a path that is none: no id and no path of a caller is a label."""
+    """A call, a refusal, an unknown path. No label contains an id or a caller's path."""
     before = await page_of(http)
     await http.post("/v1/completions", json=BODY)
     await http.get("/v1/jobs/job-0-00000000000000000000000000000000")
@@ -44,7 +44,7 @@ async def test_answers_are_counted_by_route_and_by_lane(
 
 
 async def test_a_refusal_says_why(redis_server: EmbeddedRedis, idle_worker: FakeWorker) -> None:
-    """By the reason that the caller is told."""
+    """By the reason that the caller gets."""
     settings = make_settings(redis_server.url, lane_bound_tokens=1)
     with running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -61,7 +61,7 @@ async def test_what_waits_is_shown_with_its_age(
     idle_worker: FakeWorker,
     keys: Keys,
 ) -> None:
-    """Jobs, tokens, and how long the first has waited; a claimed one runs and is no longer old."""
+    """Jobs, tokens, and the age of the first. A claimed job no longer counts."""
     body = {"endpoint": "/v1/completions", "body": BODY, "lane": "batch"}
     for _ in range(2):
         (await http.post("/v1/jobs", json=body)).raise_for_status()
@@ -82,7 +82,7 @@ async def test_what_waits_is_shown_with_its_age(
 
 
 async def test_a_resumed_stream_is_counted(http: httpx.AsyncClient, worker: FakeWorker) -> None:
-    """Who comes back with an event's id goes on; who reads from the start does not count."""
+    """A reader that starts at the beginning is not counted."""
     job = (await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})).json()
     events_url = f"/v1/jobs/{job['id']}/events"
     text = (await http.get(events_url)).text
@@ -97,7 +97,7 @@ async def test_a_resumed_stream_is_counted(http: httpx.AsyncClient, worker: Fake
 async def test_figures_are_for_keys_with_the_scope(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
-    """They are of all tenants: no ordinary key sees them; one for metrics sees nothing else."""
+    """They include all tenants, so an ordinary key may not read them."""
     store = ApiKeys(redis_client, Keys("with-keys"), None)
     ordinary, _ = await store.create(KeyTerms(tenant="t"))
     scraper, _ = await store.create(KeyTerms(tenant="ops", scopes=(Scope.METRICS,)))
@@ -115,7 +115,7 @@ async def test_figures_are_for_keys_with_the_scope(
 
 
 async def test_a_gateway_without_redis_still_says_so() -> None:
-    """Its own counters, and that the broker is down, to the one key that needs no Redis."""
+    """Its own counts, and that the broker is down, for the one key that needs no Redis."""
     key = "0123456789abcdef"
     with running_gateway(make_settings("redis://127.0.0.1:1", api_key=key)) as url:
         headers = {"authorization": f"Bearer {key}"}
@@ -127,7 +127,7 @@ async def test_a_gateway_without_redis_still_says_so() -> None:
 
 
 def test_tenants_have_labels_of_their_own_up_to_a_bound() -> None:
-    """However many there are, a page stays small; nobody is left out of the sum."""
+    """Beyond the limit tenants share one label, so the sums stay right."""
     metrics = GatewayMetrics()
     for i in range(3 * MAX_TENANTS):
         metrics.note_acceptance(_job(f"tenant-{i}"), is_new=True)
@@ -158,7 +158,7 @@ async def test_deliveries_are_shown(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """What relays have counted, by outcome."""
+    """Counts of callback deliveries by outcome."""
     await redis_client.hset(keys.of("deliveries"), mapping={"delivered": 3, "dead": 1})
     shown = await page_of(http)
     assert summed(shown, "webhook_deliveries_total", outcome="delivered") == 3
@@ -172,7 +172,7 @@ async def test_corrections_are_shown_from_zero_on(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """A sweep corrects a count: a rule over the increase sees the first of its kind."""
+    """So a rule on the increase sees the first correction of its kind."""
     shown = await page_of(http)
     assert summed(shown, "corrections_total", kind="tenant") == 0
     assert ("batchway_corrections_total", (("kind", "lane"),)) in shown
@@ -184,7 +184,7 @@ async def test_corrections_are_shown_from_zero_on(
 async def test_a_look_before_any_model_hides_none_that_comes(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
-    """A gateway that was scraped while it knew no model takes jobs for the first at once."""
+    """A gateway that was scraped without any model accepts jobs for the first one at once."""
     with running_gateway(make_settings(redis_server.url)) as url:
         async with httpx.AsyncClient(base_url=url) as http:
             assert "batchway_workers{" not in (await http.get("/metrics")).text

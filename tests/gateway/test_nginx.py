@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nginx_url(gateway_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.URL]:
-    """The URL of an nginx that runs the example, with other addresses and shorter times."""
+    """The URL of an nginx with the example's configuration, other addresses and shorter times."""
     folder = tmp_path_factory.mktemp("nginx")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -63,7 +63,7 @@ def nginx_url(gateway_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 async def test_events_pass_one_by_one_and_a_reader_that_leaves_ends_its_job(
     idle_worker: FakeWorker, http: httpx.AsyncClient, nginx_url: httpx.URL
 ) -> None:
-    """The first token arrives while the second is not computed yet."""
+    """The first token arrives before the second is computed."""
     async with httpx.AsyncClient(base_url=nginx_url, timeout=20) as client:
         async with client.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as answer:
             claimed = await idle_worker.claim()
@@ -77,7 +77,7 @@ async def test_events_pass_one_by_one_and_a_reader_that_leaves_ends_its_job(
 async def test_calls_reuse_connections_to_the_gateway(
     worker: FakeWorker, http: httpx.AsyncClient, nginx_url: httpx.URL
 ) -> None:
-    """A whole answer, several times."""
+    """Several whole responses."""
     async with httpx.AsyncClient(base_url=nginx_url, timeout=20) as client:
         for _ in range(3):
             answer = await client.post("/v1/completions", json=CALL)
@@ -104,7 +104,7 @@ async def test_calls_reuse_connections_to_the_gateway(
 async def test_nginx_ends_what_no_gateway_should_see(
     http: httpx.AsyncClient, nginx_url: httpx.URL, raw: bytes, status: bytes
 ) -> None:
-    """It closes the connection by itself."""
+    """nginx closes the connection itself."""
     reader, writer = await asyncio.open_connection(nginx_url.host, nginx_url.port)
     writer.write(raw)
     said = b""

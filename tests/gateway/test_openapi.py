@@ -1,6 +1,5 @@
-"""The OpenAPI document says what the gateway does: schemathesis asks what it allows and what it
-does not, and every answer must be one that it announces.
-"""
+"""The OpenAPI document is correct: schemathesis sends requests that it permits and others, and
+each response must be one that it announces."""
 
 import asyncio
 import contextlib
@@ -55,7 +54,7 @@ REFUSED = {
 
 
 async def work(redis_url: str, has_begun: threading.Event, ending: threading.Event) -> None:
-    """A fake worker's life, beats included."""
+    """A fake worker that serves and sends heartbeats."""
     client, keys = connect(redis_url), Keys("test")
     await client.flushall()
     await ensure_library(client)
@@ -88,14 +87,14 @@ def running_worker(redis_url: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def url(redis_server: EmbeddedRedis) -> Iterator[str]:
-    """Of a gateway with a worker behind it."""
+    """The URL of a gateway with a worker."""
     gateway = running_gateway(make_settings(redis_server.url))
     with running_worker(redis_server.url), gateway as url:
         yield url
 
 
 def some_job_ids(url: str) -> list[str]:
-    """Of jobs that are about to end, of one that has ended, and of none."""
+    """Ids of running jobs, of an ended one, and of none."""
     job = {"endpoint": "/v1/completions", "body": CALL}
     known = [httpx.post(f"{url}/v1/jobs", json=job).json()["id"] for _ in range(3)]
     httpx.get(f"{url}/v1/jobs/{known[0]}/events", timeout=20)  # to its end
@@ -103,7 +102,7 @@ def some_job_ids(url: str) -> list[str]:
 
 
 def generator() -> Any:
-    """The document as schemathesis draws from it: with what can be served."""
+    """The document, limited to what the worker can serve, as schemathesis reads it."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     schemas = document["components"]["schemas"]
     for name in ("ChatBody", "CompletionBody"):
@@ -127,7 +126,7 @@ schema = generator()
 
 
 def error_shape(_context: Any, response: Any, _case: Any) -> None:
-    """Of every refusal, and nothing of ours failed."""
+    """Checks the format of errors, and that none is a 5xx of the gateway."""
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
         error = response.json()["error"]
@@ -137,7 +136,7 @@ def error_shape(_context: Any, response: Any, _case: Any) -> None:
 
 
 def questions() -> Iterator[tuple[str, str, GenerationMode]]:
-    """Good ones of each operation, and bad ones where there is anything to say badly."""
+    """Valid requests of each operation, and invalid ones where possible."""
     operations = [(method.upper(), path) for path in schema for method in schema[path]]
     for method, path in sorted(operations):
         yield method, path, GenerationMode.POSITIVE
@@ -149,7 +148,7 @@ def questions() -> Iterator[tuple[str, str, GenerationMode]]:
 @pytest.mark.campaign
 @pytest.mark.parametrize(("method", "path", "mode"), list(questions()))
 def test_every_answer_is_announced(url: str, method: str, path: str, mode: GenerationMode) -> None:
-    """Status, media type, headers and shape, whatever is asked."""
+    """Status, media type, headers and format."""
     operation = schema[path][method]
     ids: list[dict[str, Any]] = [{}]
     if "{job_id}" in path and mode is GenerationMode.POSITIVE:
@@ -178,14 +177,14 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
 
 
 def test_the_document_is_valid() -> None:
-    """By the specification of OpenAPI; every error is of the one shape."""
+    """By OpenAPI's specification. All errors have one format."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     validate(document)
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
 def test_bodies_are_described_as_they_are_checked() -> None:
-    """Every field of a call is in the document, and nothing else may be sent."""
+    """Each field of a call is in the document, and no other may be sent."""
     schemas = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()["components"][
         "schemas"
     ]

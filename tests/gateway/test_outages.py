@@ -1,4 +1,4 @@
-"""Redis goes away, hints get lost, readers are slow: callers hear of it quickly or not at all."""
+"""Redis fails, hints get lost, readers are slow: what callers notice."""
 
 import asyncio
 import time
@@ -38,13 +38,13 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that may be killed; its file survives, to the last write."""
+    """A server that may be killed; its file survives to the last write."""
     with EmbeddedRedis(tmp_path, fsync="always") as server:
         yield server
 
 
 async def ready_as(http: httpx.AsyncClient, status: int) -> httpx.Response:
-    """Waits for an answer of /readyz; what it says may be a second old."""
+    """Waits for an answer of /readyz, which may be a second old."""
     while True:
         answer = await http.get("/readyz")
         if answer.status_code == status:
@@ -53,7 +53,7 @@ async def ready_as(http: httpx.AsyncClient, status: int) -> httpx.Response:
 
 
 async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
-    """503 at once while it is away, 200 soon after it is back, no restart."""
+    """503 at once while it is down, 200 soon after it is up, without a restart."""
     with running_gateway(make_settings(own_redis.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             client = connect(own_redis.url)
@@ -87,7 +87,7 @@ async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
 
 @pytest.fixture
 async def dead_redis() -> AsyncIterator[tuple[str, list[int]]]:
-    """The URL of a server that hangs up on everybody, and a list that counts who came."""
+    """The URL of a server that closes every connection, and a list of them."""
     came: list[int] = []
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,7 +102,7 @@ async def dead_redis() -> AsyncIterator[tuple[str, list[int]]]:
 async def test_nobody_asks_a_redis_that_failed_a_moment_ago(
     dead_redis: tuple[str, list[int]],
 ) -> None:
-    """While the breaker is open callers are answered without a packet to Redis: 503, at once."""
+    """While the breaker is open, callers get 503 at once and no packet is sent to Redis."""
     redis_url, came = dead_redis
     with running_gateway(make_settings(redis_url, breaker_open_s=3600.0)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -120,7 +120,7 @@ async def test_nobody_asks_a_redis_that_failed_a_moment_ago(
 async def test_hundreds_of_calls_at_a_time_wait_their_turn(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
-    """More than a client has connections: none is refused, and the breaker stays closed."""
+    """More calls than connections: none is rejected, and the breaker stays closed."""
     await publish_model(redis_client, keys)
     broker = Broker(make_settings(redis_server.url))
     counts = await asyncio.gather(*(broker.known.num_live_workers(str(i)) for i in range(700)))
@@ -132,7 +132,7 @@ async def test_hundreds_of_calls_at_a_time_wait_their_turn(
 async def test_a_redis_that_evicts_keys_is_refused_until_it_does_not(
     own_redis: EmbeddedRedis,
 ) -> None:
-    """The gateway was there first: /readyz and calls say what to set; then it serves."""
+    """The gateway runs already: /readyz and calls say what to set; then it serves."""
     client = connect(own_redis.url)
     worker = await live_worker(client)
     await client.config_set("maxmemory-policy", "allkeys-lru")
@@ -153,7 +153,7 @@ async def test_a_redis_that_evicts_keys_is_refused_until_it_does_not(
 
 
 async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -> None:
-    """What was said before and after arrives once, in order."""
+    """Each event before and after arrives once, in order."""
     with running_gateway(make_settings(own_redis.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             client = connect(own_redis.url)
@@ -176,9 +176,7 @@ async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -
 
 
 async def test_an_absence_counts_from_the_last_word(own_redis: EmbeddedRedis) -> None:
-    """A stream that heard hints alone for longer than it waits for Redis rides out a restart all
-    the same.
-    """
+    """A stream that received only hints for longer than the grace tolerates a restart too."""
     now_s = 0.0
     settings = make_settings(own_redis.url, poll_s=0.5, outage_grace_s=5.0)
     broker = Broker(settings, clock=lambda: now_s)
@@ -212,7 +210,7 @@ async def test_an_absence_counts_from_the_last_word(own_redis: EmbeddedRedis) ->
 async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(
     idle_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """A caller is told; the job goes on, to be picked up at another gateway."""
+    """The caller gets an error; the job runs on and can be followed at another gateway."""
     with running_gateway(make_settings(redis_server.url)) as url:
         client = httpx.AsyncClient(base_url=url, timeout=20)
         call = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}))
@@ -225,7 +223,7 @@ async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(
 
 
 def test_an_open_breaker_refuses_and_lets_one_try() -> None:
-    """Open for its time, then one probe at a time; a success closes it."""
+    """Open for its time, then one call at a time; a success closes it."""
     now_s = 0.0
     breaker = Breaker(1.0, lambda: now_s)
 

@@ -1,4 +1,4 @@
-"""Calls that turn into jobs: at once, after a wait, or where the platform's time is up."""
+"""Calls that become jobs: at once, after a wait, or at the platform's time limit."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ CALLS = [
 
 
 async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
-    """The job, once it has ended."""
+    """Returns the job once it has ended."""
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
         async for _ in stream.aiter_lines():
             pass
@@ -42,7 +42,7 @@ async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
 async def test_a_wait_that_is_over_answers_with_the_job(
     idle_worker: FakeWorker, http: httpx.AsyncClient, path: str, body: Any, stream: bool
 ) -> None:
-    """202 with place and location; the job goes on and ends by itself."""
+    """202 with position and location; the job runs on."""
     headers = {"prefer": "wait=0"}
     answer = await http.post(path, json=body | {"stream": stream}, headers=headers)
     assert (answer.status_code, answer.json()["status"]) == (202, "queued")
@@ -58,7 +58,7 @@ async def test_a_wait_that_is_over_answers_with_the_job(
 async def test_a_result_within_the_wait_is_the_answer(
     worker: FakeWorker, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """As without the header, which is confirmed."""
+    """As without the header, which the response confirms."""
     for prefer in ("wait=30", "respond-async, wait=30", 'handling=lenient, wait="30"'):
         answer = await http.post(
             "/v1/completions", json=BODY | {"stream": stream}, headers={"prefer": prefer}
@@ -72,7 +72,7 @@ async def test_a_result_within_the_wait_is_the_answer(
 async def test_an_unknown_preference_is_ignored(
     worker: FakeWorker, http: httpx.AsyncClient, prefer: str
 ) -> None:
-    """As RFC 7240 wants it."""
+    """As RFC 7240 says."""
     answer = await http.post("/v1/completions", json=BODY, headers={"prefer": prefer})
     assert answer.status_code == 200
     assert "preference-applied" not in answer.headers
@@ -81,7 +81,7 @@ async def test_an_unknown_preference_is_ignored(
 async def test_who_accepts_a_job_may_wait_for_a_worker(
     redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
 ) -> None:
-    """A call that may become a job is queued, as jobs are."""
+    """A call that may become a job is queued without a worker."""
     await publish_model(redis_client, keys)
     for prefer in ("wait=0", "respond-async"):
         answer = await http.post("/v1/completions", json=BODY, headers={"prefer": prefer})
@@ -105,7 +105,7 @@ async def test_a_job_that_was_handed_over_needs_no_caller(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """Long after the attendance of its call it still waits, and is kept as a job is."""
+    """It still waits long after its call's attendance would have expired, and is kept as a job."""
     answer = await http.post("/v1/completions", json=BODY, headers={"prefer": "wait=0"})
     job_id = answer.json()["id"]
     await redis_client.incrby(TEST_CLOCK, 3_600_000)
@@ -126,7 +126,7 @@ def limited_url(redis_server: EmbeddedRedis) -> Any:
 async def test_a_call_that_meets_the_limit_becomes_a_job(
     limited_url: str, idle_worker: FakeWorker, functions: Functions
 ) -> None:
-    """Whole: 202, and the caller's leaving changes nothing any more."""
+    """202; a disconnect no longer cancels it."""
     async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
         answer = await http.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.json()["object"]) == (202, "job")
@@ -140,7 +140,7 @@ async def test_a_call_that_meets_the_limit_becomes_a_job(
 async def test_a_stream_that_meets_the_limit_says_where_to_go_on(
     limited_url: str, idle_worker: FakeWorker
 ) -> None:
-    """The events before the end and after it are the job's, each once."""
+    """The events before and after are the job's, each once."""
     async with httpx.AsyncClient(base_url=limited_url, timeout=20) as http:
         body = BODY | {"stream": True}
         call = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -165,7 +165,7 @@ async def test_a_stream_that_meets_the_limit_says_where_to_go_on(
 async def test_the_official_client_reads_over_a_silence(
     idle_worker: FakeWorker, gateway_url: str
 ) -> None:
-    """Comments between chunks that have ids are no events to it."""
+    """It ignores comments between chunks that have ids."""
     async with AsyncOpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0) as client:
         call = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab", stream=True))
         claimed = await idle_worker.claim()
@@ -183,7 +183,7 @@ async def test_the_official_client_reads_over_a_silence(
 async def test_the_official_client_raises_at_the_limit(
     limited_url: str, idle_worker: FakeWorker
 ) -> None:
-    """It knows no such event; the error tells the job."""
+    """It does not know the event; the error names the job."""
     async with AsyncOpenAI(base_url=f"{limited_url}/v1", api_key="none", max_retries=0) as client:
         stream = asyncio.create_task(
             client.completions.create(model=MODEL, prompt="ab", stream=True)
@@ -200,7 +200,7 @@ async def test_the_official_client_raises_at_the_limit(
 async def test_an_idempotency_key_attaches_to_a_live_stream(
     idle_worker: FakeWorker, http: httpx.AsyncClient, path: str, body: Any
 ) -> None:
-    """The second caller gets the same events, from the first on, and no second job."""
+    """The second caller gets the same events from the first on, and no second job is created."""
     headers = {"idempotency-key": f"live{path}"}
     stream = body | {"stream": True}
     first = asyncio.create_task(http.post(path, json=stream, headers=headers))
@@ -217,7 +217,7 @@ async def test_an_idempotency_key_attaches_to_a_live_stream(
 
 
 def events_in(answer: httpx.Response) -> list[str]:
-    """The lines of a stream's events, without the comments that keep it alive."""
+    """The lines of a stream's events, without comments."""
     return [line for line in answer.text.splitlines() if line and not line.startswith(":")]
 
 

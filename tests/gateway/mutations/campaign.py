@@ -1,6 +1,8 @@
-"""A gateway, a worker of the hash model and Redis as processes get every seed, then bodies that
-differ from one. More than half must reach the queue; what is refused must be refused well, nothing
-may fail, die, stay open or be written to a log.
+"""Sends mutated bodies to a gateway with a worker of the hash model and Redis, all processes.
+
+First every unchanged body must be accepted. More than half of the mutated ones must be queued;
+the others must get a proper error. No process may die, no job stay open, no log contain a
+prompt.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ _END_TIMEOUT_S = 120.0
 
 @dataclass
 class MutationsReport:
-    """`num_accepted` counts answers below 400, `num_queued` those that brought a job."""
+    """`num_accepted` counts answers below 400, `num_queued` those that created a job."""
 
     num_bodies: int
     seed: int
@@ -82,7 +84,7 @@ class _Run:
         )
 
     async def check(self, number: int, request: Request) -> None:
-        """Asks, judges and counts."""
+        """Sends a request, judges the answer and counts it."""
         report = self.report
         try:
             answer = await self.ask(request)
@@ -99,7 +101,7 @@ class _Run:
             report.blame(f"{number}: {wrong} ({request.name}): {_shown(request)}")
 
     async def seed(self) -> None:
-        """Every seed is accepted as it is. Raises AssertionError."""
+        """Sends every unchanged body. Raises AssertionError if one is rejected."""
         for number, seed in enumerate(SEEDS, self.report.num_bodies):
             request = request_of(seed, number)
             answer = await self.ask(request)
@@ -122,7 +124,8 @@ class _Run:
                 group.create_task(caller())
 
     async def end(self) -> None:
-        """Every job ends, is shown, and is what the audit of Redis allows; all goes on."""
+        """Checks that each job ends and can be read, that the audit of Redis passes, and that
+        the processes still run."""
         for job_id in self.waiting:
             answer = await self.http.post(f"/v1/jobs/{job_id}/cancel")
             if answer.status_code not in (200, 409):  # it may have met its deadline
@@ -147,7 +150,7 @@ class _Run:
             self.report.blame(f"an ordinary call is answered with {answer.text}")
 
     async def _listed(self) -> set[str]:
-        """All jobs, by the pages that callers read; their ends are counted."""
+        """Lists all jobs, page by page, and counts how they ended."""
         ids: set[str] = set()
         after: dict[str, str] = {}
         while True:
@@ -167,7 +170,7 @@ class _Run:
             after = {"after": page["last_id"]}
 
     async def _waiting_job(self) -> str:
-        """A job that no worker takes."""
+        """A job that no worker claims."""
         job = {"endpoint": COMPLETIONS, "body": {"model": _IDLE_MODEL, "prompt": "canary-idle"}}
         answer = await self.http.post("/v1/jobs", json=job)
         self.waiting.append(answer.json()["id"])
@@ -175,14 +178,14 @@ class _Run:
 
 
 def _shown(request: Request) -> str:
-    """What repeats a request."""
+    """The command that repeats a request."""
     headers = [f"{name!r}: {value[:40]!r}" for name, value in request.headers[1:]]
     return f"{request.query[:80]} {headers} {request.body[:600]!r}"
 
 
 @contextlib.asynccontextmanager
 async def _running(report: MutationsReport) -> AsyncIterator[_Run]:
-    """All parts; at exit their processes are the same, and what they wrote is searched."""
+    """Runs all parts. At exit, checks that their processes are the same and searches their logs."""
     with tempfile.TemporaryFile() as output:
         async with pool(_HASH_MODEL, num_workers=1, output=output) as found:
             before = await _processes(found)
@@ -196,7 +199,7 @@ async def _running(report: MutationsReport) -> AsyncIterator[_Run]:
 
 
 async def _publish_idle_model(found: Pool, http: httpx.AsyncClient) -> None:
-    """Returns once the gateway knows it."""
+    """Publishes a model without a worker; returns once the gateway knows it."""
     caller = found.caller
     await publish_model(caller.client, caller.keys, _IDLE_MODEL, lanes=DEFAULT_LANES)
 
@@ -207,13 +210,13 @@ async def _publish_idle_model(found: Pool, http: httpx.AsyncClient) -> None:
 
 
 async def _processes(found: Pool) -> tuple[str, list[int]]:
-    """Redis and the worker's processes: others once one has died, even if it was started again."""
+    """Process ids of Redis and the worker. They change if one dies, even if it is restarted."""
     info: Any = await found.caller.client.info("server")
     return info["run_id"], [pid for worker in found.workers for pid in descendants(worker.pid)]
 
 
 def _search(text: str, report: MutationsReport) -> None:
-    """In a log of all parts, in lower case."""
+    """Searches the logs of all parts, ignoring case."""
     if "accepted job_id=" not in text or "workers." not in text:
         report.blame("the log does not hold what is always logged")
     for word in (CANARY.strip("-"), "traceback", "unexpected", " error "):
@@ -224,7 +227,8 @@ def _search(text: str, report: MutationsReport) -> None:
 async def run_mutations(
     num_bodies: int, seed: int, say: Callable[[str], None] = silent
 ) -> MutationsReport:
-    """Raises AssertionError where a seed is refused, TimeoutError where a job does not end."""
+    """Raises AssertionError if an unchanged body is rejected, TimeoutError if a job does not
+    end."""
     report = MutationsReport(num_bodies, seed)
     before = os.times()
     async with _running(report) as running:

@@ -1,4 +1,5 @@
-"""Draws requests that are near accepted ones: fields at their limits, other texts, types, bytes.
+"""Draws requests by mutating accepted ones: values at their limits, other texts, types, bytes.
+
 The same random numbers draw the same request.
 """
 
@@ -34,7 +35,7 @@ class Request:
 
 @dataclass(slots=True)
 class _Draft:
-    """A request that is being changed. `call` is the part of `tree` that is a call's body."""
+    """A request while it is mutated. `call` is the part of `tree` that is a call's body."""
 
     seed: Seed
     tree: Any
@@ -54,13 +55,13 @@ class _Draft:
 
 
 def request_of(seed: Seed, number: int) -> Request:
-    """The request of a seed as it is. `number` keeps its Idempotency-Key from those of others."""
+    """An accepted request unchanged. `number` makes its Idempotency-Key unique."""
     draft = _draft(seed, number)
     return _finished(draft, json.dumps(draft.tree).encode())
 
 
 def draw(rng: random.Random, number: int) -> Request:
-    """A request that says something else than its seed: other spaces in the JSON do not count."""
+    """A request that differs from its seed by more than white space."""
     path = _weighted(rng, _PATHS)
     seed = rng.choice([seed for seed in SEEDS if seed.path == path])
     unchanged = _draft(seed, number)
@@ -116,7 +117,7 @@ _Change = Callable[[random.Random, _Draft], None]
 
 
 def _limit(rng: random.Random, draft: _Draft) -> None:
-    """A field at the limit of what it may be."""
+    """Sets a field to the limit of its range."""
     fields, limits = draft.call, {**values.LIMITS, **values.ASKS_FOR_NOTHING}
     if draft.seed.path == CHANGE:
         limits = dict(values.OF_CHANGES)
@@ -129,7 +130,7 @@ def _limit(rng: random.Random, draft: _Draft) -> None:
 
 
 def _text(rng: random.Random, draft: _Draft) -> None:
-    """Another text where the caller is free to choose one: in a value or in a name."""
+    """Replaces a text that callers may choose freely: a value or a name."""
     places = [place for place in places_of(draft.tree) if place.is_free]
     if not places:
         _limit(rng, draft)
@@ -148,14 +149,14 @@ def _null(rng: random.Random, draft: _Draft) -> None:
 
 
 def _drop(rng: random.Random, draft: _Draft) -> None:
-    """Without one field, or one entry of something below."""
+    """Removes a field or an entry."""
     inner = [value for value in draft.call.values() if isinstance(value, dict | list) and value]
     owner = rng.choice([draft.call, draft.call, draft.tree, *inner])
     _remove(rng, owner)
 
 
 def _graft(rng: random.Random, draft: _Draft) -> None:
-    """A field of another accepted request of the same kind."""
+    """Copies a field from another accepted request of the same kind."""
     others = [seed for seed in SEEDS if seed.path == draft.seed.path]
     source = dict(rng.choice(others).body)
     target: dict[str, Any] = draft.tree
@@ -168,7 +169,7 @@ def _graft(rng: random.Random, draft: _Draft) -> None:
 
 
 def _order(rng: random.Random, draft: _Draft) -> None:
-    """The same fields in another order."""
+    """Reorders the fields."""
     fields = draft.call
     for name in rng.sample(sorted(fields), len(fields)):
         fields[name] = fields.pop(name)
@@ -180,13 +181,13 @@ _NEAR: Mapping[_Change, int] = {_limit: 20, _text: 18, _graft: 8, _null: 2, _dro
 
 
 def _kind(rng: random.Random, draft: _Draft) -> None:
-    """A value of another type, or half a character, which JSON can write and UTF-8 cannot."""
+    """Replaces a value by one of another type, or by a lone surrogate."""
     others = (*values.OTHERS, *values.SURROGATES)
     rng.choice(list(places_of(draft.tree))).put(copy.deepcopy(rng.choice(others)))
 
 
 def _number(rng: random.Random, draft: _Draft) -> None:
-    """Another number, however large."""
+    """Replaces a number, by one of any size."""
     places = [p for p in places_of(draft.tree) if type(p.value) in (int, float)]
     if not places:
         _kind(rng, draft)
@@ -198,7 +199,7 @@ def _number(rng: random.Random, draft: _Draft) -> None:
 
 
 def _name(rng: random.Random, draft: _Draft) -> None:
-    """A field that nobody knows, or a known one by a wrong name."""
+    """Adds an unknown field, or misspells a known one."""
     owner = rng.choice([draft.tree, draft.call, *objects_of(draft.tree)])
     if owner and rng.random() < 0.3:
         owner[rng.choice(values.NAMES)] = owner.pop(rng.choice(sorted(owner)))
@@ -207,7 +208,7 @@ def _name(rng: random.Random, draft: _Draft) -> None:
 
 
 def _length(rng: random.Random, draft: _Draft) -> None:
-    """Nothing, or very much."""
+    """Makes a value empty or very long."""
     place = rng.choice(list(places_of(draft.tree)))
     size = rng.choice((300, 3_000, 30_000, 300_000))
     longer: Any = "canary-" * (size // 7)
@@ -219,7 +220,7 @@ def _length(rng: random.Random, draft: _Draft) -> None:
 
 
 def _nest(rng: random.Random, draft: _Draft) -> None:
-    """The same, deeper."""
+    """Nests a value deeper."""
     place = rng.choice(list(places_of(draft.tree)))
     value = place.value
     for _ in range(rng.choice((1, 2, 5, 28, 40, 200))):
@@ -228,7 +229,7 @@ def _nest(rng: random.Random, draft: _Draft) -> None:
 
 
 def _word(rng: random.Random, draft: _Draft) -> None:
-    """Another word where only ours may stand."""
+    """Replaces a word of a fixed set."""
     places = [p for p in places_of(draft.tree) if isinstance(p.value, str) and not p.is_free]
     if not places:
         _kind(rng, draft)
@@ -251,14 +252,15 @@ def _remove(rng: random.Random, owner: Any) -> None:
 
 
 def _encoded(rng: random.Random, draft: _Draft) -> bytes:
-    """The JSON, in one of its spellings. A lone surrogate is no UTF-8 where it is not escaped."""
+    """Encodes the JSON with random spacing and escapes. A lone surrogate must be escaped to be
+    UTF-8."""
     is_ascii, indent = rng.random() < 0.5, rng.choice((None, None, None, 0, "\t"))
     text = json.dumps(draft.tree, ensure_ascii=is_ascii, indent=indent)
     return text.encode("utf-8", "surrogatepass")
 
 
 def _changed_bytes(rng: random.Random, raw: bytes) -> bytes:
-    """One to three changes of bytes, wherever they are."""
+    """Changes one to three bytes."""
     changed = bytearray(raw)
     for _ in range(rng.choice((1, 1, 2, 3))):
         at, length = rng.randrange(len(changed) + 1), rng.randint(1, 9)
@@ -283,7 +285,7 @@ def _changed_bytes(rng: random.Random, raw: bytes) -> bytes:
 
 
 def _change_head(rng: random.Random, draft: _Draft) -> None:
-    """Another header, or another query."""
+    """Changes a header or the query."""
     draft.changes.append("head")
     match rng.randrange(4):
         case 0:

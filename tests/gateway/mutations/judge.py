@@ -1,4 +1,5 @@
-"""What a good answer is: announced, of the right shape, with the field that a refusal blames."""
+"""Judges answers: they must be announced in the OpenAPI document, have the right format, and
+name the wrong field."""
 
 import contextlib
 import itertools
@@ -32,7 +33,7 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What the documentation says of errors: statuses by route, and codes."""
+    """Documented errors: statuses by route, and codes."""
 
     statuses: dict[tuple[str, str], set[int]]
     codes: set[str]
@@ -50,7 +51,7 @@ class Announced:
 
 
 def judge(request: Request, answer: httpx.Response, announced: Announced) -> Iterator[str]:
-    """What is wrong with an answer."""
+    """The faults of an answer."""
     if "x-request-id" not in answer.headers:
         yield "no x-request-id"
     if answer.status_code not in announced.statuses[request.method, request.path]:
@@ -72,7 +73,7 @@ def judge(request: Request, answer: httpx.Response, announced: Announced) -> Ite
 
 
 def _chunks(text: str) -> Iterator[Any]:
-    """Of a stream. Raises ValueError where it has no end."""
+    """The chunks of a stream. Raises ValueError if it has no end."""
     *lines, last = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
     if last != "[DONE]":
         raise ValueError("the stream has no end")
@@ -80,7 +81,7 @@ def _chunks(text: str) -> Iterator[Any]:
 
 
 def _judge_choices(shown: list[Any]) -> Iterator[str]:
-    """Each choice ends once."""
+    """Checks that each choice ends once."""
     reasons: dict[int, list[str]] = {}
     for choice in itertools.chain.from_iterable(item["choices"] for item in shown):
         found = reasons.setdefault(choice["index"], [])
@@ -114,7 +115,7 @@ def _judge_refusal(
 
 
 def _names_a_field(request: Request, code: str, param: object) -> bool:
-    """Whether `param` leads to something in the body, or to what is missing there."""
+    """Whether `param` names a part of the body, or a missing part."""
     if param in _OUTSIDE_THE_BODY:
         return True
     if not isinstance(param, str):
@@ -127,7 +128,7 @@ def _names_a_field(request: Request, code: str, param: object) -> bool:
 
 
 def _leads(node: Any, path: str) -> bool:
-    """Whether a path leads to something below a node. Names may hold dots."""
+    """Whether a path leads to a part below a node. Names may contain dots."""
     names = node if isinstance(node, dict) else map(str, range(len(node)))
     for name in names if isinstance(node, dict | list) else ():
         short = name[:_MAX_NAME]
@@ -140,14 +141,14 @@ def _leads(node: Any, path: str) -> bool:
 
 
 def job_id_of(answer: httpx.Response) -> str:
-    """Of the job that an answer brought, '' without one."""
+    """The id of the job that an answer created, or ''."""
     if answer.status_code == 202:
         return str(answer.json()["id"])
     return str(answer.headers.get("x-job-id", ""))
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Status and code, for the counts."""
+    """Status and code."""
     if answer.status_code < 400:
         return str(answer.status_code)
     with contextlib.suppress(ValueError, KeyError, TypeError):

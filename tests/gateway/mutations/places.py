@@ -1,4 +1,4 @@
-"""Places in a body where a mutation may put something else."""
+"""Places in a body that a mutation may change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tests.gateway.mutations.values import FREE
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value, or a name of an object of free names; `put` exchanges it."""
+    """A value, or a name in an object with free names; `put` replaces it."""
 
     owner: Any
     at: Any
@@ -28,7 +28,7 @@ class Place:
 
 
 def places_of(node: Any, name: str = "") -> Iterator[Place]:
-    """Every value below a node, and the names of metadata."""
+    """All values below a node, and the names of metadata."""
     items = list(node.items() if isinstance(node, dict) else enumerate(node))
     for at, value in items:
         inner = str(at) if isinstance(node, dict) and name != "metadata" else name

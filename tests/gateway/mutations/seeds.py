@@ -1,6 +1,6 @@
-"""Requests that the gateway accepts, of every route that takes a body, as data.
+"""Accepted requests of every route with a body.
 
-Every text that a caller chooses holds CANARY, so that a log which repeats one is found.
+Each text that callers choose contains CANARY, so that a log that repeats one is found.
 """
 
 from collections.abc import Mapping

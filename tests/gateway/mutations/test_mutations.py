@@ -23,7 +23,7 @@ CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}
 @pytest.mark.e2e
 @pytest.mark.campaign
 async def test_mutated_bodies_are_served_or_refused_well() -> None:
-    """By a gateway and a worker as processes, which go on; nothing is logged or left open."""
+    """Afterwards all processes still run, nothing is left open and no log contains a prompt."""
     report = await run_mutations(1_000, seed=1)
 
     assert report.violations == []
@@ -33,12 +33,12 @@ async def test_mutated_bodies_are_served_or_refused_well() -> None:
 @pytest.mark.campaign
 @pytest.mark.e2e
 def test_ctrl_c_ends_a_run() -> None:
-    """Redis and its reaper, a gateway, a worker and its engine end with it."""
+    """Redis, its reaper, the gateway, the worker and the engine end."""
     check_ctrl_c("tests.gateway.mutations", "--bodies=1000000", "of 1000000 bodies", 5)
 
 
 def test_requests_are_drawn_from_the_seed_alone() -> None:
-    """The same number gives the same bytes; each differs from what it was drawn from."""
+    """Equal numbers give equal bytes; each request differs from its seed."""
 
     def drawn(seed: str) -> list[Request]:
         return [draw(random.Random(f"{seed}-{number}"), number) for number in range(300)]
@@ -74,7 +74,7 @@ def refusal(status: int, code: str, param: str | None) -> httpx.Response:
     ],
 )
 def test_wrong_answers_are_found(answer: httpx.Response, wrong: list[str]) -> None:
-    """One of each kind; a good one is not blamed."""
+    """One of each kind; a correct answer has no faults."""
     answer.headers["x-request-id"] = "id"
     found = list(judge(REQUEST, answer, ANNOUNCED))
     assert len(found) == len(wrong), found
@@ -100,7 +100,7 @@ def test_wrong_streams_are_found(lines: list[str], wrong: list[str]) -> None:
 
 
 def test_every_route_with_a_body_has_seeds() -> None:
-    """All that the OpenAPI document knows, but those whose body is not read."""
+    """All routes of the OpenAPI document whose body is read."""
 
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     with_body = {

@@ -1,6 +1,5 @@
-"""What mutations put into requests, as data: values at and over the limits of each field, numbers,
-texts, names, bytes, headers, queries.
-"""
+"""Values for mutations: at and over the limits of each field, numbers, texts, names, bytes,
+headers, queries."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
