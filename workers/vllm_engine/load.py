@@ -1,6 +1,7 @@
 """From EngineOptions to a vLLM engine. vLLM checks its own arguments; nothing is served before."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ log = logging.getLogger("batchway.engine")
 
 _CPU_KV_BYTES = 2**30
 _MAX_MESSAGE = 500
+_NICENESS = 19  # the lowest priority
 _PROCESSOR = f"{SeededSampling.__module__}:{SeededSampling.__qualname__}"
 
 
@@ -32,6 +34,7 @@ def start_vllm(
 ) -> tuple[HostedEngine, Ready, int]:
     """Loads the model into vLLM. Raises ModelRefused, also for an argument that vLLM refuses."""
     arguments = engine_args(options)
+    _give_way()
     tokenizer = read_tokenizer(options.model_path, options.revision or DEFAULT_REVISION)
     progress(f"loading {options.model_path} into vLLM")
     stats: list[Stats] = []
@@ -71,6 +74,7 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
     """Starts the ranks of a node other than node 0, which schedules for them. They end with what
     is returned. Raises ModelRefused."""
     arguments = engine_args(options)
+    _give_way()
     progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
     try:
         config = arguments.create_engine_config(headless=True)
@@ -116,6 +120,13 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     given = {name: str(value) for name, value in ours.items() if value is not None}
     words = [_word(name, value) for name, value in (given | options.engine_args).items()]
     return EngineArgs.from_cli_args(parser.parse_args(words))
+
+
+def _give_way() -> None:
+    """Lowers the priority on a CPU, where vLLM's processes spin on sched_yield while they wait for
+    each other: with two cores, Redis and the gateway did not run for seconds (docs/engines.md)."""
+    if current_platform.is_cpu():
+        os.nice(_NICENESS)
 
 
 def default_kv_memory_bytes() -> int | None:
