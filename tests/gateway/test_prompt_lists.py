@@ -1,4 +1,4 @@
-"""Several prompts in one call: one job, whose choices are numbered over all its prompts."""
+"""Several prompts in one call: one job, whose choices are numbered over all prompts."""
 
 import asyncio
 import json
@@ -22,8 +22,8 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS}
 
 
 def capitals(job: Job) -> list[Prompt | Tokens]:
-    """Each choice says its prompt in capitals. The first choices come in one event, the last
-    prompt's before all others; each other choice comes in an event of its own."""
+    """A script: each choice outputs its prompt in capitals. The first choices share an event,
+    the last prompt's come first; each other choice has an event of its own."""
     said = []
     for index in range(job.num_choices):
         text = bytes(job.prompts[index // job.params.n]).decode().upper()
@@ -42,7 +42,7 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 def bare(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs between two calls."""
+    """A response without the fields that differ between two calls."""
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
@@ -72,7 +72,7 @@ async def test_choice_j_of_prompt_i_has_the_index_of_both(
 async def test_a_list_of_one_prompt_is_that_prompt(
     worker: FakeWorker, http: httpx.AsyncClient, prompt: Any
 ) -> None:
-    """The same job and the same answer, also where all of the prompt is told."""
+    """The same job and response, also with all data of the prompt."""
     fields: dict[str, Any] = {"echo": True, "logprobs": 1, "return_token_ids": True, "seed": 3}
     alone = await complete(http, prompt=prompt, **fields)
     listed = await complete(http, prompt=[prompt], **fields)
@@ -85,7 +85,7 @@ async def test_a_list_of_one_prompt_is_that_prompt(
 async def test_each_choice_tells_of_its_own_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Echo, logprobs, prompt_logprobs and token ids are those of the prompt alone."""
+    """Echo, logprobs, prompt_logprobs and token ids equal those of the prompt alone."""
     fields: dict[str, Any] = {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
     fields |= {"return_token_ids": True, "n": 2}
     listed = await complete(http, **fields)
@@ -111,7 +111,7 @@ async def test_each_choice_tells_of_its_own_prompt(
 async def test_prompts_can_be_scored_without_output(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """max_tokens 0, as evaluations ask: a score for each token of each prompt, no output."""
+    """max_tokens 0, as evaluations use it: a score for each token of each prompt, no output."""
     worker.script = says("X")
     answer = await complete(http, max_tokens=0, echo=True, logprobs=0)
     assert [choice["text"] for choice in answer["choices"]] == PROMPTS
@@ -123,7 +123,8 @@ async def test_prompts_can_be_scored_without_output(
 async def test_a_given_seed_is_that_of_every_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """So that each has the answer that it has alone. Without one each prompt has its own."""
+    """So each prompt has the response that it has alone. Without a seed each prompt gets its
+    own."""
     await complete(http, seed=5)
     await complete(http)
     given, own = (job.params for job in worker.seen)
@@ -135,7 +136,7 @@ async def test_a_given_seed_is_that_of_every_prompt(
 async def test_a_default_cap_ends_where_the_context_does(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """A long prompt takes nothing from the output of a short one; the cost counts each cap."""
+    """A long prompt does not shorten the output of a short one; the cost counts each maximum."""
     body = BODY | {"prompt": ["a", "b" * 508], "n": 2}
     quote = await http.post("/v1/quote", json={"endpoint": PATH, "body": body})
     assert quote.json()["prompt_tokens"] == 509
@@ -148,7 +149,7 @@ async def test_a_default_cap_ends_where_the_context_does(
 async def test_all_choices_together_are_bounded(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """128 of them, and as much output as eight choices of one prompt may have."""
+    """128 choices, and as much output as eight choices of one prompt may have."""
     quoted = {"endpoint": PATH, "body": BODY | {"prompt": ["a"] * 64, "n": 2, "max_tokens": 500}}
     answer = await http.post("/v1/quote", json=quoted)
     assert answer.status_code == 200, answer.text
@@ -160,7 +161,8 @@ async def test_all_choices_together_are_bounded(
 async def test_a_job_with_several_prompts_has_one_log_and_one_result(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Its events go on from each of them with the same bytes; a key finds it again."""
+    """The stream continues with the same bytes after each event; an idempotency key finds the
+    job."""
     body = BODY | {"n": 2, "echo": True, "logprobs": 1}
     headers = {"idempotency-key": "list"}
     submission = {"endpoint": PATH, "body": body}
@@ -183,7 +185,7 @@ async def test_a_job_with_several_prompts_has_one_log_and_one_result(
 async def test_a_caller_that_goes_away_cancels_all_prompts(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """One job is cancelled, with what it said of each prompt."""
+    """One job is cancelled; the output of each prompt stays."""
     asking = asyncio.create_task(http.post(PATH, json=BODY))
     claimed = await idle_worker.claim()
     await idle_worker.say(claimed, 1, says("Hel")(claimed.job)[0])

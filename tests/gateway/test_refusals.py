@@ -1,6 +1,5 @@
-"""Load that is refused: each reason with its status, what is told beside it, and when to come
-again: whoever follows that is let in.
-"""
+"""Rejected load: status, reason and Retry-After of each case. A caller that follows Retry-After
+is accepted."""
 
 import asyncio
 import math
@@ -36,7 +35,7 @@ SLOW = WorkerCapacity(tokens_per_s=10.0, stream_tokens_per_s=5.0, max_tokens=100
 
 @asynccontextmanager
 async def gateway(settings: GatewaySettings) -> AsyncIterator[httpx.AsyncClient]:
-    """The app without a server, whose Retry-After has no jitter."""
+    """The app without a server; its Retry-After has no jitter."""
     app = create_app(settings, draw=lambda: 0.0)
     transport = httpx.ASGITransport(app=app)
     async with (
@@ -48,7 +47,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[httpx.AsyncClient]
 
 @pytest.fixture
 async def slow_worker(idle_worker: FakeWorker) -> FakeWorker:
-    """Alive, with measured rates."""
+    """A live worker with measured rates."""
     idle_worker.capacity = SLOW
     await idle_worker.beat()
     return idle_worker
@@ -66,9 +65,8 @@ async def key_of(client: redis.asyncio.Redis, keys: Keys, **limits: Any) -> dict
 
 
 async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: EmbeddedRedis) -> None:
-    """429 until the excess is drained: 50 tokens at 10 a second. Calls and jobs alike; the second
-    is told to come 20 s after the first, since half of the rate is left to others.
-    """
+    """429 until the excess has drained: 50 tokens at 10 per second, for calls and jobs. The
+    second is told to return 20 s after the first, because half of the rate is left to others."""
     async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
         for _ in range(2):
             assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
@@ -83,7 +81,7 @@ async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: Embe
 async def test_a_lane_whose_wait_is_too_long(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """The bound in seconds of one lane; another lane has its own."""
+    """The limit in seconds of one lane; another lane has its own."""
     bounds = ("standard=15s", "batch=1000s")
     async with gateway(make_settings(redis_server.url, lane_bounds=bounds)) as http:
         answers = [await http.post("/v1/jobs", json=JOB) for _ in range(3)]
@@ -110,7 +108,7 @@ async def test_a_tenant_over_its_quota(
     num_admitted: int,
     retry_s: str,
 ) -> None:
-    """429 to this tenant alone; what is left of its limits per minute is told every time."""
+    """429 for this tenant only. Each response reports what is left of the limits per minute."""
     settings = make_settings(redis_server.url, lane_bound_tokens=1000)
     limited = await key_of(redis_client, keys, **limits)
     other_key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
@@ -131,7 +129,7 @@ async def test_what_is_kept_is_bound_in_bytes(
     keys: Keys,
     redis_server: EmbeddedRedis,
 ) -> None:
-    """Of a tenant: 429, and other tenants are let in; of all: 503. What is forgotten makes room."""
+    """Of a tenant: 429, and other tenants are accepted; of all: 503. Deleted jobs make room."""
     settings = make_settings(
         redis_server.url, max_stored_bytes=35_000, max_tenant_stored_bytes=20_000
     )
@@ -156,7 +154,7 @@ async def test_what_is_kept_is_bound_in_bytes(
 
 
 def test_bytes_are_bound_without_settings_and_settings_win() -> None:
-    """Eight times the memory of Redis, half of it for one tenant; 0: any."""
+    """Eight times the memory of Redis, half of it for one tenant; 0: no limit."""
     assert make_settings("").stored_bounds(2**30) == (2**33, 2**32)
     assert make_settings("").stored_bounds(1) == (2**29, 2**28)
     assert make_settings("", max_stored_bytes=600).stored_bounds(1000) == (600, 300)
@@ -170,7 +168,7 @@ async def test_limits_per_minute_are_told_with_every_answer(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """Admitted or refused, and in quotes; a tenant without limits hears of none."""
+    """Accepted or rejected, and in quotes. Without limits there are no such headers."""
     headers = await key_of(redis_client, keys, requests_per_minute=2, tokens_per_minute=10_000)
     names = [f"x-ratelimit-{a}-{b}" for b in ("requests", "tokens") for a in
              ("limit", "remaining", "reset")]  # fmt: skip
@@ -196,7 +194,7 @@ async def test_whoever_comes_when_told_is_let_in(
     keys: Keys,
     limits: dict[str, Any],
 ) -> None:
-    """Not before, and at that time exactly, by the clock of Redis."""
+    """Exactly from that time on, by the clock of Redis."""
     headers = await key_of(redis_client, keys, **limits)
     seconds, _ = await redis_client.time()
     await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")
@@ -215,7 +213,7 @@ async def test_whoever_comes_when_told_is_let_in(
 async def test_a_deadline_that_cannot_be_kept(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """98 tokens at 5 a second take 19.6 s. Without a time where no time would do."""
+    """98 tokens at 5 per second take 19.6 s. Without Retry-After if no time would help."""
     async with gateway(make_settings(redis_server.url)) as http:
         answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})
         assert told(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
@@ -227,7 +225,7 @@ async def test_a_deadline_that_cannot_be_kept(
 async def test_no_worker_to_answer_a_call(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """503 for calls; jobs are queued, with the cold start in their ETA."""
+    """503 for calls. Jobs are queued, with the cold start in their ETA."""
     await publish_model(redis_client, keys)
     async with gateway(make_settings(redis_server.url, cold_start_s=40.0)) as http:
         answer = await http.post("/v1/completions", json=BODY)
@@ -237,7 +235,7 @@ async def test_no_worker_to_answer_a_call(
 
 
 async def test_a_redis_that_is_away() -> None:
-    """503, soon to be tried again."""
+    """503 with a short Retry-After."""
     settings = make_settings("redis://127.0.0.1:1", api_key="k" * 16)
     async with gateway(settings) as http:
         own = {"authorization": f"Bearer {'k' * 16}"}
@@ -249,7 +247,7 @@ async def test_a_redis_that_is_away() -> None:
 async def test_a_gateway_that_is_draining(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """503 to what is new; what is there can be read."""
+    """503 for new calls; existing jobs can be read."""
     app = create_app(make_settings(redis_server.url), draw=lambda: 0.0)
     transport = httpx.ASGITransport(app=app)
     async with (
@@ -266,7 +264,7 @@ async def test_a_gateway_that_is_draining(
 async def test_a_lane_that_nobody_serves(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """400 with the lanes that there are: those of the model's workers, whatever their names."""
+    """400 with the lanes of the model's workers."""
     await publish_model(redis_client, keys, lanes=("gold", "standard"))
     async with gateway(make_settings(redis_server.url)) as http:
         answer = await http.post("/v1/jobs", json=JOB | {"lane": "batch"})
@@ -279,7 +277,7 @@ async def test_a_lane_that_nobody_serves(
 async def test_place_and_time_are_told_while_a_job_waits(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, http: httpx.AsyncClient
 ) -> None:
-    """In the 202, in its status and as events, anew whenever they change; null once it runs."""
+    """In the 202, in the job's status and as events when they change; null once it runs."""
     first = (await http.post("/v1/jobs", json=JOB)).json()
     assert (first["position"], first["eta_s"]) == (0, 0.0)
     second = (await http.post("/v1/jobs", json=JOB)).json()
@@ -308,7 +306,7 @@ async def test_place_and_time_are_told_while_a_job_waits(
 async def test_a_quote_says_what_a_job_would_hear_and_queues_nothing(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
-    """Exact prompt tokens, place, times; and the refusal where there would be one."""
+    """Prompt tokens, position and times; and the refusal if the job would be rejected."""
     async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
         await http.post("/v1/jobs", json=JOB)
         before = await redis_client.dbsize()
@@ -328,7 +326,7 @@ async def test_a_quote_says_what_a_job_would_hear_and_queues_nothing(
 
 
 async def test_where_the_time_went_is_told(worker: FakeWorker, http: httpx.AsyncClient) -> None:
-    """`Server-Timing` in milliseconds: of admission, of the first token, of all."""
+    """`Server-Timing` in milliseconds: admission, first token, total."""
     whole = (await http.post("/v1/completions", json=BODY)).headers["server-timing"]
     marks = dict(part.split(";dur=") for part in whole.split(", "))
     assert list(marks) == ["admission", "first_token", "total"]
@@ -357,7 +355,7 @@ def test_only_limits_that_there_are_are_told() -> None:
 
 
 def test_bounds_of_lanes_are_read_strictly() -> None:
-    """Tokens, seconds or both, by lane; what is wrong is quoted."""
+    """Tokens, seconds or both, by lane. An error quotes the entry."""
     bounds = parse_lane_bounds(["batch=500000", "interactive=2.5s", "batch=60s"])
     assert bounds == {"batch": LaneBound(500_000, 60.0), "interactive": LaneBound(None, 2.5)}
     for wrong in ("batch", "batch=", "batch=-1", "batch=2m", "=5", "a b=5"):
@@ -366,7 +364,7 @@ def test_bounds_of_lanes_are_read_strictly() -> None:
 
 
 def test_lanes_are_bound_without_settings_and_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens by the memory of Redis, seconds by who waits; 0 lifts a bound, of one lane or all."""
+    """Tokens by the memory of Redis, seconds by the lane; 0 removes a limit, of one lane or all."""
     settings = make_settings("redis://x", sync_deadline_s=60.0)
     fitting = tokens_in(2**30)
     assert settings.bound_of("interactive", 2**30) == (fitting, INTERACTIVE_TARGET_S / 2)
@@ -390,8 +388,8 @@ def test_lanes_are_bound_without_settings_and_settings_win(monkeypatch: pytest.M
 async def test_without_settings_waits_are_bound(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, lane: str, num_taken: int
 ) -> None:
-    """Jobs of 100 tokens at 10 a second: 5 s in interactive, in standard half of what a call may
-    take; batch goes on."""
+    """Jobs of 100 tokens at 10 per second: 5 s in interactive, half of a call's deadline in
+    standard, no limit in batch."""
     async with gateway(make_settings(redis_server.url)) as http:
         for _ in range(num_taken):
             assert (await http.post("/v1/jobs", json=JOB | {"lane": lane})).status_code == 202
@@ -405,7 +403,8 @@ async def test_without_settings_waits_are_bound(
 async def test_without_settings_tokens_are_bound_by_the_memory_of_redis(
     slow_worker: FakeWorker, redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """Jobs of 2,002 tokens: as many wait in batch as 32 bytes for each fit into two fifths."""
+    """Jobs of 2,002 tokens: batch accepts as many as fit into two fifths of the memory at 32
+    bytes per token."""
     before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
     body = BODY | {"max_tokens": 500, "n": 4}
     job = JOB | {"lane": "batch", "body": body}
@@ -426,7 +425,7 @@ async def test_a_redis_without_maxmemory_is_told_of(
     redis_server: EmbeddedRedis,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Once; the memory of its machine stands for it."""
+    """Once. The memory of its machine is used instead."""
     before = (await redis_client.config_get("maxmemory"))["maxmemory"] or 0
     await redis_client.config_set("maxmemory", 0)
     try:

@@ -1,6 +1,5 @@
-"""How an application's answers are written: each ends where its head says, or the connection is
-closed.
-"""
+"""How an application's responses are written: each ends where its head says, or the connection
+is closed."""
 
 import asyncio
 
@@ -16,7 +15,7 @@ START: Message = {"type": "http.response.start", "status": 200, "headers": []}
 
 
 async def test_a_client_of_old_is_sent_no_chunks() -> None:
-    """HTTP/1.0 knows none: the answer ends with its connection."""
+    """HTTP/1.0 has no chunks; the connection's end ends the response."""
     goes_on = asyncio.Event()
     goes_on.set()
     async with connected(streaming(asyncio.Event(), goes_on)) as client:
@@ -30,7 +29,7 @@ async def test_a_client_of_old_is_sent_no_chunks() -> None:
 @pytest.mark.parametrize("end", [b"\r\n", b"\n", b"\r"])
 @pytest.mark.parametrize("is_name", [False, True])
 async def test_a_line_end_in_a_header_is_never_written(end: bytes, is_name: bool) -> None:
-    """Whatever an app puts there: a client would take what follows for a header of ours."""
+    """A client would take what follows for a header of the gateway."""
     bad = b"a" + end + b"set-cookie: b"
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +58,7 @@ async def test_a_head_without_a_body_is_not_ended(fails: bool) -> None:
 
 
 async def test_the_text_of_an_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """It may quote a prompt. Its type and place are logged."""
+    """It may quote a prompt. Type and place of the error are logged."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError("canary")
@@ -72,7 +71,8 @@ async def test_the_text_of_an_error_is_not_logged(caplog: pytest.LogCaptureFixtu
 
 
 async def test_an_answer_that_breaks_off_is_not_ended() -> None:
-    """The connection is closed before the last chunk: the client knows that there was more."""
+    """The connection is closed before the last chunk, so the client knows that something is
+    missing."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(START)
@@ -106,7 +106,7 @@ async def test_a_body_longer_than_its_content_length_is_cut(
 
 
 async def test_nothing_is_said_behind_the_end_of_an_answer() -> None:
-    """An app that goes on fails; its connection is used for the next request."""
+    """An app that sends more fails; its connection serves the next request."""
     failed: list[Exception] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +135,7 @@ async def test_nothing_is_said_behind_the_end_of_an_answer() -> None:
 async def test_an_answer_without_a_body_ends_with_its_head(
     method: bytes, status: int, headers: list[tuple[bytes, bytes]]
 ) -> None:
-    """The next one on the connection comes right behind it."""
+    """The next response on the connection follows at once."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/last":
@@ -156,7 +156,7 @@ ASKS = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 
 
 
 async def test_a_client_that_asks_before_its_body_is_told_to_send_it() -> None:
-    """As soon as the app wants it."""
+    """`100 Continue`, as soon as the app reads the body."""
     async with connected() as client:
         await client.send(ASKS)
         assert await client.part() == b"HTTP/1.1 100 Continue\r\n\r\n"

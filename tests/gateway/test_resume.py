@@ -1,4 +1,4 @@
-"""Calls whose streams break: what becomes of their jobs, and how callers go on."""
+"""Broken streams of calls: what happens to their jobs, and how callers resume."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 @pytest.fixture
 async def other_http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway on the same Redis."""
+    """A client of another gateway on the same Redis."""
     with running_gateway(make_settings(redis_server.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             yield client
@@ -52,7 +52,7 @@ async def test_the_same_call_goes_on_at_any_gateway_from_every_event(
     other_http: httpx.AsyncClient,
     options: dict[str, Any],
 ) -> None:
-    """By header, with and without the hash, or by query: the bytes that were missing, no others."""
+    """By header, with and without the hash, or by query: exactly the missing bytes."""
     body, key = BODY | options, f"k-{json.dumps(options, separators=(',', ':'))}"
     whole = await parts_of(http, body, **{"idempotency-key": key})
     assert whole[-1] == "data: [DONE]"
@@ -77,7 +77,7 @@ async def test_the_same_call_goes_on_at_any_gateway_from_every_event(
 async def test_a_stream_that_breaks_midway_goes_on_at_another_gateway(
     idle_worker: FakeWorker, http: httpx.AsyncClient, other_http: httpx.AsyncClient
 ) -> None:
-    """The job runs on meanwhile; nothing comes twice."""
+    """The job runs on meanwhile; nothing is repeated."""
     headers = {"idempotency-key": "midway"}
     pending = http.stream("POST", "/v1/completions", json=BODY, headers=headers)
     reading = asyncio.create_task(first_id(pending))
@@ -95,7 +95,7 @@ async def test_a_stream_that_breaks_midway_goes_on_at_another_gateway(
 
 
 async def first_id(pending: Any) -> str:
-    """The id of a stream's first event, '' where it has none; then hangs up."""
+    """The id of a stream's first event, or ''; then disconnects."""
     async with pending as answer:
         lines = answer.aiter_lines()
         async for line in lines:
@@ -107,7 +107,7 @@ async def first_id(pending: Any) -> str:
 async def test_a_position_that_does_not_fit_starts_again_and_says_so(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Another hash, or a key that is new: `stream_reset`, then everything."""
+    """With another hash, or a new key: `stream_reset`, then everything."""
     whole = await parts_of(http, BODY, **{"idempotency-key": "fits"})
     for key, given in (("fits", "2.00000000"), ("new", "2")):
         headers = {"idempotency-key": key, "last-event-id": given}
@@ -142,7 +142,7 @@ async def hang_up(
     keys: Keys,
     **call: Any,
 ) -> Claimed:
-    """A call that has begun and whose caller has left; returns once the gateway has noticed."""
+    """Starts a call and disconnects; returns once the gateway has noticed."""
     pending = http.stream("POST", "/v1/completions", **call)
     reading = asyncio.create_task(first_id(pending))
     claimed = await worker.claim()
@@ -170,7 +170,7 @@ async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
     key: str | None,
     status: JobStatus,
 ) -> None:
-    """`on_disconnect`; without it a key means that the caller may come back."""
+    """`on_disconnect`. Without it an idempotency key means that the caller may come back."""
     headers = {"idempotency-key": key} if key else {}
     body = BODY | {"on_disconnect": choice}
     claimed = await hang_up(http, idle_worker, redis_client, keys, json=body, headers=headers)
@@ -184,7 +184,7 @@ async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
 async def test_a_job_has_no_caller_to_lose(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """`continue` is what jobs do; `cancel` is refused by name."""
+    """Jobs always continue; `cancel` is rejected by name."""
     body = {"model": MODEL, "prompt": "ab"}
     for choice, status in (("continue", 202), ("cancel", 400)):
         job = {"endpoint": "/v1/completions", "body": body | {"on_disconnect": choice}}
@@ -199,9 +199,8 @@ async def test_a_reader_that_stops_reading_is_cut_and_can_go_on(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """The first event arrives. All others are far more than the buffers hold, so the kernel closes
-    the connection; the log has the rest.
-    """
+    """The first event arrives. The others exceed all buffers, so the kernel closes the
+    connection; the log has the rest."""
     num_events, text = 40, "x" * 400_000
     settings = make_settings(redis_server.url, stall_timeout_s=0.2)
     with running_gateway(settings) as url:
@@ -232,7 +231,7 @@ def _with_text(delta: ChoiceDelta, text: str) -> ChoiceDelta:
 
 
 async def read(answer: httpx.Response, ids: list[int]) -> None:
-    """Notes the numbers of the events that come whole, until the stream ends or breaks off."""
+    """Records the numbers of complete events, until the stream ends or breaks."""
     last_id = 0
     with contextlib.suppress(httpx.TransportError):
         async for line in answer.aiter_lines():

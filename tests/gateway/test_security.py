@@ -1,4 +1,4 @@
-"""Keys, hosts, sizes, ids and logs: what a stranger or a careless caller must not get."""
+"""Keys, hosts, sizes, ids and logs: what strangers and careless callers must not get."""
 
 import logging
 import re
@@ -28,7 +28,7 @@ DOCUMENT = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi(
 
 
 def v1_routes() -> list[tuple[str, str]]:
-    """Method and path of every route that wants a key, as the app has them."""
+    """Method and path of every route that needs a key, from the app."""
     ids = {"{job_id}": "job-0-" + "0" * 32, "{model_id}": "x", "{name}": "x"}
     return sorted(
         (method.upper(), re.sub(r"\{\w+\}", lambda found: ids[found[0]], path))
@@ -57,7 +57,7 @@ async def keyed(keyed_url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, path: str) -> None:
-    """401 without it, with a wrong one, with another scheme; anything else with it."""
+    """401 without a key, with a wrong one, or with another scheme; something else with the key."""
     for value in (None, "Bearer wrong", f"Basic {KEY}", "Bearer", f"Bearer {KEY}x"):
         headers = {} if value is None else {"authorization": value}
         answer = await keyed.request(method, path, headers=headers)
@@ -69,7 +69,7 @@ async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, 
 
 
 def test_few_routes_want_no_key() -> None:
-    """A new one must be one of these, or want the key."""
+    """A new route must be in this list or need the key."""
     without_key = {
         path
         for path, item in DOCUMENT["paths"].items()
@@ -81,7 +81,7 @@ def test_few_routes_want_no_key() -> None:
 
 
 async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
-    """Probes carry none."""
+    """Probes have none."""
     assert (await keyed.get("/livez")).status_code == 200
     assert (await keyed.get("/readyz")).status_code in (200, 503)
     assert (await keyed.get("/health")).status_code in (200, 503)
@@ -91,7 +91,7 @@ async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
     "host", ["evil.example", "127.0.0.1.evil.example", "", "a b", "localhost@x"]
 )
 async def test_a_rebound_name_is_refused(http: httpx.AsyncClient, host: str) -> None:
-    """Without a key only loopback names are ours."""
+    """Without a key only loopback names are allowed."""
     answer = await http.get("/v1/models", headers={"host": host})
     assert answer.status_code == 400
     for own in ("localhost:1", "[::1]:8000", "127.0.0.1"):
@@ -108,7 +108,7 @@ def test_no_key_no_other_address(redis_server: EmbeddedRedis) -> None:
 
 
 async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.AsyncClient) -> None:
-    """413 also where no length was announced."""
+    """413, with and without a Content-Length."""
     headers = {"content-type": "application/json"}
     raw = b'"' + b"x" * (300 * 1024) + b'"'
 
@@ -122,7 +122,7 @@ async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.Asyn
 
 
 async def test_a_request_id_comes_back_or_is_made(http: httpx.AsyncClient) -> None:
-    """Only where it is one: it goes into logs."""
+    """Only if it is well-formed, because it is logged."""
     good = await http.get("/livez", headers={"x-request-id": "a-1.b:c_2"})
     assert good.headers["x-request-id"] == "a-1.b:c_2"
     for bad in ("a b", "x" * 129, 'a"b'):
@@ -133,7 +133,7 @@ async def test_a_request_id_comes_back_or_is_made(http: httpx.AsyncClient) -> No
 async def test_no_prompt_output_or_query_is_ever_logged(
     worker: FakeWorker, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Canaries in prompts, names, keys, queries, broken bodies and outputs."""
+    """Canaries in prompts, names, keys, queries, malformed bodies and outputs."""
     canary = "CANARY"
     caplog.set_level(logging.DEBUG, logger="batchway")
     caplog.set_level(logging.DEBUG, logger="uvicorn")
@@ -155,7 +155,7 @@ async def test_no_prompt_output_or_query_is_ever_logged(
 
 
 def test_a_gateway_needs_no_torch_and_no_worker() -> None:
-    """Serverless functions carry neither; importing and building the app must do without."""
+    """Serverless functions have neither."""
     code = """
 import sys
 for name in ("torch", "transformers", "numpy", "workers"):

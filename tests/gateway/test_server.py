@@ -1,4 +1,4 @@
-"""How the gateway listens."""
+"""The gateway's listening socket."""
 
 import asyncio
 import socket
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_answers_do_not_wait_for_acknowledgements() -> None:
-    """A connection that asyncio takes from our listener sends small writes at once."""
+    """Accepted connections send small writes at once."""
     taken: asyncio.Queue[int] = asyncio.Queue()
 
     async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

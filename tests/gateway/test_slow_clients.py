@@ -1,4 +1,4 @@
-"""Clients that send at a byte a second, or nothing: they are closed, and others are served."""
+"""Clients that send a byte per second, or nothing, are closed, and others are served."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ HEAD = (
 
 @pytest.fixture(scope="module")
 def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
-    """Of a gateway of little patience, which takes any number of connections."""
+    """The URL of a gateway with short deadlines and unlimited connections."""
     allow_many_files()
     settings = make_settings(
         redis_server.url,
@@ -46,14 +46,14 @@ def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
 
 @pytest.fixture(scope="module")
 def capped_url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
-    """Of a gateway that takes few connections of an address."""
+    """The URL of a gateway that limits connections per address."""
     settings = make_settings(redis_server.url, max_connections_per_address=PER_ADDRESS)
     with running_gateway(settings) as url:
         yield httpx.URL(url)
 
 
 class Client:
-    """One connection, by hand."""
+    """One raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -63,7 +63,7 @@ class Client:
         self._writer.write(raw)
 
     async def drip(self, raw: bytes, every_s: float) -> bytes:
-        """Sends a byte at a time until the gateway closes; all that it said."""
+        """Sends byte by byte until the gateway closes; returns what it sent."""
 
         async def send() -> None:
             for byte in itertools.cycle(raw):
@@ -79,11 +79,11 @@ class Client:
             await end(sending)
 
     async def answer(self) -> bytes:
-        """Of a probe: up to the end of its body."""
+        """A probe's response, up to the end of its body."""
         return await self._reader.readuntil(b'"alive"}')
 
     async def rest(self) -> bytes:
-        """All that comes until the gateway closes the connection."""
+        """Reads until the gateway closes the connection."""
         parts = []
         try:
             while part := await self._reader.read(65_536):
@@ -104,13 +104,13 @@ async def connected(url: httpx.URL, source: str = "127.0.0.1") -> AsyncIterator[
 
 
 async def test_a_connection_that_says_nothing_is_closed(url: httpx.URL) -> None:
-    """Which uvicorn by itself would hold for ever."""
+    """uvicorn alone would keep it open."""
     async with connected(url) as client:
         assert await client.rest() == b""
 
 
 async def test_a_head_at_a_byte_a_second_is_closed(url: httpx.URL) -> None:
-    """Each byte comes in time; the head does not."""
+    """Each byte is in time, but the head is not."""
     async with connected(url) as client:
         assert await client.drip(b"GET /livez HTTP/1.1\r\nx-more: ", HEAD_S / 10) == b""
 
@@ -125,7 +125,8 @@ async def test_a_body_at_a_byte_a_second_is_told(url: httpx.URL) -> None:
 
 
 async def test_the_rest_of_a_refused_body_is_not_waited_for(url: httpx.URL) -> None:
-    """The answer needs no body; what still trickles in keeps nothing open."""
+    """The response does not need the body, and its remaining bytes do not keep the connection
+    open."""
     async with connected(url) as client:
         client.send(b"POST /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n")
         answer = await client.drip(b" ", IDLE_S / 10)
@@ -133,7 +134,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for(url: httpx.URL) -> N
 
 
 async def test_a_connection_is_kept_between_requests_but_not_for_ever(url: httpx.URL) -> None:
-    """One that is in use serves on; then it idles and is closed."""
+    """A used connection serves on; an idle one is closed."""
     async with connected(url) as client:
         for _ in range(3):
             client.send(LIVEZ)
@@ -142,7 +143,7 @@ async def test_a_connection_is_kept_between_requests_but_not_for_ever(url: httpx
 
 
 async def test_pipelined_requests_are_answered_before_the_wait_begins(url: httpx.URL) -> None:
-    """Also with the head of another one behind them, which never ends."""
+    """Also if the head of another request follows and never ends."""
     async with connected(url) as client:
         client.send(LIVEZ * 3 + LIVEZ[:10])
         assert (await client.rest()).count(b'"alive"') == 3
@@ -151,7 +152,7 @@ async def test_pipelined_requests_are_answered_before_the_wait_begins(url: httpx
 async def test_an_answer_may_take_longer_than_any_wait_for_the_client(
     idle_worker: FakeWorker, url: httpx.URL
 ) -> None:
-    """A call that runs for long is no idle connection."""
+    """A long call is no idle connection."""
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         call = asyncio.create_task(http.post("/v1/completions", json=CALL))
         claimed = await idle_worker.claim()
@@ -164,9 +165,8 @@ async def test_an_answer_may_take_longer_than_any_wait_for_the_client(
 async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
     worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """A third sends nothing, a third its head and a third its body at a byte now and then. All are
-    closed; calls beside them get their answers.
-    """
+    """A third sends nothing, a third a slow head and a third a slow body. All are closed;
+    concurrent calls are answered."""
     allow_many_files()
     waits = {"idle_timeout_s": 4.0, "head_timeout_s": 4.0, "body_timeout_s": 4.0}
     with running_gateway(make_settings(redis_server.url, **waits)) as url:
@@ -174,7 +174,7 @@ async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
 
 
 async def besiege(url: httpx.URL) -> None:
-    """500 clients from 50 addresses, who all have connected before the first call is made."""
+    """500 clients from 50 addresses, connected before the first call is made."""
     num_connected, all_there = itertools.count(1), asyncio.Event()
 
     async def dawdle(number: int) -> bytes:
@@ -203,9 +203,8 @@ async def besiege(url: httpx.URL) -> None:
 
 
 async def test_an_address_has_so_many_connections(capped_url: httpx.URL) -> None:
-    """One more is told and closed; other addresses have their own, and a place that is left is
-    free again.
-    """
+    """One more is answered 429 and closed. Other addresses have their own limit, and a closed
+    connection makes room."""
     async with connected(capped_url, "127.0.0.7") as first:
         others = [connected(capped_url, "127.0.0.7") for _ in range(PER_ADDRESS - 1)]
         for other in others:
@@ -239,12 +238,12 @@ async def test_an_address_has_so_many_connections(capped_url: httpx.URL) -> None
     ],
 )
 def test_a_client_with_many_addresses_counts_once(address: str, counted: str) -> None:
-    """Whoever has an IPv6 address has a network of them."""
+    """An IPv6 client usually has a whole network of addresses."""
     assert network_of(address) == counted
 
 
 async def eventually_served(url: httpx.URL, source: str) -> None:
-    """Until the gateway has noticed that a connection is gone."""
+    """Retries until the gateway has noticed that a connection is closed."""
     while True:
         async with connected(url, source) as client:
             client.send(LIVEZ + b"GET /nothing HTTP/1.1\r\nconnection: close\r\n\r\n")
@@ -255,7 +254,8 @@ async def eventually_served(url: httpx.URL, source: str) -> None:
 async def test_a_key_has_so_many_calls_at_a_time(
     idle_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """429 beyond; free again once an answer is whole, or its reader gone; probes do not count."""
+    """429 beyond the limit, until a response is complete or its reader has disconnected. Probes
+    do not count."""
     settings = make_settings(redis_server.url, api_key=KEY, max_calls_per_key=2)
     headers = {"authorization": f"Bearer {KEY}"}
     with running_gateway(settings) as url:

@@ -66,7 +66,7 @@ async def test_a_job_carries_the_grammar(
 
 
 async def test_text_is_not_constrained(http: httpx.AsyncClient, idle_worker: FakeWorker) -> None:
-    """`response_format` of type text asks for nothing."""
+    """`response_format` of type text has no effect."""
     body = {"model": MODEL, "prompt": "Hi", "response_format": {"type": "text"}}
     await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": body})
 
@@ -86,7 +86,7 @@ async def test_text_is_not_constrained(http: httpx.AsyncClient, idle_worker: Fak
 async def test_a_grammar_that_takes_too_long_costs_only_its_own_request(
     constraint: Constraint,
 ) -> None:
-    """It is refused by name, and the next one is compiled."""
+    """It is rejected by name, and the next one is compiled."""
     compiler = GrammarCompiler(ChildLimits(cpu_s=1, wall_s=20.0))
     try:
         with pytest.raises(ApiError) as refused:

@@ -1,5 +1,5 @@
-"""Chat templates come with models: what they may reach, how much they may say, and what they may
-use of a gateway."""
+"""Chat templates come with models: what they can access, and their limits of output, time and
+memory."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ def says(text: str) -> list[dict[str, str]]:
 
 
 class Templates:
-    """Makes templates' processes, and ends them."""
+    """Creates template processes, and ends them."""
 
     def __init__(self) -> None:
         self._made: list[TemplateProcess] = []
@@ -97,7 +97,7 @@ async def templates() -> AsyncIterator[Templates]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused(name: str) -> None:
-    """As a fault of this call: nothing of the process is reached, its memory is not filled."""
+    """It can neither access the process nor fill its memory."""
     with pytest.raises((Refused, UnicodeEncodeError)):
         ChatTemplate(HOSTILE[name], {}).render(MESSAGES).encode()
 
@@ -111,7 +111,7 @@ def test_templates_may_do_what_real_ones_do() -> None:
 
 
 def test_a_refusal_of_the_template_is_told_in_part() -> None:
-    """What it says to a caller is bounded too."""
+    """The message to the caller is limited."""
     with pytest.raises(Refused) as refused:
         ChatTemplate("{{ raise_exception('x' * 5000) }}", {}).render(MESSAGES)
     assert len(str(refused.value)) < 300
@@ -119,7 +119,7 @@ def test_a_refusal_of_the_template_is_told_in_part() -> None:
 
 @pytest.mark.anyio
 async def test_a_process_renders_for_one_after_the_other(templates: Templates) -> None:
-    """Each request gets its own text, in the one process, and refusals do not end it."""
+    """One process; a refusal does not end it."""
     template = templates.of(
         "{{ bos }}{{ messages[0].content }}{% if messages[0].content == '7' %}"
         "{{ raise_exception('no sevens') }}{% endif %}"
@@ -137,7 +137,7 @@ async def test_a_process_renders_for_one_after_the_other(templates: Templates) -
 
 @pytest.mark.anyio
 async def test_long_texts_come_whole(templates: Templates) -> None:
-    """Longer than a socket's buffer, both ways, and of characters of every length."""
+    """Longer than a socket's buffer, in both directions, with characters of every length."""
     text = "aß日😀" * 100_000
     template = templates.of("{{ messages[0].content }}")
     assert await template.render(says(text)) == text
@@ -174,7 +174,7 @@ async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
 
 @pytest.mark.anyio
 async def test_a_process_that_died_meanwhile_costs_nothing(templates: Templates) -> None:
-    """Where its end is known when the next request comes."""
+    """If its end is known when the next request arrives."""
     template = templates.of("{{ messages[0].content }}")
     await template.render(MESSAGES)
     pid = template.pid
@@ -188,7 +188,7 @@ async def test_a_process_that_died_meanwhile_costs_nothing(templates: Templates)
 
 
 async def stopped(template: TemplateProcess) -> int:
-    """The process of a template, which gets no time to compute from now on."""
+    """A template's process that is stopped."""
     while template.pid is None:
         with contextlib.suppress(TemplateFailed):  # it may take longer to start than it may take
             await template.render(MESSAGES)
@@ -198,7 +198,7 @@ async def stopped(template: TemplateProcess) -> int:
 
 @pytest.mark.anyio
 async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates) -> None:
-    """Where it computes nothing, its limit of that is never reached."""
+    """A process that uses no CPU time never reaches its CPU limit."""
     template = templates.of(MOODY, replace(LIMITS, wall_s=0.8))
     pid = await stopped(template)
     with pytest.raises(TemplateFailed, match="too long"):
@@ -208,7 +208,7 @@ async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates
 
 @pytest.mark.anyio
 async def test_a_request_waits_so_long_for_those_before_it(templates: Templates) -> None:
-    """And is told to come again."""
+    """Then it gets 503 with Retry-After."""
     template = templates.of(MOODY, replace(LIMITS, turn_s=0.01))
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
@@ -221,7 +221,7 @@ async def test_a_request_waits_so_long_for_those_before_it(templates: Templates)
 
 @pytest.mark.anyio
 async def test_a_stuck_template_holds_up_no_other(templates: Templates) -> None:
-    """Each model's has a process of its own."""
+    """Each model's template has its own process."""
     stuck, other = templates.of(MOODY), templates.of(MOODY)
     pid = await stopped(stuck)
     first = asyncio.create_task(stuck.render(says("a")))
@@ -234,7 +234,7 @@ async def test_a_stuck_template_holds_up_no_other(templates: Templates) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", UNREADABLE)
 async def test_an_unreadable_template_is_tried_once(templates: Templates, name: str) -> None:
-    """Whatever reading it would cost, it costs that once."""
+    """Compiling it is expensive, so it is not repeated."""
     template = templates.of(UNREADABLE[name])
     for _ in range(2):
         with pytest.raises(ModelUnreadable):
@@ -256,7 +256,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_reply_to_the_next(templates:
 async def test_a_closed_template_ends_its_process_after_what_it_renders(
     templates: Templates,
 ) -> None:
-    """Also one that is forgotten for others while a request still has it."""
+    """Also if another template replaces it while a request uses it."""
     template = templates.of("{{ messages[0].content }}")
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
@@ -309,7 +309,7 @@ asyncio.run(main())
 
 @pytest.mark.anyio
 async def test_no_process_outlives_its_gateway() -> None:
-    """Also where the gateway is killed, and one of the templates is in a loop just then."""
+    """Also if the gateway is killed while a template loops."""
     program = _KILLED_GATEWAY.format(source=MOODY)
     gateway = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=PIPE)
     said, _ = await gateway.communicate()
@@ -319,7 +319,7 @@ async def test_no_process_outlives_its_gateway() -> None:
 
 
 async def until_gone(pid: int) -> None:
-    """Returns once a process runs no more; it may wait to be reaped."""
+    """Returns once a process has ended; it may still be a zombie."""
     async with asyncio.timeout(30):
         while is_running(pid):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.02)
@@ -346,7 +346,7 @@ async def test_a_call_is_told_what_became_of_its_template(
     status: int,
     code: str,
 ) -> None:
-    """And no call before or after it is touched, of this model or another."""
+    """Calls before and after it are not affected, of this model or another."""
     source = MOODY + "{% if not messages[0].content %}{{ raise_exception('empty') }}{% endif %}"
     files = replace(hash_tokenizer(), chat_template=source)
     await publish_model(redis_client, keys, "moody", files=files)

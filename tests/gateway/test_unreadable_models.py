@@ -1,4 +1,4 @@
-"""What a worker writes of its model may be damaged or malicious: it costs that model alone."""
+"""Damaged or malicious data of a model in Redis affects that model alone."""
 
 import hashlib
 import logging
@@ -31,7 +31,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def packed_card(**changes: object) -> bytes:
-    """A card as msgpack that a worker of ours would not write."""
+    """A card as msgpack that no worker of ours would write."""
     fields: dict[str, object] = {
         "name": SPOILED,
         "context_length": 512,
@@ -72,7 +72,7 @@ async def test_a_card_that_cannot_be_read_is_left_out(
     caplog: pytest.LogCaptureFixture,
     name: str,
 ) -> None:
-    """And logged once, however often it is met."""
+    """It is logged once."""
     card = await publish_model(redis_client, keys)
     await spoil(redis_client, keys, CARDS[name])
     catalogue = Catalogue(redis_client, keys)
@@ -102,7 +102,7 @@ async def test_a_card_that_is_mended_is_there_again(
 async def test_a_list_of_models_that_is_none_holds_none(
     redis_client: redis.asyncio.Redis, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker may write that key too."""
+    """A worker can write that key too."""
     await redis_client.set(keys.of("models"), "x")
     catalogue = Catalogue(redis_client, keys)
 
@@ -116,8 +116,8 @@ async def test_a_spoiled_model_costs_no_other(
     keys: Keys,
     worker: FakeWorker,
 ) -> None:
-    """Neither a card, nor a list of workers, nor a worker's own words: models, metrics, readiness
-    and calls of the other model go on, and the metrics count what cannot be read."""
+    """A damaged card, list of workers or worker report: models, metrics, readiness and calls of
+    the other model work, and the metrics count what is unreadable."""
     card = await publish_model(redis_client, keys, "listed")
     await redis_client.set(keys.workers("listed"), "x")
     await redis_client.rpush(keys.model("typed"), "x")
@@ -165,7 +165,7 @@ async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
     worker: FakeWorker,
     name: str,
 ) -> None:
-    """503 with a code of its own."""
+    """503 with its own code."""
     sha256, packed = TOKENIZERS[name]
     card = await publish_model(redis_client, keys, SPOILED + name.replace(" ", ""))
     await redis_client.set(keys.of("tokenizer", sha256), packed)
@@ -181,12 +181,13 @@ async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
 
 
 async def worker_of(worker: FakeWorker, model: str) -> None:
-    """Another worker that lives, of another model."""
+    """A live worker of another model."""
     await FakeWorker(worker.functions, model, "w2").beat()
 
 
 async def eventually_known(http: httpx.AsyncClient, model: str) -> httpx.Response:
-    """The answer of a chat, once the gateway's catalogue has the model: it may be a second old."""
+    """The response of a chat, once the gateway's catalogue, which may be a second old, has the
+    model."""
     while True:
         answer = await http.post("/v1/chat/completions", json=CHAT | {"model": model})
         if answer.status_code != 404:
@@ -206,8 +207,8 @@ except WireError as exc:
 
 
 def test_a_tokenizer_is_decompressed_up_to_its_bound() -> None:
-    """One of a megabyte and a half that would be a gigabyte and a half, with the right hash: a
-    process that may have 512 MiB refuses it."""
+    """1.5 MB that would decompress to 1.5 GB, with the right hash: a process limited to 512 MiB
+    rejects it."""
     deflate = zlib.compressobj()
     part = deflate.compress(bytes(2**24)) + deflate.flush(zlib.Z_FULL_FLUSH)
     packed = part + part[2:] * 95  # without the two bytes of the head

@@ -24,7 +24,7 @@ def config() -> ConnectionConfig:
 
 
 def test_the_protocol_is_the_one_that_http_h11_selects() -> None:
-    """Otherwise requests are read by another parser than the one that was tested."""
+    """Otherwise another parser than the tested one would read requests."""
     selected = uvicorn.Config(echo, http="h11", log_config=None)
     selected.load()
     assert selected.http_protocol_class is HttpProtocol
@@ -38,7 +38,7 @@ def test_the_protocol_is_made_with_these_arguments() -> None:
 
 
 async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> None:
-    """Otherwise one overwrites what the other keeps."""
+    """Otherwise one would overwrite the other's attributes."""
     state = uvicorn.Server(config()).server_state
     theirs = vars(HttpProtocol(config=config(), server_state=state, app_state={}))
     ours = set(vars(Connection(config(), {}, server_state=state))) - set(theirs)
@@ -52,7 +52,7 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
 
 
 async def test_the_server_says_that_it_stops_before_it_waits_for_requests() -> None:
-    """Otherwise streams are cut off and send no last event."""
+    """Otherwise streams would be cut off without a last event."""
     has_begun, is_told = asyncio.Event(), asyncio.Event()
 
     async def until_told(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What a body may say: every refusal names its code and its parameter, and none echoes the body."""
+"""Validation of bodies: each error names its code and parameter, and none repeats the body."""
 
 import asyncio
 import json
@@ -243,7 +243,7 @@ async def test_a_wrong_completion_names_its_parameter(
 async def test_values_that_ask_for_nothing_are_accepted(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Clients send nulls and defaults; an earlier answer may be sent back as it came."""
+    """Clients send nulls and defaults, and earlier messages as they were received."""
     nothing = dict.fromkeys(("tools", "stop", "seed", "temperature", "max_tokens", "logit_bias"))
     message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
     empty: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
@@ -259,7 +259,7 @@ async def test_values_that_ask_for_nothing_are_accepted(
 async def test_parameters_that_change_nothing_are_named(
     worker: FakeWorker, http: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
-    """In the answer of a call and in that of a job; one that is null is none."""
+    """In responses of calls and jobs. A null parameter does not count."""
     ignored = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "metadata": None}
     answer = await http.post("/v1/completions", json=COMPLETION | ignored, headers=headers)
     assert answer.headers["x-ignored-parameters"] == "prompt_cache_key, safety_identifier, user"
@@ -269,7 +269,7 @@ async def test_parameters_that_change_nothing_are_named(
 
 
 async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
-    """The values that are taken; the name that was meant."""
+    """The accepted values, or the similar name."""
     for wrong, hint in (
         ({"functions": [{}]}, "[]"),
         ({"max_token": 1}, "did you mean max_tokens?"),
@@ -282,7 +282,7 @@ async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
 async def test_max_tokens_is_clipped_to_the_context(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """What the prompt leaves, which is also what admission counts."""
+    """To what the prompt leaves; admission counts the same."""
     answer = await http.post("/v1/completions", json=COMPLETION | {"max_tokens": 10**9})
     assert answer.status_code == 200
     [job] = worker.seen
@@ -306,7 +306,7 @@ async def test_max_tokens_over_the_context_is_refused_by_a_setting(
 
 
 async def test_parameters_reach_the_job(worker: FakeWorker, http: httpx.AsyncClient) -> None:
-    """What was asked is what the worker is told; the tier chooses the lane."""
+    """The tier chooses the lane."""
     worker.script = says("abc")
     body = COMPLETION | {
         "max_tokens": 7,
@@ -342,7 +342,7 @@ async def test_defaults_follow_openai(worker: FakeWorker, http: httpx.AsyncClien
 async def test_a_prompt_over_the_context_says_both_lengths(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """The caller learns by how much to shorten."""
+    """So the caller knows by how much to shorten."""
     answer = await http.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 600})
     assert error_of(answer) == (400, "prompt", "context_length_exceeded")
     message = answer.json()["error"]["message"]
@@ -353,7 +353,7 @@ async def test_a_prompt_over_the_context_says_both_lengths(
 async def test_a_model_without_a_template_has_no_chat(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: Any, keys: Any
 ) -> None:
-    """400, not a made-up format."""
+    """400, not an invented format."""
     files = hash_tokenizer()
     bare = type(files)(tokenizer_json=files.tokenizer_json, chat_template=None)
     await publish_model(redis_client, keys, f"bare-{id(files)}", files=bare)
@@ -387,14 +387,14 @@ DEEP = json.dumps(COMPLETION)[:-1] + ', "metadata": ' + "[" * 40 + "]" * 40 + "}
     ],
 )
 async def test_what_is_no_json_object_is_refused(http: httpx.AsyncClient, raw: bytes) -> None:
-    """One code for all of them, whatever the parser would have made of it."""
+    """One code for all of them."""
     headers = {"content-type": "application/json"}
     answer = await http.post("/v1/completions", content=raw, headers=headers)
     assert error_of(answer) == (400, None, "invalid_json")
 
 
 async def test_a_form_is_refused(http: httpx.AsyncClient) -> None:
-    """Pages of other sites can post text/plain without asking; JSON they cannot."""
+    """Other sites' pages can post text/plain without a CORS preflight, but not JSON."""
     headers = {"content-type": "text/plain"}
     answer = await http.post("/v1/completions", content=b"{}", headers=headers)
     assert error_of(answer) == (415, None, "unsupported_media_type")
@@ -409,7 +409,7 @@ async def test_an_unknown_model_is_not_found(
 
 
 async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncClient) -> None:
-    """404 and 405 as OpenAI's error object."""
+    """404 and 405 in OpenAI's format."""
     assert error_of(await http.get("/v1/nothing")) == (404, None, "not_found")
     assert error_of(await http.get("/v1/completions")) == (405, None, "method_not_allowed")
 
@@ -429,7 +429,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncC
 async def test_an_unknown_path_says_what_there_is(
     http: httpx.AsyncClient, path: str, hint: str
 ) -> None:
-    """What else would do, or the path that was meant; a long one is not sent back whole."""
+    """The alternatives, or the similar path. A long path is not repeated in full."""
     answer = await http.post(path, json=CHAT)
     assert error_of(answer) == (404, None, "not_found")
     message = answer.json()["error"]["message"]
@@ -441,7 +441,7 @@ async def test_an_unknown_path_says_what_there_is(
 async def test_an_unknown_model_is_told_the_models(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """In calls and by its own path."""
+    """In calls and at the model's own path."""
     call = await http.post("/v1/chat/completions", json=CHAT | {"model": MODEL + "x"})
     for answer in (call, await http.get(f"/v1/models/{MODEL}x")):
         assert error_of(answer) == (404, "model", "model_not_found")
