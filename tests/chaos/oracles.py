@@ -4,11 +4,13 @@ a model with arithmetic, and judged by the same weights in this process."""
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import httpx
 
 from contract.jobs import Job, SamplingParams
+from gateway.openai.grammars import Kind, compile_grammar
 from infra.demo_model import demo_model_path
 from tests.chaos.ledger import Output
 from tests.fakes import HashModelOptions, encode_text, expected_output
@@ -47,8 +49,29 @@ class Oracle(Protocol):
         ...
 
 
+_CONSTRAINED_SHARE = 0.3
+_CONSTRAINTS: Mapping[str, Mapping[str, Any]] = {
+    "json": {
+        "guided_json": {
+            "type": "object",
+            "properties": {"id": {"type": "integer"}, "text": {"type": "string", "maxLength": 20}},
+            "required": ["id", "text"],
+            "additionalProperties": False,
+        }
+    },
+    "regex": {"guided_regex": "([a-f]{3}-){4,12}[0-9]+x"},
+}
+
+
+@cache
+def _compiled(name: str) -> str:
+    [(parameter, value)] = _CONSTRAINTS[name].items()
+    kind = {"guided_json": Kind.JSON_SCHEMA, "guided_regex": Kind.REGEX}[parameter]
+    return compile_grammar(kind, value)
+
+
 class HashOracle:
-    """The hash model: any prompts, greedy or sampled, one or two choices of each."""
+    """The hash model: any prompts, greedy or sampled, constrained or not, one or two choices."""
 
     model = "m"
     is_exact = True
@@ -67,14 +90,20 @@ class HashOracle:
             "ignore_eos": rng.random() < 0.7,
             "n": n,
         }
+        constraint: Mapping[str, Any] = {}
+        grammar = ""
+        if rng.random() < _CONSTRAINED_SHARE:
+            name = rng.choice(sorted(_CONSTRAINTS))
+            grammar, constraint = _compiled(name), _CONSTRAINTS[name]
+            sampling["ignore_eos"] = False
         if endpoint == CHAT:
             asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
             prompts = [encode_text(f"user: {text}\nassistant: ")]
         else:
             texts = [text, *(f"{text}{i}" for i in range(rng.choice((0, 0, 1, 3))))]
             asked, prompts = {"prompt": texts}, [encode_text(text) for text in texts]
-        body = {"model": self.model, "return_token_ids": True, **asked, **sampling}
-        params = SamplingParams(**sampling)
+        body = {"model": self.model, "return_token_ids": True, **asked, **sampling, **constraint}
+        params = SamplingParams(**sampling, grammar=grammar)
         expected = tuple(
             tuple(self._output(prompt_ids, params, choice))
             for prompt_ids in prompts
