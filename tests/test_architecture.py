@@ -36,7 +36,7 @@ def modules_of(package: str) -> list[Path]:
     return sorted(ROOT.glob(f"{package}/**/*.py"))
 
 
-def test_nobody_imports_whom_it_may_not() -> None:
+def test_import_contracts_hold() -> None:
     """The contracts of import-linter in pyproject.toml, each of which says its reason."""
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_a_package_imports_where_others_are_not_installed(package: str, blocked:
 
 
 @pytest.mark.parametrize("path", LUA_FILES, ids=lambda path: path.name)
-def test_a_function_in_lua_says_what_goes_in_and_out(path: Path) -> None:
+def test_lua_functions_document_arguments_and_results(path: Path) -> None:
     """Its header names keys, arguments and reply, before the first line of code."""
     lines = path.read_text().splitlines()
     header = []
@@ -95,7 +95,7 @@ def test_files_are_short_or_say_why_not(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_says_what_it_is(package: str) -> None:
+def test_every_module_has_a_docstring(package: str) -> None:
     """A docstring at the top of each module that holds anything."""
     for path in modules_of(package):
         tree = ast.parse(path.read_text())

@@ -84,7 +84,7 @@ def test_the_artifact_is_small() -> None:
     assert 20e6 < num_bytes < 50e6
 
 
-def test_what_is_pinned_is_what_is_tested() -> None:
+def test_locked_versions_are_the_tested_ones() -> None:
     """The versions of the artifact satisfy the ranges of pyproject.toml."""
     from packaging.requirements import Requirement
 

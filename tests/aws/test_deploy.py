@@ -28,7 +28,7 @@ class NoRegion:
     region_name = None
 
 
-def test_without_credentials_it_says_what_to_do(
+def test_without_credentials_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Instead of a stack trace."""
@@ -55,7 +55,7 @@ def test_a_deployment_ends_with_a_call_to_try(aws_environ: dict[str, str], tmp_p
     assert first_call.stack_name(config) == "batchway"
 
 
-def test_a_housekeeper_that_fails_is_told() -> None:
+def test_a_failing_housekeeper_raises_an_alarm() -> None:
     """Without the library no job is accepted, so a deployment must not end in silence."""
 
     class Lambda:

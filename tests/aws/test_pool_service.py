@@ -83,7 +83,7 @@ async def test_a_job_that_waits_wakes_the_pool(
     assert metrics["Model"] == MODEL
 
 
-async def test_the_emptiest_is_told_to_go(
+async def test_the_emptiest_worker_is_drained(
     service: PoolService, ecs: EcsService, functions: Functions, invoke: Invoke
 ) -> None:
     """The one with a job stays; ECS is asked for fewer, and the other hears of it."""
@@ -109,7 +109,7 @@ async def test_the_emptiest_is_told_to_go(
     assert orders == [None, b"drain"]
 
 
-async def test_a_worker_that_drains_is_none(service: PoolService, functions: Functions) -> None:
+async def test_a_draining_worker_does_not_count(service: PoolService, functions: Functions) -> None:
     """It takes no jobs, so it does not count; and one that is silent does not either."""
     worker = FakeWorker(functions)
     await worker.beat()
@@ -215,7 +215,7 @@ def test_options_become_a_policy() -> None:
         build_parser().parse_args([*needed, "--wait-targets=interactive"])
 
 
-async def test_what_happens_in_each_lane_is_told_once(
+async def test_events_are_counted_once_per_lane(
     service: PoolService, functions: Functions, invoke: Invoke
 ) -> None:
     """What waits, as it is; tokens and ends since the look before; first tokens by bucket."""

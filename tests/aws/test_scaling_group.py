@@ -63,7 +63,7 @@ class Clock:
         return self.now_s
 
 
-def test_machines_are_kept_for_as_long_as_their_worker_is_heard_of(group: ScalingGroup) -> None:
+def test_machines_are_kept_while_their_worker_sends_heartbeats(group: ScalingGroup) -> None:
     """The group ends another one, although that one is younger; nobody is protected for ever."""
     group.resize(3)
     one, two, three = machines(group)
@@ -77,7 +77,7 @@ def test_machines_are_kept_for_as_long_as_their_worker_is_heard_of(group: Scalin
     assert machines(group) == {one: False, three: True}
 
 
-def test_a_machine_is_not_taken_for_another_whose_name_begins_alike(group: ScalingGroup) -> None:
+def test_machines_with_a_common_name_prefix_are_distinguished(group: ScalingGroup) -> None:
     """Ids are compared whole."""
     group.resize(1)
     [machine] = machines(group)
@@ -144,7 +144,7 @@ def test_a_group_that_is_not_there_is_named(group: ScalingGroup) -> None:
         ScalingGroup(group.client, "x").num_desired()
 
 
-def test_options_name_who_runs_the_workers(aws_environ: dict[str, str]) -> None:
+def test_an_option_names_the_worker_pool(aws_environ: dict[str, str]) -> None:
     """A service of ECS or a group of machines, and not both; metrics as lines or sent."""
     parser = build_parser()
     on_machines = parser.parse_args(["--auto-scaling-group=g", "--model-name=m", "--put-metrics"])

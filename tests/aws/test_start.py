@@ -45,7 +45,7 @@ def test_a_cold_start_loads_nothing_that_can_wait(cold: Any) -> None:
     assert not sorted(HEAVY.intersection(cold["loaded"]))
 
 
-def test_what_a_first_call_needs_is_in_the_snapshot() -> None:
+def test_a_snapshot_contains_the_imports_of_the_first_call() -> None:
     """Where nobody waits, tokenizers and templates are there before the first call."""
     ahead = said(START, BY_A_SNAPSHOT)
     assert "tokenizers.decoders" in ahead["loaded"]

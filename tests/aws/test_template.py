@@ -26,7 +26,7 @@ def test_linters_find_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_every_parameter_says_what_it_is() -> None:
+def test_every_template_parameter_has_a_description() -> None:
     """With a default, unless it belongs to one account; and all stand in a group of the form."""
     parameters = written()["Parameters"]
     assert all(parameter.get("Description") for parameter in parameters.values())

@@ -32,7 +32,7 @@ def integration(path: str, method: str) -> dict[str, Any]:
         ("/v1/jobs/{job}/events", "get"),
     ],
 )
-def test_what_may_stream_is_streamed(path: str, method: str) -> None:
+def test_streaming_parts_are_streamed(path: str, method: str) -> None:
     """By the streaming invocation of Lambda, for as long as a function may run."""
     found = integration(path, method)
     uri, arguments = found["uri"]["Fn::Sub"]
@@ -44,7 +44,7 @@ def test_what_may_stream_is_streamed(path: str, method: str) -> None:
     assert arguments["Function"] == {"Ref": "StreamFunctionAliaslive"}
 
 
-def test_all_else_is_answered_at_once() -> None:
+def test_other_requests_are_answered_at_once() -> None:
     """By the buffered function, and within the time that API Gateway waits for it."""
     found = integration("/{proxy+}", "x-amazon-apigateway-any-method")
     uri, arguments = found["uri"]["Fn::Sub"]

@@ -49,7 +49,7 @@ def test_the_cache_is_a_queue_with_a_lock() -> None:
         assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "NAME"), user["UserName"]
 
 
-def test_there_is_no_door_but_the_api() -> None:
+def test_nothing_is_public() -> None:
     """Nothing listens to the world: no addresses, no function URLs, no open groups, no buckets."""
     kinds = {resource["Type"] for resource in transformed()["Resources"].values()}
     assert not kinds & {

@@ -55,7 +55,7 @@ def test_every_service_runs_a_command_that_exists() -> None:
         batchway.parse_args(["callback"])
 
 
-def test_who_waits_is_told_of_the_cold_start() -> None:
+def test_the_eta_includes_the_cold_start() -> None:
     """The gateways count with the same figure as the pool."""
     cold_start = {"Ref": "ColdStartS"}
     for function in ("ApiFunction", "StreamFunction"):
@@ -64,7 +64,7 @@ def test_who_waits_is_told_of_the_cold_start() -> None:
     assert {"Fn::Sub": "--cold-start-s=${ColdStartS}"} in container("PoolTask")["Command"]
 
 
-def test_the_pool_is_told_who_runs_the_workers() -> None:
+def test_the_pool_learns_its_workers() -> None:
     """A service of ECS, or the group of the operator's machines; the rest is the same."""
     parser = pool_service.build_parser()
     on_ecs = parser.parse_args(arguments("PoolTask"))

@@ -139,7 +139,7 @@ def test_an_agent_that_refuses_is_asked_again(agent: Agent) -> None:
     assert len(agent.heard) == 2
 
 
-async def test_health_is_being_heard_of(
+async def test_health_follows_heartbeats(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys, functions: Functions
 ) -> None:
     """A worker of this host, lately; without Redis nothing can be said, so nobody is ended."""

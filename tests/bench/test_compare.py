@@ -48,7 +48,7 @@ def heats(num_rounds: int = 2) -> tuple[Workload, list[Heat]]:
     return workload, done
 
 
-def test_all_run_in_turns_and_say_what_the_model_says() -> None:
+def test_peers_run_in_turns_and_yield_the_model_s_tokens() -> None:
     """Another begins each round; in a round all have the same rate; every token is the oracle's."""
     workload, done = heats()
 
@@ -114,7 +114,7 @@ def made_up_heats() -> list[Heat]:
     ]
 
 
-def test_medians_of_the_rounds_are_told() -> None:
+def test_medians_of_the_rounds_are_reported() -> None:
     """Of rates and of each percentile; throughput and latency in tables apart."""
     found = summarise_heats(made_up_heats())
 
@@ -178,7 +178,7 @@ def test_the_command_compares_strategies_and_files(
     assert "all said the same tokens in all 2 rounds" in capsys.readouterr().out
 
 
-def test_what_cannot_be_compared_is_one_sentence(
+def test_an_impossible_comparison_gives_one_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file with a wrong key; a workload that cannot run; no model."""

@@ -44,7 +44,7 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("strategy", ["continuous", "static", "dynamic"])
-def test_each_strategy_says_the_same_tokens_and_all_figures(
+def test_all_strategies_yield_equal_tokens_and_all_figures(
     model: Path, tmp_path: Path, strategy: str, quantization: str
 ) -> None:
     """As torch alone says them, request by request."""
@@ -117,7 +117,7 @@ def test_a_bad_workload_is_named(content: str, reason: str, tmp_path: Path) -> N
         read_workload(file)
 
 
-def test_what_cannot_run_ends_the_command_with_one_sentence(
+def test_a_command_that_cannot_run_ends_with_one_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No file; a token beyond the vocabulary; no model."""

@@ -50,7 +50,7 @@ def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
     assert all(word in table for word in ("prefill", "host gap", "ratio", "p99", "copy"))
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_check_exits_with_its_own_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And exits with a status of its own, so that a script can tell it from a failure."""
@@ -83,7 +83,7 @@ def test_a_wrong_kernel_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "shared memory" in check.detail
 
 
-def test_what_the_time_did_not_allow_is_named() -> None:
+def test_skipped_measurements_are_named() -> None:
     """After the time is up nothing more is begun."""
     clock = itertools.count(0.0, 10_000.0)
 

@@ -73,7 +73,7 @@ def test_streams_attend_to_random_numbers_in_blocks_of_their_own(model: Path) ->
         assert not layer.values[len(block_ids) : -1].any()
 
 
-def test_what_does_not_fit_is_named(
+def test_errors_name_what_does_not_fit(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too little memory for the larger batch: its cell says so, and JSON has none."""

@@ -26,7 +26,7 @@ def options(folder: Path) -> argparse.Namespace:
 
 
 @pytest.mark.campaign
-def test_an_adapter_and_our_engine_say_the_same(tmp_path: Path) -> None:
+def test_an_adapter_and_our_engine_yield_equal_tokens(tmp_path: Path) -> None:
     """The same fields, and in float32 the same tokens, as many as each request asks for."""
     save_tiny_model("llama", tmp_path / "S")
     requests = [WorkloadRequest(tuple(range(4, 4 + n)), 3 + n) for n in (2, 5, 9)]

@@ -9,7 +9,7 @@ from bench.quantization import Tally, exercises, main
 from tests.tiny_models import save_tiny_model
 
 
-def test_a_model_says_its_own_tokens_and_the_others_are_held_against_them(
+def test_peers_are_compared_with_the_model_s_own_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The reference finds all of its own greedy texts likeliest; bytes fall to a quarter."""

@@ -45,13 +45,13 @@ def count_operations(engine: Engine, load: Load) -> int:
 
 
 @pytest.mark.parametrize("load", [Load.STEADY, Load.MEMORY])
-def test_who_waits_costs_a_step_nothing(load: Load) -> None:
+def test_waiting_sequences_cost_a_step_nothing(load: Load) -> None:
     """With a hundred times as many waiting, a step executes the very same operations."""
     few, many = (num_operations(load, 16, num_waiting) for num_waiting in (40, 4_000))
     assert few == many
 
 
-def test_who_waits_in_a_lobby_costs_a_step_nothing() -> None:
+def test_sequences_held_back_cost_a_step_nothing() -> None:
     """Until somebody comes or ends, nobody asks a static strategy that waits for its batch."""
     nums = []
     for num_waiting in (40, 4_000):
@@ -69,14 +69,14 @@ def test_letting_one_in_costs_hardly_more_where_many_wait() -> None:
 
 
 @pytest.mark.parametrize("load", [Load.STEADY, Load.TURNOVER])
-def test_who_runs_costs_its_own_part(load: Load) -> None:
+def test_the_cost_of_a_step_is_linear_in_running_sequences(load: Load) -> None:
     """Four times as many sequences that run cost at most four times as much."""
     few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
     assert few < many <= 4 * few
 
 
 @pytest.mark.parametrize(("load", "most"), [(Load.STEADY, 200), (Load.TURNOVER, 400)])
-def test_who_runs_costs_few_operations(load: Load, most: int) -> None:
+def test_running_sequences_cost_few_operations(load: Load, most: int) -> None:
     """What all streams need alike is done for all at once, not by calls for each."""
     few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
     assert (many - few) / (64 - 16) < most

@@ -144,7 +144,7 @@ async def test_a_function_is_invoked(aws: AwsSender) -> None:
         (CallbackKind.S3, "absent-bucket/x"),
     ],
 )
-async def test_what_is_not_there_is_refused_for_good(
+async def test_a_missing_object_is_a_permanent_error(
     aws: AwsSender, kind: CallbackKind, target: str
 ) -> None:
     """The caller's mistake: no attempt would mend it."""

@@ -92,7 +92,7 @@ async def test_a_delivery_is_one_line_of_the_log(
     assert all("callback delivered: HTTP 204 job_id=" in line for line in deliveries)
 
 
-def test_it_wants_a_key_and_ends_when_told(redis_server: EmbeddedRedis) -> None:
+def test_the_web_adapter_needs_a_key_and_ends_on_sigterm(redis_server: EmbeddedRedis) -> None:
     """Without the key that signs RQ's jobs it does not start; SIGTERM ends it with status 0."""
     status, complaint = run(redis_server.url)
     assert (status, "BATCHWAY_CALLBACK_KEY" in complaint) == (2, True)

@@ -74,7 +74,7 @@ def outbox(redis_client: redis.asyncio.Redis, keys: Keys) -> Outbox:
     return Outbox(redis_client, keys)
 
 
-async def test_an_end_is_told_signed_and_thin(
+async def test_a_callback_is_signed_and_thin(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
     """Status, usage and where the result is; no output, and a signature that others verify."""
@@ -176,7 +176,7 @@ async def test_a_slow_receiver_holds_up_itself_alone(
         assert len(slow.messages) == 2, "no more than its share at a time"
 
 
-async def test_whatever_an_attempt_raises_leads_down_the_ladder(
+async def test_any_exception_of_an_attempt_leads_to_a_retry(
     functions: Functions,
     outbox: Outbox,
     redis_server: EmbeddedRedis,
@@ -250,7 +250,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
     assert receiver.messages[0].body["data"]["id"] == sound.id
 
 
-async def test_progress_is_told_before_the_end_and_never_after(
+async def test_progress_callbacks_precede_the_final_one(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
     """Started, progress, the end; each a message of its own, one after the other."""

@@ -139,7 +139,7 @@ def test_the_job_holds_a_record_id_only(redis_server: EmbeddedRedis) -> None:
     client.close()
 
 
-def test_commands_through_redis_are_not_heard(hands: Hands) -> None:
+def test_commands_written_to_redis_are_ignored(hands: Hands) -> None:
     """RQ's `shutdown` would end the process."""
     for key in hands.client.scan_iter("rq:worker:*"):
         name = key.decode().removeprefix("rq:worker:")

@@ -91,7 +91,7 @@ async def test_a_long_answer_is_cut_off(tmp_path: Path) -> None:
     await webhooks.aclose()
 
 
-async def test_a_receiver_that_says_nothing_is_given_up_in_time() -> None:
+async def test_a_silent_receiver_is_given_up_in_time() -> None:
     """The limit counts from the name lookup to the end of the answer."""
     webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=0.2)
     async with Receiver({"/": always(Answer(delay_s=5))}) as receiver:

@@ -56,7 +56,7 @@ async def test_vllm_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_redis_that_loses_its_last_second_says_so() -> None:
+async def test_a_redis_that_loses_its_last_second_resets_streams() -> None:
     """Power cuts under `everysec`: what was lost was young, and no stream was spliced."""
     options = CampaignOptions(
         3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW_CALLERS, fleet=SMALL

@@ -236,7 +236,7 @@ def test_a_sound_story_is_left_alone() -> None:
     assert (ledger.num_callbacks, ledger.num_deliveries) == (1, 2)
 
 
-def test_what_a_power_cut_takes_back_is_excused_and_no_more() -> None:
+def test_only_losses_by_a_power_cut_are_excused() -> None:
     """A job accepted in the last moment, or by nobody yet, may vanish; one that was known for
     long may not, and none where no power was cut."""
     now_s = 100.0

@@ -111,7 +111,7 @@ async def test_a_blocking_stream_is_continued_too(worker: FakeWorker, gateway_ur
     assert await asyncio.to_thread(follow) == "".join(WORDS)
 
 
-async def test_errors_are_told_apart(idle_worker: FakeWorker, gateway_url: str) -> None:
+async def test_client_errors_are_distinguished(idle_worker: FakeWorker, gateway_url: str) -> None:
     """By kind, with the gateway's code and the field that is wrong."""
     async with AsyncClient(gateway_url) as client:
         with pytest.raises(batchway_client.AnswerError) as wrong:

@@ -89,7 +89,7 @@ async def test_a_refused_job_leaves_nothing_behind(
     assert (await functions.submit(make_job(), again)).is_new
 
 
-async def test_a_meter_says_exactly_when_it_has_room(
+async def test_a_rate_limit_reports_exactly_when_it_has_room(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """60 a minute, all at once; then a second's wait, no less and no more."""
@@ -107,7 +107,7 @@ async def test_a_meter_says_exactly_when_it_has_room(
     await functions.submit(make_job(), make_submission(limits=limits))
 
 
-async def test_what_was_not_used_of_a_cost_comes_back(
+async def test_unused_cost_is_refunded(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """13 tokens are reserved; 5 are used, 8 come back to the meter and all to what is reserved."""
@@ -152,7 +152,7 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
 @pytest.mark.parametrize(
     ("heavy", "light", "is_below"), [(1.0, 1.0, True), (4.0, 1.0, False), (4.0, 4.0, True)]
 )
-async def test_a_tenant_below_its_share_is_told_no_wait(
+async def test_a_tenant_below_its_share_has_no_predicted_wait(
     functions: Functions, heavy: float, light: float, is_below: bool
 ) -> None:
     """Four jobs of 13 tokens run and four wait, all of one tenant. A job of another that will take
@@ -181,7 +181,7 @@ async def test_a_tenant_below_its_share_is_told_no_wait(
         assert (found[0].position.eta_s == 0.0) == (eta_s == 0.0), found[0].position
 
 
-async def test_as_much_goes_before_a_job_as_weights_say(functions: Functions) -> None:
+async def test_the_predicted_wait_respects_weights(functions: Functions) -> None:
     """Before a third job of a tenant wait two of its own, and twice as many of one of twice its
     weight."""
     for _ in range(8):

@@ -26,7 +26,7 @@ async def pepper_of(api_keys: ApiKeys) -> Pepper:
     return pepper
 
 
-async def test_a_key_is_found_by_its_prefix_and_told_from_others(api_keys: ApiKeys) -> None:
+async def test_a_key_is_found_by_its_prefix_and_checked(api_keys: ApiKeys) -> None:
     """The whole key counts, not the prefix; what it grants comes back as it was given."""
     assert not await api_keys.exist()
     key, prefix = await api_keys.create(TERMS)

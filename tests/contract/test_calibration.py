@@ -52,7 +52,7 @@ async def taken(
     return waits
 
 
-async def test_a_job_says_how_long_it_was_to_wait_and_how_long_it_did(
+async def test_a_job_reports_its_predicted_and_actual_wait(
     taken: list[tuple[float | None, float]],
 ) -> None:
     """A second for each job ahead was predicted; it was two."""
@@ -60,7 +60,7 @@ async def test_a_job_says_how_long_it_was_to_wait_and_how_long_it_did(
     assert [predicted for predicted, _ in taken] == [0, 1000, 2000, 3000, 4000]
 
 
-async def test_errors_are_told_by_lane(
+async def test_prediction_errors_are_reported_by_lane(
     redis_client: redis.asyncio.Redis, keys: Keys, taken: object
 ) -> None:
     """The first was right, the others half a wait off; of an idle lane nothing is known."""
@@ -79,7 +79,7 @@ async def test_the_last_thousand_count(
     assert await redis_client.llen(key) == 1000
 
 
-async def test_a_job_that_was_moved_says_nothing_of_predictions(
+async def test_a_moved_job_reports_no_prediction(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions
 ) -> None:
     """It was predicted for another lane."""

@@ -44,7 +44,7 @@ async def test_the_warning_depends_on_two_settings(
     assert (WARNING in caplog.text) == is_warned
 
 
-async def test_who_may_not_ask_is_warned(
+async def test_a_denied_command_is_a_warning(
     client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The users of a locked Redis may read INFO and no setting."""

@@ -112,7 +112,7 @@ async def test_a_lapsed_lease_goes_to_another_worker_and_fences_the_first(
     assert await append(functions, "w2", Append(job.id, 2, 2, tokens(1, 8), 1)) == [(Verdict.OK, 3)]
 
 
-async def test_a_heartbeat_renews_leases_and_names_what_was_lost(
+async def test_a_heartbeat_renews_leases_and_names_lost_jobs(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """A worker that beats keeps its jobs; it hears of those that are no longer its own."""
@@ -232,7 +232,7 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
     assert [c.job.id for c in await claim(functions, max_jobs=1)] == [jobs[2].id]
 
 
-async def test_a_claim_whose_answer_is_lost_is_not_made_again(
+async def test_a_claim_whose_reply_is_lost_is_not_repeated(
     functions: Functions, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
     """Else its job would wait for its lease to lapse: whoever asked asks what is its own."""

@@ -41,7 +41,7 @@ async def told(functions: Functions, tenant: str = "t", lane: str = "standard") 
     return refused.value.retry_after_s
 
 
-async def test_they_come_one_after_another(full_lane: Functions) -> None:
+async def test_refused_callers_return_one_after_another(full_lane: Functions) -> None:
     """The first when the job that waits is drained, the others a second apart: at half the rate."""
     assert [await told(full_lane) for _ in range(4)] == [0.5, 1.5, 2.5, 3.5]
 
@@ -54,13 +54,13 @@ async def test_a_flood_of_refusals_puts_nobody_else_off(full_lane: Functions) ->
     assert [await told(full_lane) for _ in range(3)] == [1.5, 3.5, 5.5]
 
 
-async def test_many_who_come_for_the_first_time_are_spread(full_lane: Functions) -> None:
+async def test_first_retries_are_spread(full_lane: Functions) -> None:
     """A hundred tenants, refused once each, are told a hundred times, not one."""
     times = [await told(full_lane, f"tenant-{number}") for number in range(100)]
     assert times == [0.5 + number for number in range(100)]
 
 
-async def test_what_is_promised_passes_with_time(
+async def test_promises_expire(
     full_lane: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Who is told later is put behind those only who have not come yet."""
@@ -88,7 +88,7 @@ async def test_room_found_at_once_ends_the_waiting(full_lane: Functions) -> None
     assert await told(full_lane) == 0.5
 
 
-async def test_nobody_is_put_off_for_more_than_an_hour(full_lane: Functions) -> None:
+async def test_retry_after_is_at_most_an_hour(full_lane: Functions) -> None:
     """However many were refused before."""
     latest = 0.0
     for _ in range(3700):

@@ -150,7 +150,7 @@ PLANTED: dict[str, tuple[list[str], list[tuple[str, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-async def test_drift_is_set_right_and_told(
+async def test_drift_is_corrected_and_reported(
     name: str,
     functions: Functions,
     redis_client: redis.asyncio.Redis,
@@ -194,7 +194,7 @@ def astuple(it: Correction) -> tuple[str, ...]:
     return it.kind, it.key, it.field, it.held, it.holds
 
 
-async def test_what_a_refusal_names_is_held_against_the_records(
+async def test_a_refusal_agrees_with_the_records(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """No job of the tenant's is left, so nothing else leads to what it seems to have reserved."""
@@ -273,7 +273,7 @@ async def test_a_count_stays_right_while_jobs_change(
     audit.check()
 
 
-async def test_what_a_sweep_costs_does_not_grow_with_the_queue(
+async def test_the_cost_of_a_sweep_does_not_grow_with_the_queue(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Commands inside the function, of the dearest of enough sweeps to see every job: no more with

@@ -44,7 +44,7 @@ async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
     assert [entry.number for entry in entries] == [1, 2, 3]
 
 
-async def test_a_job_may_be_said_twice_in_one_call(functions: Functions) -> None:
+async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:
     """What comes second follows the first, or repeats it."""
     job_id = await running_job(functions)
     said = await append(functions, "w1", said_by(job_id, 3), said_by(job_id, 4))

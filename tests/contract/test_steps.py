@@ -34,7 +34,7 @@ async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
     return job_ids
 
 
-async def test_each_job_of_a_call_is_told_its_own_verdict(functions: Functions) -> None:
+async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) -> None:
     """Appended, repeated, with a gap, with too much output, unknown, ended, of an older claim."""
     goes_on, repeats, leaps, talks, ends, says_and_ends, is_late = await running_jobs(functions, 7)
     await functions.cancel(is_late, "t")
@@ -99,7 +99,7 @@ async def test_leases_stay_as_they_are_where_none_is_asked_for(
     assert await redis_client.zrange(keys.of("leases"), 0, -1, withscores=True) == before
 
 
-async def test_many_jobs_are_said_in_one_call(functions: Functions) -> None:
+async def test_one_append_serves_many_jobs(functions: Functions) -> None:
     """More than a command of Redis may have arguments: what is read and written goes in parts."""
     job_ids = await running_jobs(functions, 1100)
     said = await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))

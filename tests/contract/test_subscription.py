@@ -69,7 +69,7 @@ async def said_of(heard: Heard, num: int) -> list[bytes]:
     return found
 
 
-async def test_all_that_is_said_in_its_channels_is_heard_in_order(
+async def test_a_listener_receives_all_messages_in_order(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """From the confirmation on; nothing of another channel."""
@@ -94,7 +94,7 @@ async def test_nothing_is_lost_where_listening_is_interrupted(
         assert sorted(await said_of(heard, len(said))) == sorted(said)
 
 
-async def test_the_end_of_the_connection_is_told(
+async def test_the_end_of_the_connection_is_reported(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     async with listening(redis_server.url, "one") as (_, _, task):
@@ -103,7 +103,7 @@ async def test_the_end_of_the_connection_is_told(
             await task
 
 
-async def test_a_server_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
+async def test_an_unreachable_server_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError):
         async with listening(f"unix://{tmp_path}/none", "one"):
             pass
@@ -125,7 +125,7 @@ async def test_a_connection_that_fell_silent_is_closed(
 
 
 @pytest.mark.parametrize("channels", [(), ("one",)])
-async def test_a_connection_where_nothing_is_said_is_kept(
+async def test_an_idle_connection_is_kept(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, channels: tuple[str, ...]
 ) -> None:
     """The server's answers to the questions are enough, with a channel or without one."""
@@ -134,7 +134,7 @@ async def test_a_connection_where_nothing_is_said_is_kept(
             assert (await next_of(heard, task))[0] == "pong"
 
 
-async def test_a_user_without_the_right_to_a_channel_is_told_so(
+async def test_a_redis_user_without_a_channel_gets_an_error(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     await redis_client.acl_setuser(

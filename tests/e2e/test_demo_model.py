@@ -37,7 +37,7 @@ def ask(client: openai.OpenAI, question: str, **options: Any) -> str:
     return content
 
 
-def test_it_answers_rightly(client: openai.OpenAI) -> None:
+def test_the_demo_model_answers_correctly(client: openai.OpenAI) -> None:
     """The answers mean something, so a test can tell a right one."""
     assert ask(client, "Count from 17 to 23.") == count(17, 23)
     assert ask(client, "Spell the word lantern.") == "l-a-n-t-e-r-n"

@@ -63,7 +63,7 @@ def test_a_stream_is_constrained(client: openai.OpenAI) -> None:
     assert Answer.model_validate(json.loads(answer.choices[0].message.content or "")).words != [""]
 
 
-def test_a_cut_output_says_so(client: openai.OpenAI) -> None:
+def test_an_output_cut_by_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
     """The reason is `length`, not `stop`."""
     answer = client.chat.completions.create(
         model=MODEL,

@@ -7,7 +7,7 @@ from tests.endurance.drains import run_drains
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
-async def test_jobs_outlive_the_workers_that_are_told_to_end() -> None:
+async def test_jobs_outlive_drained_workers() -> None:
     """Nothing is lost, repeated or counted against a job, and every worker leaves."""
     report = await run_drains(count=4, seed=1, budget_s=1.5)
 

@@ -7,7 +7,7 @@ from tests.endurance.poison import run_poison
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
-async def test_one_poison_job_fails_no_other() -> None:
+async def test_a_poison_job_fails_no_other_job() -> None:
     """Three engines die on it, with others in the same step; it alone is not answered."""
     report = await run_poison(num_jobs=300, seed=1)
 

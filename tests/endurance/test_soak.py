@@ -48,7 +48,7 @@ async def test_a_mixed_load_leaves_nothing_behind() -> None:
         (dataclasses.replace(BEFORE, redis_bytes=4 * 2**20), "bytes"),
     ],
 )
-def test_whatever_has_not_come_back_is_told(after: Footprint, word: str) -> None:
+def test_leaks_are_reported_by_name(after: Footprint, word: str) -> None:
     """This run can fail: each kind of leak is found, by name."""
     assert compare(BEFORE, BEFORE, Tolerance()) == []
     assert any(word in sentence for sentence in compare(BEFORE, after, Tolerance()))

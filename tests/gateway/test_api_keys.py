@@ -45,7 +45,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_strangers_are_served_until_the_first_key_is_made(
+async def test_calls_without_a_key_are_served_until_the_first_key_is_created(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
 ) -> None:
     """On loopback. After that every call needs a key, even once the key is revoked."""
@@ -179,7 +179,7 @@ async def test_an_idempotency_key_does_not_lead_to_a_job_of_another_lane(
     assert code(call) == (403, "lane_not_allowed")
 
 
-async def test_another_tenant_s_job_looks_like_none(
+async def test_another_tenant_s_job_is_not_found(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
     """Read, followed, cancelled: the same 404, byte for byte."""
@@ -222,7 +222,7 @@ async def test_the_operator_s_own_key_works_beside_those_in_redis(
     assert claimed == {"default", "acme"}
 
 
-async def test_a_key_under_another_pepper_is_none(
+async def test_a_key_under_another_pepper_is_invalid(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Without the pepper, writing to Redis does not create a valid key."""
@@ -295,7 +295,7 @@ async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
                 )
 
 
-async def test_who_must_bring_a_key_must_so_while_none_exists(
+async def test_required_keys_are_required_before_one_exists(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Beyond loopback, an empty Redis does not open the gateway."""

@@ -40,7 +40,7 @@ async def limited(redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.Asy
     ],
 )
 @pytest.mark.parametrize("is_job", [False, True])
-async def test_what_the_engine_cannot_do_is_refused_by_name(
+async def test_unsupported_capabilities_are_refused_by_name(
     limited: None, http: httpx.AsyncClient, asked: dict[str, Any], param: str, is_job: bool
 ) -> None:
     body = BODY | asked
@@ -55,7 +55,7 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
     assert error["param"].split(".")[-1] == param
 
 
-async def test_a_job_says_how_it_resumes_and_a_model_what_it_can(
+async def test_jobs_show_their_resume_kind_and_models_their_capabilities(
     limited: None, http: httpx.AsyncClient
 ) -> None:
     """As on the model card when the job was submitted."""

@@ -112,7 +112,7 @@ async def test_an_offer_of_an_old_client_is_passed_over_too() -> None:
         assert bodies(await client.rest()) == [b"POST /a ab"]
 
 
-async def test_what_comes_behind_a_body_is_bounded() -> None:
+async def test_trailers_are_limited() -> None:
     """An endless trailer, which the parser would buffer."""
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2\r\nab\r\n0\r\nx: ")
@@ -120,7 +120,7 @@ async def test_what_comes_behind_a_body_is_bounded() -> None:
         assert REFUSED in await client.rest()
 
 
-async def test_what_comes_between_chunks_is_bounded() -> None:
+async def test_chunk_extensions_are_limited() -> None:
     """An endless chunk extension."""
     async with connected() as client:
         await client.send(CHUNKED + b"\r\n2;a=")
@@ -152,7 +152,7 @@ async def test_a_bad_request_behind_a_stream_does_not_break_into_it() -> None:
     assert REFUSED in refusal
 
 
-async def test_what_comes_behind_a_running_request_is_not_read() -> None:
+async def test_pipelined_requests_are_not_read_early() -> None:
     """A client cannot fill the server's memory with pipelined requests."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:
@@ -221,7 +221,7 @@ async def test_nothing_follows_a_refusal() -> None:
     assert said.count(b"HTTP/1.1") == 2
 
 
-async def test_what_waits_behind_a_stream_is_not_begun_once_the_server_stops() -> None:
+async def test_a_pipelined_request_is_not_begun_while_the_server_stops() -> None:
     """The stream may end; then the connection is closed."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:

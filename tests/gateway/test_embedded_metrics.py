@@ -35,7 +35,7 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-async def test_each_line_says_what_is_new() -> None:
+async def test_each_metric_line_has_the_increase() -> None:
     """Jobs by model and lane, requests for all. Each count is logged once; without news there is
     no line."""
     metrics, told = GatewayMetrics(), list[str]()
@@ -71,7 +71,7 @@ def test_a_function_tells_and_a_server_does_not(
     assert not make_settings(redis_server.url).embedded_metrics
 
 
-async def test_a_call_leaves_its_lines_on_standard_output(
+async def test_a_call_writes_metrics_to_standard_output(
     redis_server: Any, worker: FakeWorker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """From the app itself, with nothing of the call but counts."""

@@ -37,7 +37,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "SAFE_LOOK_S", 3600.0)
 
 
-async def test_what_is_heard_is_not_read(
+async def test_a_follower_with_hints_does_not_read_the_log(
     patient: None,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
@@ -62,7 +62,7 @@ async def test_what_is_heard_is_not_read(
     await gateway.aclose()
 
 
-async def test_who_hears_too_late_reads(
+async def test_a_late_follower_reads_the_log(
     patient: None, redis_server: EmbeddedRedis, functions: Functions, idle_worker: FakeWorker
 ) -> None:
     """The worker published before the subscription, so the follower reads the log."""
@@ -124,7 +124,7 @@ async def test_a_broken_subscription_is_made_anew_once(
     await hints.aclose()
 
 
-async def test_a_full_mailbox_forgets_and_says_so(
+async def test_a_full_mailbox_drops_hints_and_reports_a_gap(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
 ) -> None:
     """Its memory is limited; the owner reads the log instead."""

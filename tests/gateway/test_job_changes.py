@@ -34,7 +34,7 @@ async def test_a_waiting_job_changes_its_lane_and_its_turn(
     assert [(await idle_worker.claim()).job.id for _ in range(2)] == [second, first]
 
 
-async def test_a_running_job_s_worker_hears_of_the_change(
+async def test_a_running_job_s_worker_receives_the_change(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Lane and deadline go to the worker while it runs."""
@@ -66,7 +66,7 @@ async def test_a_deadline_that_is_moved_up_is_kept(
     assert lines == ["event: expired"]
 
 
-async def test_what_has_ended_or_is_none_cannot_be_moved(
+async def test_ended_and_unknown_jobs_cannot_be_moved(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """409 and 404."""

@@ -87,7 +87,7 @@ async def test_a_stream_goes_on_from_every_event_with_the_same_bytes(
         assert events_of(answer.text) == rest
 
 
-async def test_another_log_than_the_one_that_was_read_starts_again(
+async def test_a_replaced_log_is_read_from_its_start(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """If the hash differs, the stream reports a reset."""
@@ -248,7 +248,7 @@ async def test_a_failure_within_a_stream_is_its_last_event(
     assert done == "data: [DONE]"
 
 
-async def test_an_expired_or_cancelled_call_says_so(
+async def test_an_expired_or_cancelled_call_gets_504_or_409(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """504 and 409, with a header that tells clients not to retry."""

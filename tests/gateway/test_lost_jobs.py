@@ -71,7 +71,7 @@ async def lose_job(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_whose_job_is_lost_is_told_to_send_it_again(
+async def test_a_call_whose_job_is_lost_is_told_to_retry(
     idle_worker: FakeWorker,
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,

@@ -43,7 +43,9 @@ async def test_answers_are_counted_by_route_and_by_lane(
     assert summed(shown, "broker_up") == 1
 
 
-async def test_a_refusal_says_why(redis_server: EmbeddedRedis, idle_worker: FakeWorker) -> None:
+async def test_refusals_are_counted_by_reason(
+    redis_server: EmbeddedRedis, idle_worker: FakeWorker
+) -> None:
     """By the reason that the caller gets."""
     settings = make_settings(redis_server.url, lane_bound_tokens=1)
     with running_gateway(settings) as url:
@@ -55,7 +57,7 @@ async def test_a_refusal_says_why(redis_server: EmbeddedRedis, idle_worker: Fake
     assert summed(shown, "admission_total", **labels) == 1
 
 
-async def test_what_waits_is_shown_with_its_age(
+async def test_metrics_show_waiting_jobs_and_their_age(
     redis_client: redis.asyncio.Redis,
     http: httpx.AsyncClient,
     idle_worker: FakeWorker,
@@ -114,7 +116,7 @@ async def test_figures_are_for_keys_with_the_scope(
             assert await status("/v1/jobs", scraper) == 403
 
 
-async def test_a_gateway_without_redis_still_says_so() -> None:
+async def test_a_gateway_without_redis_serves_its_own_metrics() -> None:
     """Its own counts, and that the broker is down, for the one key that needs no Redis."""
     key = "0123456789abcdef"
     with running_gateway(make_settings("redis://127.0.0.1:1", api_key=key)) as url:

@@ -99,7 +99,7 @@ async def dead_redis() -> AsyncIterator[tuple[str, list[int]]]:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", came
 
 
-async def test_nobody_asks_a_redis_that_failed_a_moment_ago(
+async def test_an_open_breaker_sends_nothing_to_redis(
     dead_redis: tuple[str, list[int]],
 ) -> None:
     """While the breaker is open, callers get 503 at once and no packet is sent to Redis."""

@@ -78,7 +78,7 @@ async def test_an_unknown_preference_is_ignored(
     assert "preference-applied" not in answer.headers
 
 
-async def test_who_accepts_a_job_may_wait_for_a_worker(
+async def test_a_call_that_may_become_a_job_waits_for_a_worker(
     redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
 ) -> None:
     """A call that may become a job is queued without a worker."""
@@ -137,7 +137,7 @@ async def test_a_call_that_meets_the_limit_becomes_a_job(
     assert job["timings"]["deadline_at"] - job["timings"]["queued_at"] > 80_000
 
 
-async def test_a_stream_that_meets_the_limit_says_where_to_go_on(
+async def test_a_stream_at_the_time_limit_tells_where_to_resume(
     limited_url: str, idle_worker: FakeWorker
 ) -> None:
     """The events before and after are the job's, each once."""

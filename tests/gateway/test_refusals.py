@@ -123,7 +123,7 @@ async def test_a_tenant_over_its_quota(
         assert (await http.post("/v1/jobs", json=JOB, headers=other)).status_code == 202
 
 
-async def test_what_is_kept_is_bound_in_bytes(
+async def test_stored_bytes_are_limited(
     slow_worker: FakeWorker,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
@@ -162,7 +162,7 @@ def test_bytes_are_bound_without_settings_and_settings_win() -> None:
     assert make_settings("", **bounds).stored_bounds(1000) == (0, 0)
 
 
-async def test_limits_per_minute_are_told_with_every_answer(
+async def test_rate_limit_headers_are_in_every_response(
     slow_worker: FakeWorker,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
@@ -187,7 +187,7 @@ async def test_limits_per_minute_are_told_with_every_answer(
 
 
 @pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 250}])
-async def test_whoever_comes_when_told_is_let_in(
+async def test_a_caller_that_follows_retry_after_is_accepted(
     slow_worker: FakeWorker,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
@@ -274,7 +274,7 @@ async def test_a_lane_that_nobody_serves(
         assert (await http.post("/v1/jobs", json=JOB | {"lane": "gold"})).status_code == 202
 
 
-async def test_place_and_time_are_told_while_a_job_waits(
+async def test_a_waiting_job_shows_its_position_and_eta(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, http: httpx.AsyncClient
 ) -> None:
     """In the 202, in the job's status and as events when they change; null once it runs."""
@@ -303,7 +303,7 @@ async def test_place_and_time_are_told_while_a_job_waits(
     assert (shown["status"], shown["position"], shown["eta_s"]) == ("running", None, None)
 
 
-async def test_a_quote_says_what_a_job_would_hear_and_queues_nothing(
+async def test_a_quote_answers_as_a_submission_and_queues_nothing(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Prompt tokens, position and times; and the refusal if the job would be rejected."""
@@ -325,7 +325,7 @@ async def test_a_quote_says_what_a_job_would_hear_and_queues_nothing(
         assert wrong.json()["error"]["param"] == "body.n"
 
 
-async def test_where_the_time_went_is_told(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+async def test_server_timing_reports_phases(worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """`Server-Timing` in milliseconds: admission, first token, total."""
     whole = (await http.post("/v1/completions", json=BODY)).headers["server-timing"]
     marks = dict(part.split(";dur=") for part in whole.split(", "))
@@ -347,7 +347,7 @@ def test_jitter_only_makes_callers_wait_longer(retry_s: float) -> None:
     assert waits[0] < waits[2] == waits[0] + math.ceil(JITTER * waits[0])
 
 
-def test_only_limits_that_there_are_are_told() -> None:
+def test_only_existing_limits_have_headers() -> None:
     """Resets in whole seconds, rounded up."""
     assert rate_headers(None) == {} == rate_headers(RateLimits())
     told_ = rate_headers(RateLimits(tokens=RateLimit(100, 40, 36.2)))
@@ -419,7 +419,7 @@ async def test_without_settings_tokens_are_bound_by_the_memory_of_redis(
         await redis_client.config_set("maxmemory", before)
 
 
-async def test_a_redis_without_maxmemory_is_told_of(
+async def test_a_redis_without_maxmemory_is_logged(
     slow_worker: FakeWorker,
     redis_client: redis.asyncio.Redis,
     redis_server: EmbeddedRedis,

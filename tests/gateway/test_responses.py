@@ -14,7 +14,7 @@ GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 START: Message = {"type": "http.response.start", "status": 200, "headers": []}
 
 
-async def test_a_client_of_old_is_sent_no_chunks() -> None:
+async def test_an_http_1_0_client_gets_no_chunks() -> None:
     """HTTP/1.0 has no chunks; the connection's end ends the response."""
     goes_on = asyncio.Event()
     goes_on.set()
@@ -28,7 +28,7 @@ async def test_a_client_of_old_is_sent_no_chunks() -> None:
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\n", b"\r"])
 @pytest.mark.parametrize("is_name", [False, True])
-async def test_a_line_end_in_a_header_is_never_written(end: bytes, is_name: bool) -> None:
+async def test_a_line_end_in_a_header_is_rejected(end: bytes, is_name: bool) -> None:
     """A client would take what follows for a header of the gateway."""
     bad = b"a" + end + b"set-cookie: b"
 
@@ -105,7 +105,7 @@ async def test_a_body_longer_than_its_content_length_is_cut(
         assert (await client.rest()).endswith(said_last)
 
 
-async def test_nothing_is_said_behind_the_end_of_an_answer() -> None:
+async def test_nothing_is_sent_after_the_end_of_a_response() -> None:
     """An app that sends more fails; its connection serves the next request."""
     failed: list[Exception] = []
 
@@ -155,7 +155,7 @@ async def test_an_answer_without_a_body_ends_with_its_head(
 ASKS = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
 
 
-async def test_a_client_that_asks_before_its_body_is_told_to_send_it() -> None:
+async def test_a_client_that_expects_100_continue_gets_it() -> None:
     """`100 Continue`, as soon as the app reads the body."""
     async with connected() as client:
         await client.send(ASKS)

@@ -104,7 +104,7 @@ async def first_id(pending: Any) -> str:
     raise AssertionError("the stream had no event")
 
 
-async def test_a_position_that_does_not_fit_starts_again_and_says_so(
+async def test_an_unknown_position_resets_the_stream(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """With another hash, or a new key: `stream_reset`, then everything."""
@@ -161,7 +161,7 @@ async def hang_up(
         ("cancel", "gone", JobStatus.CANCELLED),
     ],
 )
-async def test_the_body_says_what_becomes_of_a_job_without_its_caller(
+async def test_on_disconnect_decides_about_the_job(
     idle_worker: FakeWorker,
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,

@@ -103,7 +103,7 @@ async def connected(url: httpx.URL, source: str = "127.0.0.1") -> AsyncIterator[
         writer.close()
 
 
-async def test_a_connection_that_says_nothing_is_closed(url: httpx.URL) -> None:
+async def test_a_silent_connection_is_closed(url: httpx.URL) -> None:
     """uvicorn alone would keep it open."""
     async with connected(url) as client:
         assert await client.rest() == b""
@@ -115,7 +115,7 @@ async def test_a_head_at_a_byte_a_second_is_closed(url: httpx.URL) -> None:
         assert await client.drip(b"GET /livez HTTP/1.1\r\nx-more: ", HEAD_S / 10) == b""
 
 
-async def test_a_body_at_a_byte_a_second_is_told(url: httpx.URL) -> None:
+async def test_a_body_at_a_byte_a_second_is_answered_408(url: httpx.URL) -> None:
     """408, and the connection is closed."""
     async with connected(url) as client:
         client.send(HEAD)

@@ -110,7 +110,7 @@ def test_templates_may_do_what_real_ones_do() -> None:
     assert ChatTemplate(template, {}).render(MESSAGES) == "===68a:7hello"
 
 
-def test_a_refusal_of_the_template_is_told_in_part() -> None:
+def test_a_refusal_of_the_template_is_shortened() -> None:
     """The message to the caller is limited."""
     with pytest.raises(Refused) as refused:
         ChatTemplate("{{ raise_exception('x' * 5000) }}", {}).render(MESSAGES)
@@ -145,7 +145,9 @@ async def test_long_texts_come_whole(templates: Templates) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["half a character", "a filter of something else"])
-async def test_what_a_template_cannot_do_is_refused(templates: Templates, name: str) -> None:
+async def test_templates_are_refused_what_the_sandbox_forbids(
+    templates: Templates, name: str
+) -> None:
     with pytest.raises(TemplateRefused):
         await templates.of(HOSTILE[name]).render(MESSAGES)
 
@@ -253,7 +255,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_reply_to_the_next(templates:
 
 
 @pytest.mark.anyio
-async def test_a_closed_template_ends_its_process_after_what_it_renders(
+async def test_a_closed_template_ends_its_process_after_its_current_request(
     templates: Templates,
 ) -> None:
     """Also if another template replaces it while a request uses it."""
@@ -337,7 +339,7 @@ FAILURES = [("fill", 500, "template_failed"), ("", 400, "invalid_value")]
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("said", "status", "code"), FAILURES)
-async def test_a_call_is_told_what_became_of_its_template(
+async def test_a_call_gets_the_error_of_its_template(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     http: httpx.AsyncClient,

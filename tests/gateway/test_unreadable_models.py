@@ -99,7 +99,7 @@ async def test_a_card_that_is_mended_is_there_again(
     assert catalogue.unreadable == frozenset()
 
 
-async def test_a_list_of_models_that_is_none_holds_none(
+async def test_a_malformed_list_of_models_counts_as_empty(
     redis_client: redis.asyncio.Redis, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker can write that key too."""
@@ -228,7 +228,7 @@ def test_files_beyond_the_bound_are_not_published() -> None:
         encode_tokenizer(files)
 
 
-async def test_what_is_longer_in_redis_than_its_bound_is_not_fetched_whole(
+async def test_oversized_values_in_redis_are_not_fetched(
     redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     await redis_client.setrange(keys.of("tokenizer", "a"), MAX_TOKENIZER_BYTES + 1, b"x")

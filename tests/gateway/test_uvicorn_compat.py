@@ -51,7 +51,7 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
     assert overridden <= set(dir(asyncio.Protocol))
 
 
-async def test_the_server_says_that_it_stops_before_it_waits_for_requests() -> None:
+async def test_the_server_calls_on_stop_before_it_waits_for_requests() -> None:
     """Otherwise streams would be cut off without a last event."""
     has_begun, is_told = asyncio.Event(), asyncio.Event()
 

@@ -268,7 +268,7 @@ async def test_parameters_that_change_nothing_are_named(
     assert answer.headers["x-ignored-parameters"] == "metadata"
 
 
-async def test_a_refusal_says_what_is_possible(http: httpx.AsyncClient) -> None:
+async def test_an_error_names_accepted_values(http: httpx.AsyncClient) -> None:
     """The accepted values, or the similar name."""
     for wrong, hint in (
         ({"functions": [{}]}, "[]"),
@@ -339,7 +339,7 @@ async def test_defaults_follow_openai(worker: FakeWorker, http: httpx.AsyncClien
     assert (completion.lane, chat.lane) == ("standard", "standard")
 
 
-async def test_a_prompt_over_the_context_says_both_lengths(
+async def test_an_error_for_a_long_prompt_names_both_lengths(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """So the caller knows by how much to shorten."""
@@ -386,7 +386,9 @@ DEEP = json.dumps(COMPLETION)[:-1] + ', "metadata": ' + "[" * 40 + "]" * 40 + "}
         b"[" * 100_000,
     ],
 )
-async def test_what_is_no_json_object_is_refused(http: httpx.AsyncClient, raw: bytes) -> None:
+async def test_bodies_that_are_no_json_object_are_refused(
+    http: httpx.AsyncClient, raw: bytes
+) -> None:
     """One code for all of them."""
     headers = {"content-type": "application/json"}
     answer = await http.post("/v1/completions", content=raw, headers=headers)
@@ -426,7 +428,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncC
         ("/" + "x" * 4_000, "GET /openapi.json"),
     ],
 )
-async def test_an_unknown_path_says_what_there_is(
+async def test_an_error_for_an_unknown_path_lists_paths(
     http: httpx.AsyncClient, path: str, hint: str
 ) -> None:
     """The alternatives, or the similar path. A long path is not repeated in full."""
@@ -438,7 +440,7 @@ async def test_an_unknown_path_says_what_there_is(
     assert len(message) < 300
 
 
-async def test_an_unknown_model_is_told_the_models(
+async def test_an_error_for_an_unknown_model_lists_the_models(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """In calls and at the model's own path."""

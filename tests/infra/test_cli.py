@@ -47,7 +47,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_the_default_of_every_option(command: str) -> None:
+def test_help_shows_the_default_of_every_option(command: str) -> None:
     """An option without its default would have to be looked up in the code."""
     for option in command_options(command):
         assert "(default: " in str(option.help), option.option_strings
@@ -77,7 +77,7 @@ def test_up_loads_nothing_heavy_before_its_parts_start() -> None:
     assert done.stdout.strip() == "2 []", done.stderr
 
 
-def test_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     """`batchway --version` names the program."""
     done = run_cli("--version")
     assert done.returncode == 0
@@ -149,7 +149,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "gateway"])
-def test_strangers_need_a_key(command: str) -> None:
+def test_calls_from_other_hosts_need_a_key(command: str) -> None:
     """Listening beyond loopback without BATCHWAY_API_KEY is refused."""
     done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
@@ -164,7 +164,7 @@ def test_parts_need_to_know_their_redis(command: str) -> None:
     assert "REDIS_URL" in done.stderr
 
 
-def test_a_data_directory_needs_a_redis_of_our_own(tmp_path: Path) -> None:
+def test_a_data_directory_needs_the_embedded_redis(tmp_path: Path) -> None:
     """It would silently hold nothing."""
     done = run_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2

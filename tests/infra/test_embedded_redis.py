@@ -79,7 +79,7 @@ def test_an_old_redis_does_not_hide_a_new_valkey(empty_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("empty_path", "no_wheel")
-def test_without_any_server_the_error_says_what_to_do() -> None:
+def test_without_a_server_the_error_says_what_to_do() -> None:
     """Three ways out, in one sentence; nothing is left behind."""
     with pytest.raises(NoRedisServer, match=r"REDIS_URL.*redis-server >= 7\.0.*embedded-redis"):
         EmbeddedRedis().start()

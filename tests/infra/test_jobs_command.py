@@ -77,7 +77,7 @@ async def test_a_poison_job_is_run_again_as_another(
     assert (await quarantine.find(poison.id)).requeued_as == new.id
 
 
-async def test_what_is_no_longer_kept_cannot_be_run_again(
+async def test_deleted_jobs_cannot_be_run_again(
     quarantine: Quarantine, redis_client: redis.asyncio.Redis, keys: Keys, poison: Job
 ) -> None:
     """Its record stays, with sizes and hashes, and says so."""

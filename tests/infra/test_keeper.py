@@ -57,7 +57,7 @@ def test_an_exit_status_is_put_in_words(status: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("status", [2, 3])
-async def test_what_would_fail_again_is_not_tried_again(status: int) -> None:
+async def test_permanent_failures_are_not_retried(status: int) -> None:
     """Wrong options and a refused model end the part at once."""
     output = io.StringIO()
     child = child_of(f"raise SystemExit({status})", output)

@@ -97,7 +97,7 @@ def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) ->
         (("list", "--redis-url=redis://127.0.0.1:1"), 2, "Redis does not answer"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
+def test_an_impossible_command_gives_one_sentence(
     keys_of: Any, arguments: tuple[str, ...], status: int, complaint: str
 ) -> None:
     """Exit status 1 for a key that is not there, 2 for options that cannot work."""

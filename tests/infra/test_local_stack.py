@@ -33,7 +33,7 @@ def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
         assert "batchway | everything has ended" in stack.lines
 
 
-def test_what_it_prints_can_be_copied_and_operators_commands_find_it() -> None:
+def test_printed_commands_work_and_operators_commands_find_the_stack() -> None:
     """The welcome holds the address, the model and no secret; every other line has a name. Without
     REDIS_URL, commands take its Redis, its namespace and its gateway."""
     with running_stack("--namespace=apart") as stack:

@@ -88,7 +88,7 @@ def test_every_metric_is_looked_at() -> None:
     assert asked == set(METRICS)
 
 
-def test_alerts_are_told_apart_and_explained() -> None:
+def test_alerts_have_unique_names_and_explanations() -> None:
     """A name, a severity and a summary each; docs/guide.md says what to do about it."""
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)

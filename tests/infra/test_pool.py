@@ -41,7 +41,7 @@ def view(num_desired: int = 0, *, at: float = 0.0, **fields: object) -> PoolView
         ({"unknown": 10**9}, 0.0, 0),  # a lane that this pool does not serve
     ],
 )
-def test_what_waits_and_what_runs_needs_workers(
+def test_waiting_and_running_jobs_need_workers(
     queued: dict[str, int], load: float, num: int
 ) -> None:
     """Before limits: tokens over what one computes in the time that they may wait."""
@@ -116,7 +116,7 @@ def test_a_pool_shrinks_to_the_most_that_was_needed_lately() -> None:
     assert [decision.num_workers for decision in decisions] == [4, 4, 4, 4, 2, 0]
 
 
-def test_who_is_too_many_is_retired() -> None:
+def test_surplus_workers_are_retired() -> None:
     """Told to take no more; of those that start, none has to be told."""
     _, four = follow(view(4, at=0, load=0.9), view(4, at=300, load=0.9))
     _, starting = follow(view(4, at=0, num_ready=1), view(4, at=300, num_ready=1, load=0.5))
@@ -151,7 +151,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
     assert forgotten.num_workers == 1
 
 
-def test_who_waits_is_told_how_long() -> None:
+def test_a_waiting_job_has_an_eta() -> None:
     """A cold start less what of it has passed; nothing once a worker is there."""
     queued = {"batch": 1}
     first, later, overdue, there = follow(
@@ -164,7 +164,7 @@ def test_who_waits_is_told_how_long() -> None:
     assert decide(POLICY, view(0)).eta_s is None
 
 
-def test_how_far_behind_it_is_told() -> None:
+def test_the_backlog_is_reported() -> None:
     """For alarms: seconds of work, and the worst lane over its target."""
     seen = view(2, queued_tokens={"interactive": 20_000, "batch": 100_000})
     decision = decide(POLICY, seen)

@@ -106,7 +106,9 @@ def name_of(user: redis.Redis) -> str:
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_nobody_runs_code_or_changes_the_server(server: EmbeddedRedis, user: redis.Redis) -> None:
+def test_roles_cannot_run_scripts_or_change_the_server(
+    server: EmbeddedRedis, user: redis.Redis
+) -> None:
     """Sixty commands, none of which any part needs: refused by the rules, and when tried.
 
     Some are shut off in this server for everybody, which it says first.
@@ -140,7 +142,7 @@ def test_each_calls_its_own_functions_alone(user: redis.Redis) -> None:
                 call(f"{LIBRARY}_{function}", 1, Keys("test").tag)
 
 
-def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
+def test_roles_cannot_touch_other_keys(user: redis.Redis) -> None:
     """Other namespaces, other programs' keys, and channels of neither."""
     foreign = (Keys("other").job("x"), "x")
     for key in foreign:
@@ -152,7 +154,7 @@ def test_nobody_touches_what_is_not_its_own(user: redis.Redis) -> None:
         say(user, "SUBSCRIBE", Keys("other").events_channel("x"))
 
 
-def test_keys_to_the_door_are_the_operators(user: redis.Redis) -> None:
+def test_only_operators_may_write_api_keys(user: redis.Redis) -> None:
     """Gateways may look at API keys, only the operator may make them, others not even look."""
     keys, name = Keys("test"), name_of(user)
     looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
@@ -388,7 +390,7 @@ async def follow(client: redis.asyncio.Redis, channel: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("part", ["gateway", "worker", "callbacks"])
-def test_a_part_that_is_denied_a_command_ends_or_says_so(
+def test_a_part_that_redis_denies_a_command_ends_or_logs_it(
     server: EmbeddedRedis, part: str, tmp_path: Path
 ) -> None:
     """No part starts under a user that may not do its work: one sentence, status 2."""

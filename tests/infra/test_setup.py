@@ -60,7 +60,7 @@ def test_without_a_package_index_the_network_is_named(clone_with_pip: Path) -> N
     assert "Connection refused" in (clone_with_pip / ".venv" / "setup.log").read_text()
 
 
-def test_what_pip_refuses_is_quoted(clone_with_pip: Path) -> None:
+def test_errors_of_pip_are_quoted(clone_with_pip: Path) -> None:
     """Its own line about the error."""
     said = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
 

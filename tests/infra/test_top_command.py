@@ -38,7 +38,7 @@ async def run_a_job(url: str) -> None:
         (await http.post("/v1/completions", json=body, headers=headers)).raise_for_status()
 
 
-async def test_one_look_shows_lanes_and_workers(url: str, worker: FakeWorker) -> None:
+async def test_a_snapshot_shows_lanes_and_workers(url: str, worker: FakeWorker) -> None:
     """As a table where nobody watches, and as JSON."""
     await run_a_job(url)
     shown = await asyncio.to_thread(top, url, "--once")
@@ -65,7 +65,7 @@ async def test_a_picture_is_drawn_without_anything_from_elsewhere(
     assert "url(" not in text.replace("url(#", "")
 
 
-async def test_what_cannot_be_asked_is_said(url: str) -> None:
+async def test_an_unanswerable_question_is_an_error(url: str) -> None:
     """No gateway, no key: one sentence each, exit status 2."""
     for address, key, said in (
         ("http://127.0.0.1:1", KEY, "does not answer"),

@@ -116,7 +116,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-async def test_what_was_planted_is_named(
+async def test_planted_errors_are_named(
     client: redis.Redis, functions: Functions, name: str
 ) -> None:
     jobs = await make_jobs(functions)

@@ -64,13 +64,13 @@ async def test_ten_times_the_capacity_is_refused_in_order() -> None:
         (dataclasses.replace(GOOD, num_tokens=3), "3 of 4 tokens"),
     ],
 )
-def test_an_answer_that_may_not_be_is_told(call: Call, word: str) -> None:
+def test_an_impossible_reply_is_reported(call: Call, word: str) -> None:
     """This run can fail: each kind of answer that is not in the table, and each broken stream."""
     assert report_of(GOOD).faults() == []
     assert any(word in sentence for sentence in report_of(GOOD, call).faults())
 
 
-def test_jobs_memory_and_audit_are_told() -> None:
+def test_top_shows_jobs_memory_and_audit() -> None:
     """An accepted job that did not succeed, memory beyond its bound, a broken invariant."""
     expired = dataclasses.replace(ENDED, is_good=False, status="expired")
     assert report_of(GOOD, ended=[ENDED, expired]).faults() == ["1 accepted jobs are expired"]
@@ -86,7 +86,7 @@ def test_tokens_count_where_they_were_computed() -> None:
     assert report_of(ended=[asks]).tokens["interactive"] == ENDED.num_prompt + 1
 
 
-def test_a_lane_short_of_its_share_is_told() -> None:
+def test_a_lane_below_its_minimum_share_is_reported() -> None:
     """By more than the one job that it may be behind: a tenth of 1,000 tokens is 100."""
     rest = dataclasses.replace(ENDED, num_prompt=900, num_output=0)
     batch = dataclasses.replace(ENDED, ask=dataclasses.replace(ASK, lane="batch"))

@@ -46,13 +46,13 @@ def report_of(interactive: Call, **fields: int) -> FloodReport:
         (dataclasses.replace(GOOD, ttft_s=12.0), "waited up to 12.0 s"),
     ],
 )
-def test_an_answer_that_may_not_be_is_told(call: Call, word: str) -> None:
+def test_an_impossible_reply_is_reported(call: Call, word: str) -> None:
     """Each kind of answer that is not in the table, and an interactive call that waited long."""
     assert report_of(GOOD).violations == []
     assert any(word in sentence for sentence in report_of(call).violations)
 
 
-def test_a_redis_over_its_memory_or_without_a_limit_is_told() -> None:
+def test_a_redis_over_its_memory_or_without_a_limit_is_reported() -> None:
     """Also where it has no maxmemory at all."""
     for max_memory_bytes in (0, 1):
         report = report_of(GOOD, max_memory_bytes=max_memory_bytes)

@@ -70,7 +70,7 @@ async def stream(http: httpx.AsyncClient, job_id: str, after: str = "0") -> list
 @pytest.mark.parametrize(
     ("kind", "prompt"), [("directory", [PROMPT, "another " * 60]), ("s3", PROMPT)]
 )
-async def test_long_prompts_and_results_lie_in_the_store(
+async def test_long_prompts_and_results_are_in_the_object_store(
     kind: str,
     prompt: str | list[str],
     request: pytest.FixtureRequest,
@@ -124,7 +124,7 @@ async def test_long_prompts_and_results_lie_in_the_store(
                 assert await redis_client.scard(keys.of("orphaned")) == 0
 
 
-async def test_what_is_lost_fails_its_job_alone(
+async def test_a_lost_object_fails_its_job_alone(
     tmp_path: Path,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
@@ -159,7 +159,7 @@ async def test_what_is_lost_fails_its_job_alone(
     assert done["status"] == "succeeded"
 
 
-async def test_a_worker_without_the_store_says_so(
+async def test_a_worker_without_the_object_store_refuses_to_start(
     tmp_path: Path,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

@@ -50,7 +50,7 @@ def test_a_job_is_deleted_with_its_objects_alone(store: DirectoryStore | S3Store
     assert store.get(other) == DATA
 
 
-def test_a_reference_of_another_store_says_so(
+def test_a_reference_to_another_store_is_an_error(
     store: DirectoryStore | S3Store, tmp_path: Path
 ) -> None:
     """Two machines with the same path but no shared file system, or two buckets."""
@@ -60,9 +60,7 @@ def test_a_reference_of_another_store_says_so(
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"{JOB}/../x", f"{JOB}/x", ""])
-def test_a_key_that_is_none_of_ours_reads_nothing(
-    store: DirectoryStore | S3Store, key: str
-) -> None:
+def test_a_key_outside_the_store_reads_nothing(store: DirectoryStore | S3Store, key: str) -> None:
     """Whoever can write to Redis cannot read files."""
     with pytest.raises(PayloadLost, match="invalid key"):
         store.get(ObjectRef(store.name, key, "0" * 64, 1))
@@ -90,7 +88,7 @@ def test_two_processes_agree_on_a_directory(tmp_path: Path) -> None:
     assert second.get(first.put(prompt_key(JOB), DATA)) == DATA
 
 
-def test_what_crashes_have_left_goes_with_time(tmp_path: Path) -> None:
+def test_leftovers_of_crashes_are_removed_in_time(tmp_path: Path) -> None:
     """Objects that no job knows of, by their age alone."""
     store = DirectoryStore(tmp_path)
     old, young = store.put(prompt_key(JOB), DATA), store.put(prompt_key(OTHER), DATA)

@@ -80,7 +80,7 @@ def documented() -> dict[str, tuple[str, str]]:
     return {name: (kind, labels.strip()) for name, kind, labels in rows}
 
 
-def test_what_is_documented_is_exported() -> None:
+def test_documented_metrics_are_exported() -> None:
     """The same names, kinds and labels, in both directions."""
     exported = {
         metric.name: (metric.kind, ", ".join(f"`{label}`" for label in metric.all_labels))

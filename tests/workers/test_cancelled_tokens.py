@@ -72,7 +72,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     await lane.aclose()
 
 
-async def test_a_cancel_that_is_heard_of_first_counts_what_was_not_logged(
+async def test_a_cancel_seen_before_an_append_counts_unlogged_tokens(
     redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
     """Tokens that wait for a publish when the hint comes; a fenced job's tokens are not counted."""

@@ -65,7 +65,7 @@ def test_every_key_reaches_its_option() -> None:
     )
 
 
-def test_the_command_line_goes_before_the_file() -> None:
+def test_the_command_line_overrides_the_file() -> None:
     """What the options already say other than default stays."""
     config = parse("max_num_seqs: 4\ntoken_budget: 100\n")
 
@@ -114,7 +114,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_what_is_wrong_is_said_with_file_line_and_key(text: str, message: str) -> None:
+def test_errors_name_file_line_and_key(text: str, message: str) -> None:
     """One sentence for each, which says what would be right."""
     with pytest.raises(ConfigurationError) as caught:
         parse(text)
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_with_file_line_and_key(text: str, message: str) -
     assert str(caught.value) == message
 
 
-def test_an_unknown_key_without_a_likeness_is_told_what_there_is() -> None:
+def test_an_error_for_an_unknown_key_lists_known_keys() -> None:
     """All keys of that place, in order."""
     with pytest.raises(
         ConfigurationError, match=r":1: zzz: unknown key; known are kv_high_water, "
@@ -130,7 +130,7 @@ def test_an_unknown_key_without_a_likeness_is_told_what_there_is() -> None:
         parse("zzz: 1\n")
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     """Mending a file one error at a time is no way to spend a night."""
     with pytest.raises(ConfigurationError) as caught:
         parse("token_budget: 0\nlanes:\n  batch:\n    priority: high\nunheard_of: 1\n", "my.yaml")

@@ -49,7 +49,7 @@ def test_a_short_budget_keeps_a_third_for_giving_back(
     assert (drain.running_s, drain.left_s) == (0.0, 0.0)
 
 
-async def test_what_is_given_back_is_run_before_what_waits(
+async def test_released_jobs_run_before_waiting_ones(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """SIGTERM: jobs that waited longer in the queue come after those that ran."""
@@ -75,7 +75,7 @@ async def told(roster: Roster, worker: WorkerProcess) -> str:
     return view.incarnation
 
 
-async def test_a_worker_goes_when_it_is_told_through_redis(
+async def test_a_worker_drains_on_an_order_through_redis(
     caller: Caller, roster: Roster, redis_server: EmbeddedRedis
 ) -> None:
     """It takes no more jobs, no gateway counts on it, its job ends, and it has left."""
@@ -98,7 +98,7 @@ async def test_a_worker_goes_when_it_is_told_through_redis(
         assert await roster.drain([incarnation]) == [False]
 
 
-async def test_an_order_that_was_not_heard_is_found_with_a_heartbeat(
+async def test_a_missed_drain_order_is_found_by_the_heartbeat(
     caller: Caller, roster: Roster, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
     """The message is a hint; the order stays in the worker's record."""
@@ -124,7 +124,7 @@ async def test_a_notice_in_a_file_drains(
         assert (view.status, view.attempt) == (JobStatus.QUEUED, 0)
 
 
-async def test_an_engine_that_hears_the_same_signal_kills_no_job(
+async def test_a_signal_to_the_whole_group_kills_no_job(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """Some service managers send SIGTERM to every process: the supervisor alone obeys."""
@@ -202,7 +202,7 @@ async def test_a_notice_on_http_is_found(metadata_url: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["https://x/y", "ftp://x", "http:///path"])
-def test_what_cannot_be_watched_is_refused(source: str) -> None:
+def test_an_unwatchable_notice_is_refused(source: str) -> None:
     """Before the worker starts."""
     with pytest.raises(BadNoticeSource):
         SpotNotice(source)

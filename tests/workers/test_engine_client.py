@@ -49,7 +49,7 @@ async def test_an_engine_that_ends_as_it_is_killed_has_ended() -> None:
     assert await client.stop(grace_s=0.05) == -signal.SIGTERM
 
 
-async def test_what_an_engine_says_comes_in_order_and_then_its_end() -> None:
+async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
     """It is told to end, and what was said before that has been taken in."""
     said: asyncio.Queue[FromEngine] = asyncio.Queue()
 
@@ -68,7 +68,7 @@ async def test_what_an_engine_says_comes_in_order_and_then_its_end() -> None:
     assert all(isinstance(said.get_nowait(), EngineLoad) for _ in range(said.qsize()))
 
 
-async def test_what_cannot_be_taken_in_ends_the_engine() -> None:
+async def test_a_malformed_message_ends_the_engine() -> None:
     """The error is the caller's to judge; nothing is taken in after it."""
     num_taken = 0
 

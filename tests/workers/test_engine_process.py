@@ -144,7 +144,7 @@ def tokens_of(messages: list[FromEngine], job_id: str, choice: int = 0) -> list[
     return [out.token_id for out in outs]
 
 
-def test_it_says_what_it_loaded_and_runs_jobs_to_their_end(start_engine: StartEngine) -> None:
+def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine) -> None:
     """Two jobs, three choices: each yields the oracle's tokens, each step ends with a load."""
     engine = start_engine()
     greeting = engine.hear_until(is_ready)
@@ -183,7 +183,7 @@ def test_log_probabilities_come_where_asked(start_engine: StartEngine) -> None:
             assert message.logprob is None
 
 
-def test_a_stopped_job_says_nothing_more_and_others_go_on(start_engine: StartEngine) -> None:
+def test_a_stopped_job_reports_nothing_and_others_continue(start_engine: StartEngine) -> None:
     """It is stopped long before its 400 steps of 10 ms are over; the other job reaches its end."""
     engine = start_engine(eos_rate=0.0, step_s=0.01)
     engine.say(start_message("endless", max_tokens=400), start_message("other", max_tokens=20))
@@ -296,7 +296,7 @@ def test_sigint_is_the_supervisors_to_handle(start_engine: StartEngine) -> None:
     assert tokens_of(engine.hear_until(is_idle), "job")
 
 
-def test_a_refused_model_is_said_in_one_sentence(start_engine: StartEngine) -> None:
+def test_a_refused_model_gives_one_sentence(start_engine: StartEngine) -> None:
     """LoadFailed with the loader's sentence, then exit code 3."""
     engine = start_engine(refuses="encoder-decoder models are not served")
 
@@ -335,7 +335,7 @@ def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngi
     assert heard[-1] == Running(("beside", "poison"))
 
 
-def test_who_is_computed_is_told_as_it_changes(start_engine: StartEngine) -> None:
+def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> None:
     """Once for a job, however many steps it takes."""
     engine = start_engine(eos_rate=0.0)
     engine.say(start_message("one", max_tokens=5))

@@ -23,7 +23,7 @@ lanes:
 """
 
 
-async def test_who_comes_in_the_last_step_of_another_takes_part(
+async def test_a_job_claimed_in_the_last_step_joins_the_next(
     functions: Functions,
     redis_client: redis.asyncio.Redis,
     redis_server: EmbeddedRedis,

@@ -62,7 +62,7 @@ def test_nodes_start_with_the_options_of_node_0_and_end_with_any_other() -> None
     assert not any(event.is_set() for event in lost.values())
 
 
-def test_node_0_is_told_when_another_node_has_gone() -> None:
+def test_node_0_learns_that_another_node_has_ended() -> None:
     address, lost, listens = free_address(), threading.Event(), threading.Event()
 
     def say(_: str) -> None:
@@ -78,7 +78,7 @@ def test_node_0_is_told_when_another_node_has_gone() -> None:
     assert lost.wait(20)
 
 
-def test_a_node_is_told_when_node_0_has_gone() -> None:
+def test_a_node_learns_that_node_0_has_ended() -> None:
     """Also one that comes to a node 0 that ends before it has said its options, and again."""
     lost = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:

@@ -81,7 +81,7 @@ def test_the_demo_model_is_counted_whole_however_it_is_laid_out(
     assert shape.weight_bytes == num_bytes * (shape.num_body_weights + shape.num_head_weights)
 
 
-def test_what_bounds_a_step_is_what_takes_most_of_it() -> None:
+def test_the_bound_of_a_step_is_its_largest_part() -> None:
     """The larger of the two least times, where it explains half of the model's time or more."""
     assert FINDING.bound is Bound.MEMORY
     assert FINDING.efficiency == pytest.approx(0.9)
@@ -132,7 +132,7 @@ def test_each_class_has_the_steps_that_it_should(profile: tuple[Profile, Path]) 
     assert prefill.compute_s > decode.compute_s
 
 
-def test_traces_show_what_ran_our_own_kernels_included(profile: tuple[Profile, Path]) -> None:
+def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
     """One Chrome trace for each class; afterwards the kernels are as they were."""
     for kind in KINDS:
         events = json.loads((profile[1] / f"{kind}.json").read_text())["traceEvents"]

@@ -69,7 +69,7 @@ def test_a_prompt_is_an_event_of_its_own_before_the_output() -> None:
     assert not held.has_news
 
 
-def test_what_is_said_again_is_logged_once() -> None:
+def test_a_repeated_error_is_logged_once() -> None:
     """After a preemption, and behind what an earlier worker logged."""
     held = hold(Prompt(1, SCORES[:2]))
     held.take_prompt(says(1, 3))
@@ -148,7 +148,7 @@ async def test_a_worker_killed_amid_a_prompt_leaves_no_gap_and_no_repeat(
             assert (await caller.entries(job))[: len(logged)] == logged
 
 
-async def test_a_worker_killed_after_a_prompt_does_not_say_it_again(
+async def test_a_worker_killed_after_scoring_a_prompt_does_not_repeat_it(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """kill -9 with output logged: the prompt stands in the log once."""

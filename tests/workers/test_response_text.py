@@ -147,7 +147,7 @@ def test_a_prompt_that_begins_the_reasoning_is_read() -> None:
     assert (delta.reasoning, delta.content) == ("so", "Yes")
 
 
-def test_what_follows_a_broken_call_is_content() -> None:
+def test_text_after_a_broken_call_is_content() -> None:
     """Nothing that the model wrote is lost."""
     broken = 'a<call>{"name" "add"}</call>b<call>'
     response = ResponseText(format_of("call"), tokenizer(), list(b"assistant: "))

@@ -205,7 +205,7 @@ def test_a_share_keeps_the_next_number_of_places_above_it(
     assert holding.rooms(terms, 0.0)["interactive"].max_jobs == NUM_PLACES - num_kept
 
 
-def test_what_is_owed_goes_first_where_nobody_displaces_it(holding: Holding) -> None:
+def test_owed_places_are_filled_first_if_nothing_can_be_displaced(holding: Holding) -> None:
     """Batch in the places that are its own alone, standard only while batch holds none, and
     interactive, which nobody displaces, in all."""
     terms = TERMS | {"standard": LaneTerms(1, 0.4)}
@@ -227,7 +227,7 @@ def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) ->
     assert places_of(holding) == {}
 
 
-def test_who_was_displaced_is_no_obstacle_and_gets_no_company(holding: Holding) -> None:
+def test_a_displaced_job_neither_blocks_nor_attracts_others(holding: Holding) -> None:
     """While batch waits in the engine, more urgent lanes have room and batch has none; while
     standard waits, its equals have none either."""
     start(holding, "one", lane="batch")

@@ -161,7 +161,7 @@ async def test_a_killed_supervisor_leaves_no_engine_behind(
         await until(gone)
 
 
-async def test_a_drained_worker_hands_over_what_it_cannot_finish(
+async def test_a_drained_worker_releases_unfinished_jobs(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """SIGTERM with a budget too short: exit 0, the job goes on elsewhere, no attempt counted."""

@@ -31,7 +31,7 @@ async def test_an_idle_engine_may_be_silent() -> None:
     assert looks == 40
 
 
-async def test_whoever_speaks_does_not_hang() -> None:
+async def test_an_engine_that_sends_messages_does_not_hang() -> None:
     """Each word starts the count again."""
     looks = 0
 

@@ -1,4 +1,4 @@
-"""An engine around the hash model, and what came out of it, for the tests of this folder."""
+"""An engine on the hash model that collects its output, for the tests in this folder."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -40,7 +40,7 @@ Prompts = tuple[tuple[int, ...], ...]
 
 
 class CallersCap:
-    """Predicts that every output is as long as its caller allows."""
+    """Predicts that each output reaches its maximum."""
 
     def predict(self, sequence: Sequence) -> int:
         return sequence.max_output
@@ -51,7 +51,7 @@ class CallersCap:
 
 @dataclass(frozen=True)
 class Sizes:
-    """All that may change when a sequence runs, and never what it yields."""
+    """Limits that change when a sequence runs, but never its output."""
 
     num_blocks: int = 64
     block_size: int = 4
@@ -81,7 +81,7 @@ class Sizes:
 
 @dataclass
 class Harness:
-    """Steps an engine and collects its outputs; audits it after every step."""
+    """Steps an engine, collects its output, and audits it after each step."""
 
     sizes: Sizes
     strategy: Strategy = field(default_factory=ContinuousBatching)
@@ -119,7 +119,7 @@ class Harness:
         )
 
     def add(self, request: Request) -> None:
-        """Adds a job, whose known outputs count as collected. Raises RequestRefused."""
+        """Adds a job. Its known outputs count as collected. Raises RequestRefused."""
         self.engine.add(request)
         for choice, known_ids in enumerate(request.outputs):
             self.output_ids[request.job_id, choice] = list(known_ids)
@@ -153,13 +153,13 @@ class Harness:
         return report
 
     def sleep(self) -> None:
-        """Moves the clock to where the next step has something to do."""
+        """Advances the clock to the time when the next step has work."""
         wake_s = self.engine.next_wake_s()
         assert wake_s is not None, "work that nothing will ever wake"
         self.now_s += max(0.0, wake_s - self.clock_s())
 
     def run(self, max_num_steps: int = 4_000) -> None:
-        """Steps until nothing is left; asserts that this happens, and that no block is lost."""
+        """Steps until nothing is left. Asserts that this happens and that no block is lost."""
         for _ in range(max_num_steps):
             if not self.engine.has_work:
                 break
@@ -178,7 +178,7 @@ def job(
     lane: str = "lane",
     **changes: object,
 ) -> Request:
-    """A fresh job of epoch 1; `changes` are sampling parameters."""
+    """A new job of epoch 1; `changes` are sampling parameters."""
     values: dict[str, object] = {"max_tokens": 8, "seed": 7, **changes}
     params = SamplingParams(**values)  # type: ignore[arg-type]
     prompts = (tuple(prompt_ids), *map(tuple, more_prompts))
@@ -187,8 +187,7 @@ def job(
 
 
 def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:
-    """What each choice of a job must yield in all, whatever its known outputs: what its prompt has
-    alone."""
+    """The complete output of each choice of a job: what its prompt yields alone."""
     num_each = request.params.n
     return {
         (request.job_id, number * num_each + choice): expected_output(
@@ -204,7 +203,7 @@ def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:
 
 
 def all_sizes() -> st.SearchStrategy[Sizes]:
-    """From one block and one token a step up to ample."""
+    """From one block and one token per step up to ample."""
     return st.builds(
         Sizes,
         num_blocks=st.integers(1, 24),
@@ -244,7 +243,7 @@ def all_params() -> st.SearchStrategy[SamplingParams]:
 
 
 def all_prompts() -> st.SearchStrategy[Prompts]:
-    """Of a job: one or a few, some too long for the context, many with equal beginnings."""
+    """Prompts of a job: one or a few, some too long for the context, many with equal beginnings."""
     prompt = st.integers(1, MAX_MODEL_LEN + 4).flatmap(
         lambda num: st.sampled_from((97, 98)).map(lambda token_id: (token_id,) * num)
     )

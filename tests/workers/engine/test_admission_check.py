@@ -1,4 +1,4 @@
-"""Who is let in, and who makes room: held against a forecast that looks at every moment."""
+"""Admission and preemption, compared with a forecast that examines every moment."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ _shapes = st.tuples(
 
 
 def sequence_of(arrival: int, shape: tuple[str, int, int, int, int]) -> Sequence:
-    """Whose output is as long as its caller allows."""
+    """A sequence whose output reaches its maximum."""
     lane, num_prompt, num_output, num_more, num_preemptions = shape
     params = SamplingParams(max_tokens=num_output + num_more, seed=0)
     tokens = [0] * (num_prompt + num_output)
@@ -55,7 +55,8 @@ def num_more(sequence: Sequence) -> int:
 def fits(
     limits: EngineLimits, num_blocks: int, running: list[Sequence], growing: list[Sequence]
 ) -> bool:
-    """Whether these could run, of whom some grow: at every moment until the last one's end."""
+    """Whether these sequences, some of which grow, have blocks at every moment until the last
+    ends."""
     if len(running) == 1:
         return True
     num_known = sum(blocks_for(s.num_known) for s in running)
@@ -79,14 +80,15 @@ def fits(
     num_spare=st.integers(0, 12),
     high_water=st.sampled_from([0.5, 0.8, 1.0]),
 )
-def test_one_is_let_in_at_the_cost_of_as_few_as_make_room(
+def test_admission_preempts_as_few_sequences_as_possible(
     shapes: list[tuple[str, int, int, int, int]],
     asking: tuple[str, int, int, int, int],
     max_num_seqs: int,
     num_spare: int,
     high_water: float,
 ) -> None:
-    """Of those in lower lanes who are not pinned, the least to lose go first; nobody else goes."""
+    """Of unpinned sequences in lower lanes, those with the least to lose are preempted, and no
+    others."""
     limits = EngineLimits(100, max_num_seqs, vocab_size=10, kv_high_water=high_water)
     running = [sequence_of(arrival, shape) for arrival, shape in enumerate(shapes)]
     candidate = sequence_of(len(running), asking)

@@ -1,4 +1,4 @@
-"""Blocks: counts, ids, and that each is owned once."""
+"""Blocks: counts, ids, and one owner for each."""
 
 import pytest
 
@@ -35,8 +35,8 @@ def test_room_counts_what_is_held_and_what_is_free() -> None:
     assert not blocks.can_grow(sequence, 12)
 
 
-def test_growing_beyond_the_free_blocks_is_our_own_bug() -> None:
-    """Who has not asked `can_grow` is stopped before a block is taken."""
+def test_growing_beyond_the_free_blocks_raises() -> None:
+    """A caller that has not asked `can_grow` is stopped before a block is taken."""
     blocks, sequence = BlockManager(num_blocks=1, block_size=4), sequence_of(20)
 
     with pytest.raises(AssertionError):
@@ -46,7 +46,7 @@ def test_growing_beyond_the_free_blocks_is_our_own_bug() -> None:
 
 
 def test_a_release_gives_all_back_and_forgets_what_was_computed() -> None:
-    """The sequence has no blocks and nothing computed; the blocks last freed come first."""
+    """The sequence has no blocks and nothing computed; the blocks last freed are reused first."""
     blocks, one, two = BlockManager(num_blocks=4, block_size=1), sequence_of(4), sequence_of(4)
     blocks.grow(one, 2)
     one.num_computed = 2
@@ -61,7 +61,7 @@ def test_a_release_gives_all_back_and_forgets_what_was_computed() -> None:
 
 
 def test_the_audit_finds_a_block_with_two_owners() -> None:
-    """An alias and a leak are both unequal to each block exactly once."""
+    """A block with two owners or none."""
     blocks, one, two = BlockManager(num_blocks=2, block_size=1), sequence_of(2), sequence_of(2)
     blocks.grow(one, 1)
     two.block_ids = list(one.block_ids)

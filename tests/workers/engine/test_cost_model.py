@@ -1,4 +1,5 @@
-"""The cost model finds what a step takes, and the budget that follows meets its target."""
+"""The cost model learns a step's duration, and the token budget derived from it meets its
+target."""
 
 import random
 
@@ -35,7 +36,7 @@ def random_step(draw: random.Random) -> list[Chunk]:
 
 
 def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
-    """300 steps with 5% of noise: each coefficient within a tenth."""
+    """300 steps with 5% noise: each coefficient within a tenth."""
     draw, model = random.Random(1), CostModel()
 
     for _ in range(300):
@@ -46,7 +47,7 @@ def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
 
 
 def test_one_slow_step_changes_little() -> None:
-    """A step that took a thousand times its prediction counts as four times that."""
+    """A step that took a thousand times its prediction counts as four times."""
     draw, model = random.Random(2), CostModel()
     for _ in range(100):
         chunks = random_step(draw)
@@ -59,7 +60,7 @@ def test_one_slow_step_changes_little() -> None:
 
 
 def test_the_largest_chunk_for_a_time_takes_just_that_time() -> None:
-    """The quadratic is solved for tokens: n fit, n + 1 do not."""
+    """n tokens fit, n + 1 do not."""
     draw, model = random.Random(3), CostModel()
     for _ in range(100):
         chunks = random_step(draw)
@@ -72,7 +73,7 @@ def test_the_largest_chunk_for_a_time_takes_just_that_time() -> None:
 
 
 def test_steps_that_no_clock_can_tell_teach_nothing() -> None:
-    """A model that takes no time leaves the budget alone."""
+    """A model that takes no time does not change the budget."""
     model = CostModel()
     for _ in range(100):
         model.observe([chunk_of(0, 10)], 0.0)
@@ -81,7 +82,7 @@ def test_steps_that_no_clock_can_tell_teach_nothing() -> None:
 
 
 class TimedModel:
-    """Takes the time that the true coefficients say, on a simulated clock."""
+    """Takes the time given by the true coefficients, on a simulated clock."""
 
     num_blocks, block_size, max_model_len = 4000, 16, 8192
     shares_blocks, eos_token_ids = True, frozenset[int]()
@@ -97,7 +98,7 @@ class TimedModel:
 
 
 def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
-    """Prompts beside interactive streams: steps of 20 ms, and of 60 ms and more without."""
+    """Prompts beside interactive streams: steps of 20 ms; without such streams 60 ms and more."""
     model = TimedModel()
     lanes = [Lane("interactive", 0, itl_target_s=0.02), Lane("standard", 1)]
     limits = EngineLimits(2048, 64, vocab_size=100)
@@ -131,7 +132,7 @@ def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
 
 
 def test_a_prefill_share_leaves_the_rest_to_streams() -> None:
-    """With 0.2 of 20 tokens a prompt gets four beside a stream, and all where there is none."""
+    """With a share of 0.2 of 20 tokens, a prompt gets four beside a stream and all alone."""
     harness = Harness(Sizes(max_num_batched_tokens=20, prefill_share=0.2))
     harness.add(job("alone", range(15), max_tokens=20, ignore_eos=True))
     first = harness.step().num_step_tokens

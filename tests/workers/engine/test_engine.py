@@ -1,4 +1,4 @@
-"""What the engine does with jobs, choices and epochs, one case at a time."""
+"""The engine's handling of jobs, choices and epochs."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ LOST_DEVICE = HashModelOptions(crash_id=33)
 
 
 def test_choices_of_a_job_are_sequences_of_their_own() -> None:
-    """Three choices with noise differ and each matches its oracle."""
+    """Three sampled choices differ, and each matches its oracle."""
     harness, request = Harness(Sizes()), job(n=3, min_tokens=5)
     harness.add(request)
 
@@ -25,7 +25,7 @@ def test_choices_of_a_job_are_sequences_of_their_own() -> None:
 
 
 def test_the_ending_token_is_reported_with_its_reason() -> None:
-    """The supervisor decides about the text of an eos; the engine shows the token."""
+    """The supervisor decides about an eos token's text; the engine reports the token."""
     harness, request = Harness(Sizes()), job(prompt_ids=[5, 6], max_tokens=200, seed=3)
     (token_ids, reason) = oracle(request)["job", 0]
     assert (token_ids[-1], reason) == (EOS_ID, FinishReason.STOP)
@@ -38,7 +38,7 @@ def test_the_ending_token_is_reported_with_its_reason() -> None:
 
 
 def test_eos_ignored_goes_on_to_the_context_length() -> None:
-    """Prompt and output fill the context, then the reason is length."""
+    """Prompt and output fill the context; then the reason is length."""
     harness = Harness(Sizes())
     harness.add(job(max_tokens=1000, ignore_eos=True))
 
@@ -49,7 +49,7 @@ def test_eos_ignored_goes_on_to_the_context_length() -> None:
 
 
 def test_a_newer_epoch_replaces_the_older_one() -> None:
-    """The job came back under a new fence: the older attempt says nothing more."""
+    """The older attempt reports nothing more."""
     harness, request = Harness(Sizes()), job(max_tokens=20, ignore_eos=True)
     harness.add(request)
     harness.step()
@@ -89,7 +89,7 @@ def test_an_older_epoch_changes_nothing() -> None:
 
 
 def test_a_stopped_job_gives_its_blocks_back_at_once() -> None:
-    """No step is needed; what has ended or is unknown is stopped without a word."""
+    """No step is needed. Unknown and ended jobs are ignored."""
     harness = Harness(Sizes())
     harness.add(job(n=2, ignore_eos=True))
     harness.step()
@@ -103,7 +103,7 @@ def test_a_stopped_job_gives_its_blocks_back_at_once() -> None:
 
 
 def test_a_stopped_job_is_silent_about_choices_that_had_just_ended() -> None:
-    """The end of a complete choice was not said yet; now it never is."""
+    """The end of a complete choice that was not reported yet is never reported."""
     harness = Harness(Sizes())
     harness.add(dataclasses.replace(job(max_tokens=2, ignore_eos=True), outputs=((1, 2),)))
     assert harness.engine.has_work
@@ -114,7 +114,7 @@ def test_a_stopped_job_is_silent_about_choices_that_had_just_ended() -> None:
 
 
 def test_finished_choices_are_not_run_again() -> None:
-    """Of two choices one has ended before: only the other one is computed."""
+    """Of two choices, one has ended before: only the other is computed."""
     harness, request = Harness(Sizes()), job(n=2, ignore_eos=True)
     first_ids = oracle(request)["job", 0][0]
     harness.add(
@@ -127,7 +127,7 @@ def test_finished_choices_are_not_run_again() -> None:
 
 
 def test_a_failed_row_takes_its_whole_job_and_no_other() -> None:
-    """Both choices of the bad job are dropped with one error; the good one ends."""
+    """Both choices of the bad job are dropped with one error; the good job ends."""
     harness = Harness(Sizes(), model_options=BAD_ROW)
     harness.add(job("bad", prompt_ids=[33], n=2))
     harness.add(job("good"))
@@ -144,7 +144,7 @@ def test_a_failed_row_takes_its_whole_job_and_no_other() -> None:
 
 
 def test_an_exception_of_the_model_passes_through() -> None:
-    """Nothing is known of the device after it: the process must end."""
+    """The device's state is unknown after it, so the process must end."""
     harness = Harness(Sizes(), model_options=LOST_DEVICE)
     harness.add(job(prompt_ids=[33]))
 
@@ -153,7 +153,7 @@ def test_an_exception_of_the_model_passes_through() -> None:
 
 
 def test_an_idle_engine_reports_an_empty_step() -> None:
-    """No model run, all blocks free."""
+    """The model does not run; all blocks are free."""
     harness = Harness(Sizes())
 
     report = harness.step()
@@ -164,7 +164,7 @@ def test_an_idle_engine_reports_an_empty_step() -> None:
 
 
 def test_little_memory_preempts_and_keeps_every_token() -> None:
-    """Four long sequences in room for two: blocks change hands, tokens stay the oracle's."""
+    """Four long sequences with memory for two: preempted and resumed, with the oracle's tokens."""
     harness = Harness(Sizes(num_blocks=15, kv_high_water=1.0), lengths=KnownOnly())
     requests = [
         job(f"job-{i}", prompt_ids=[i, 1], max_tokens=30, ignore_eos=True) for i in range(4)

@@ -1,6 +1,6 @@
-"""What holds for every workload: the same tokens, no block lost, no limit passed, an end.
+"""Properties of every workload: equal tokens, no lost block, no exceeded limit, termination.
 
-`test_state_machine` mixes all that a supervisor may do; these tests name one promise each.
+`test_state_machine` mixes everything a supervisor may do; these tests check one promise each.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ def request_of(job_id: str, prompts: Prompts, params: SamplingParams, epoch: int
 
 
 def is_possible(request: Request, sizes: Sizes) -> bool:
-    """Whether a job can run alone, said independently of the engine."""
+    """Whether a job can run alone, computed independently of the engine."""
     longest = max(map(len, request.prompts))
     num_known = min(longest + request.params.max_tokens, MAX_MODEL_LEN)
     return longest < MAX_MODEL_LEN and num_known - 1 <= sizes.num_kv_tokens
 
 
 def cut(request: Request, num_kept: int, finishes: bool = False) -> Request:
-    """The job as it comes back after `num_kept` tokens of each choice were logged."""
+    """The job after `num_kept` tokens of each choice were logged."""
     outputs = [token_ids for token_ids, _ in oracle(request).values()]
     return dataclasses.replace(
         request,
@@ -51,7 +51,7 @@ def cut(request: Request, num_kept: int, finishes: bool = False) -> Request:
 
 
 def add_all(harness: Harness, workload: Workload) -> list[Request]:
-    """Adds the possible jobs and returns them; asserts that just the others are refused."""
+    """Adds the jobs that can run and returns them. Asserts that exactly the others are refused."""
     taken = []
     for number, (prompts, params) in enumerate(workload):
         request = request_of(f"job-{number}", prompts, params)
@@ -90,7 +90,7 @@ def test_any_budget_and_block_count_yields_the_same_tokens(
 def test_any_arrival_order_yields_the_same_tokens(
     workload: Workload, sizes: Sizes, delays: list[int]
 ) -> None:
-    """Jobs that come while others run are no different from jobs that come together."""
+    """Jobs that arrive while others run have the same output as jobs that arrive together."""
     harness = Harness(sizes)
     requests = []
     for number, (prompts, params) in enumerate(workload):
@@ -121,7 +121,7 @@ def test_a_resume_from_any_cut_goes_on_with_the_same_tokens(
     finishes: bool,
     sizes: Sizes,
 ) -> None:
-    """Another worker that knows the first k tokens yields just the rest, at the right places."""
+    """A worker that gets the first k tokens yields exactly the rest, at the right positions."""
     request = request_of("job", prompts, params)
     if not is_possible(request, sizes):
         return
@@ -142,7 +142,7 @@ def test_a_resume_from_any_cut_goes_on_with_the_same_tokens(
 def test_a_complete_choice_ends_without_a_step_of_the_model(
     prompts: Prompts, params: SamplingParams, sizes: Sizes
 ) -> None:
-    """All tokens were logged, the end was not: the end is said, nothing is computed."""
+    """All tokens were logged but not the end: the end is reported, nothing is computed."""
     request = request_of("job", prompts, params)
     if not is_possible(request, sizes):
         return

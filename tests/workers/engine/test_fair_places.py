@@ -1,4 +1,5 @@
-"""A tenant with fewer places than another of its lane takes one from it; equals take nothing."""
+"""A tenant with fewer places than another in its lane takes one from it; equal tenants take
+none."""
 
 import dataclasses
 from collections import Counter
@@ -47,7 +48,7 @@ def assert_undisturbed(harness: Harness, requests: list[Request]) -> None:
 
 
 def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
-    """Another holds all places and has more waiting in front; it loses no token."""
+    """Another tenant has all places and the head of the queue; it loses no token."""
     harness = harness_of()
     requests = flood(harness, "heavy", 2 * _NUM_PLACES)
     for _ in range(5):
@@ -63,7 +64,7 @@ def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
 
 
 def test_places_are_shared_alike_and_then_nobody_is_displaced() -> None:
-    """Three tenants get two places each; while all of them have work none loses one again."""
+    """Three tenants get two places each and keep them while all have work."""
     harness = harness_of()
     requests = flood(harness, "a", 12)
     harness.step()
@@ -83,7 +84,7 @@ def test_places_are_shared_alike_and_then_nobody_is_displaced() -> None:
 
 
 def test_places_are_shared_by_weight_and_then_nobody_is_displaced() -> None:
-    """Six places for weights 1, 2 and 3, the lightest of which came first."""
+    """Six places for weights 1, 2 and 3; the lightest tenant came first."""
     harness = harness_of()
     requests = flood(harness, "a", 12)
     harness.step()
@@ -101,8 +102,7 @@ def test_places_are_shared_by_weight_and_then_nobody_is_displaced() -> None:
 
 
 def test_tokens_are_shared_by_weight() -> None:
-    """Of two tenants with long queues, one of which has three times the weight of the other, on one
-    place, which comes free with each job."""
+    """Two tenants with long queues share one place; one has three times the weight of the other."""
     policy = Composed(VirtualTokenCounters(), FirstComeFirstServed())
     harness = Harness(Sizes(max_num_seqs=1), policy=policy)
     flood(harness, "a", 40, max_tokens=4)
@@ -114,7 +114,7 @@ def test_tokens_are_shared_by_weight() -> None:
 
 
 def test_blocks_are_shared_where_they_are_short() -> None:
-    """There are places, but the blocks are taken: one with many sequences gives some up."""
+    """Places are free but blocks are not: a tenant with many sequences gives some up."""
     harness = harness_of(num_blocks=24)
     requests = flood(harness, "heavy", 12)
     for _ in range(4):
@@ -135,8 +135,8 @@ def test_a_tenant_alone_displaces_none_of_its_own() -> None:
     assert harness.num_preemptions == 0
 
 
-def test_who_was_displaced_often_enough_is_left_alone() -> None:
-    """So each sequence ends, however often another tenant comes back."""
+def test_a_sequence_is_displaced_a_limited_number_of_times() -> None:
+    """So each sequence ends, however often another tenant returns."""
     harness = Harness(Sizes(num_blocks=400, max_num_seqs=_NUM_PLACES, max_preemptions=1))
     requests = flood(harness, "heavy", _NUM_PLACES)
     harness.step()

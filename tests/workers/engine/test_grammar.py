@@ -1,4 +1,4 @@
-"""Choices that are constrained to a grammar: forced tokens, ends, resumes and neighbours."""
+"""Choices constrained to a grammar: forced tokens, ends, resumes and neighbours."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ CONSTANT = LLMatcher.grammar_from_regex("yes, of course")
 
 
 def test_an_output_matches_its_schema_and_ends_with_it() -> None:
-    """Each of several seeds; the end needs no ending token."""
+    """For several seeds. The end needs no ending token."""
     for seed in range(10):
         harness, request = Harness(Sizes()), job(grammar=GRAMMAR, max_tokens=36, seed=seed)
         harness.add(request)
@@ -42,8 +42,8 @@ def test_an_open_end_is_the_ending_token() -> None:
     assert (end, harness.reasons["job", 0]) == (EOS_ID, FinishReason.STOP)
 
 
-def test_an_output_that_is_cut_says_so() -> None:
-    """Also where the limit falls among forced tokens."""
+def test_a_cut_constrained_output_ends_with_length() -> None:
+    """Also if the maximum falls among forced tokens."""
     harness = Harness(Sizes())
     harness.add(job(grammar=GRAMMAR, max_tokens=3))
 
@@ -67,7 +67,7 @@ def test_forced_tokens_need_no_forward() -> None:
 
 
 def test_log_probabilities_are_those_of_a_forward() -> None:
-    """No token is forced where they are asked for, and the text is still the constant."""
+    """Then no token is forced, and the text is still the constant."""
     harness = Harness(Sizes())
     harness.add(job(grammar=CONSTANT, max_tokens=36, logprobs=1))
 
@@ -79,7 +79,7 @@ def test_log_probabilities_are_those_of_a_forward() -> None:
 
 @pytest.mark.parametrize("grammar", [GRAMMAR, DIGITS, CONSTANT])
 def test_a_job_resumed_anywhere_ends_the_same(grammar: str) -> None:
-    """For each number of tokens that were logged."""
+    """For each number of logged tokens."""
     request = job(grammar=grammar, max_tokens=36, seed=3, n=2)
     whole = oracle(request)
     for cut in range(max(len(ids) for ids, _ in whole.values())):
@@ -96,7 +96,7 @@ def test_a_job_resumed_anywhere_ends_the_same(grammar: str) -> None:
 
 
 def test_a_grammar_that_fails_costs_only_its_own_job() -> None:
-    """One that does not compile, and one that an output in the log does not match."""
+    """A grammar that does not compile, and one that the logged output does not match."""
     harness, free = Harness(Sizes()), job("free", max_tokens=6)
     harness.add(job("bad", grammar="start: /(/", max_tokens=6))
     other = dataclasses.replace(job("other", grammar=DIGITS), outputs=((97, 98),))
@@ -113,8 +113,8 @@ def test_a_grammar_that_fails_costs_only_its_own_job() -> None:
     assert harness.output_ids["free", 0] == oracle(free)["free", 0][0]
 
 
-def test_what_contradicts_a_grammar_is_refused() -> None:
-    """Only the grammar says where an output may end."""
+def test_parameters_that_contradict_a_grammar_are_refused() -> None:
+    """Only the grammar decides where an output may end."""
     for request in (job(grammar=GRAMMAR, min_tokens=2), job(grammar=GRAMMAR, ignore_eos=True)):
         with pytest.raises(RequestRefused, match="cannot be combined with a grammar"):
             Harness(Sizes()).add(request)

@@ -28,14 +28,14 @@ for module in {MODULES!r}:
 
 
 def test_the_engine_imports_without_torch_and_redis() -> None:
-    """In a process of its own, where an import of either fails."""
+    """In a process where importing either fails."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
 
     assert ended.returncode == 0, ended.stderr
 
 
 def test_the_engine_package_imports_no_more_than_it_may() -> None:
-    """The engine itself: of contract, what describes jobs and grammars."""
+    """The engine itself; of contract, what describes jobs and grammars."""
     script = (
         "import sys, workers.engine.engine\n"
         "names = {n for n in sys.modules if n.partition('.')[0] in "

@@ -1,4 +1,4 @@
-"""What is computed once is found again, by its own tenant, and never wrongly."""
+"""The prefix cache finds computed blocks, for their own tenant only, and never wrongly."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def test_an_equal_prompt_is_found_but_for_its_last_tokens() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """A prompt of whole blocks that is cached whole: its last block is computed again."""
+    """A prompt of whole blocks that is cached completely: its last block is computed again."""
     harness = Harness(Sizes())
     harness.add(job("first", PROMPT[:16]))
     harness.run()
@@ -41,7 +41,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 def test_tenants_never_share() -> None:
-    """The same prompt of another tenant is computed from its first token."""
+    """Another tenant's equal prompt is computed from its first token."""
     harness = Harness(Sizes())
     harness.add(job("first", PROMPT))
     harness.run()
@@ -50,8 +50,8 @@ def test_tenants_never_share() -> None:
     assert harness.step().num_prefix_hits == 0
 
 
-def test_what_another_computes_now_is_waited_for() -> None:
-    """Three equal prompts at once: one is computed, the others begin where it has come to."""
+def test_a_sequence_waits_for_a_prefix_that_another_computes() -> None:
+    """Three equal prompts at once: one is computed, and the others continue from its progress."""
     harness = Harness(Sizes())
     for name in ("a", "b", "c"):
         harness.add(job(name, PROMPT, ignore_eos=True))
@@ -63,8 +63,8 @@ def test_what_another_computes_now_is_waited_for() -> None:
     assert second.num_step_tokens == 1 + 3 + 3
 
 
-def test_what_was_preempted_finds_its_own_blocks() -> None:
-    """Only what is behind its last full block is computed again, and counted as such."""
+def test_a_preempted_sequence_finds_its_cached_blocks() -> None:
+    """Only what follows its last full block is computed again and counted as recomputed."""
     harness = Harness(Sizes())
     harness.add(job("job", PROMPT, ignore_eos=True))
     harness.step()
@@ -76,7 +76,7 @@ def test_what_was_preempted_finds_its_own_blocks() -> None:
 
 
 def test_scored_prompts_are_computed() -> None:
-    """Log probabilities of a prompt come from computing it: the cache is no help."""
+    """Log probabilities of a prompt require computing it."""
     harness = Harness(Sizes())
     harness.add(job("first", PROMPT))
     harness.run()
@@ -86,7 +86,8 @@ def test_scored_prompts_are_computed() -> None:
 
 
 def test_choices_share_their_prompt_and_copy_its_last_block() -> None:
-    """Four choices of a prompt of 19 hold 8 blocks, not 20; three of them compute one token."""
+    """Four choices of a prompt of 19 tokens hold 8 blocks, not 20; three of them compute one
+    token."""
     counts = {}
     for n in (1, 4):
         harness = Harness(Sizes(prefix_caching=False))
@@ -102,7 +103,7 @@ def test_choices_share_their_prompt_and_copy_its_last_block() -> None:
 
 
 def test_content_that_was_evicted_is_not_found() -> None:
-    """As after another tenant has filled all blocks."""
+    """After another tenant has filled all blocks."""
     harness = Harness(Sizes())
     harness.add(job("first", PROMPT))
     harness.run()
@@ -121,7 +122,7 @@ def test_content_that_was_evicted_is_not_found() -> None:
 def test_cache_and_preemption_at_any_step_yield_the_same_tokens(
     workload: Workload, sizes: Sizes, preemptions: list[tuple[int, int]]
 ) -> None:
-    """On and off, with jobs losing their blocks at random steps: the oracle's tokens."""
+    """With and without the cache, with jobs preempted at random steps: the oracle's tokens."""
     for caches in (True, False):
         harness = Harness(dataclasses.replace(sizes, prefix_caching=caches))
         requests = add_all(harness, workload)

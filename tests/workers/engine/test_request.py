@@ -1,4 +1,4 @@
-"""What an engine refuses, each for one job alone, with a code and one sentence."""
+"""Requests that an engine refuses, each for one job alone, with a code and one sentence."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ REFUSED_CHANGES: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("changes", REFUSED_CHANGES, ids=str)
 def test_a_bad_parameter_is_refused_and_costs_no_other_job(changes: dict[str, object]) -> None:
-    """The refused job leaves nothing behind; the one before it runs to its end."""
+    """The refused job leaves nothing behind; an earlier one runs to its end."""
     harness = Harness(Sizes())
     harness.add(job("good"))
 
@@ -47,7 +47,7 @@ def test_a_bad_parameter_is_refused_and_costs_no_other_job(changes: dict[str, ob
 
 @pytest.mark.parametrize("prompt_ids", [(), (VOCAB_SIZE,), (1, -1)])
 def test_a_prompt_outside_the_vocabulary_is_refused(prompt_ids: tuple[int, ...]) -> None:
-    """On a device such an id reads out of bounds, which would cost every job."""
+    """On a device such an id would read out of bounds and fail every job."""
     with pytest.raises(RequestRefused) as refusal:
         Harness(Sizes()).add(job(prompt_ids=prompt_ids))
 
@@ -55,7 +55,7 @@ def test_a_prompt_outside_the_vocabulary_is_refused(prompt_ids: tuple[int, ...])
 
 
 def test_known_outputs_are_checked_like_the_prompt() -> None:
-    """A log from another model's vocabulary, and a log of too few choices."""
+    """A log from another model's vocabulary, or with too few choices."""
     harness = Harness(Sizes())
 
     for outputs in (((VOCAB_SIZE,),), ((), ())):
@@ -77,7 +77,8 @@ def test_a_prompt_that_fills_the_context_is_too_long() -> None:
 
 
 def test_a_job_that_can_never_fit_into_the_cache_is_refused() -> None:
-    """Sixteen slots hold ten of prompt and six of seven outputs: the last one's KV is not kept."""
+    """Sixteen slots hold ten prompt tokens and six of seven output tokens; the last one's KV is
+    not kept."""
     harness = Harness(Sizes(num_blocks=4, block_size=4))
 
     with pytest.raises(RequestRefused) as refusal:
@@ -90,7 +91,7 @@ def test_a_job_that_can_never_fit_into_the_cache_is_refused() -> None:
 
 
 def test_a_refusal_does_not_quote_the_prompt() -> None:
-    """Its message goes to logs and clients."""
+    """The message is logged and sent to clients."""
     with pytest.raises(RequestRefused) as refusal:
         Harness(Sizes()).add(job(prompt_ids=[123456789]))
 
@@ -98,7 +99,7 @@ def test_a_refusal_does_not_quote_the_prompt() -> None:
 
 
 def test_eos_and_stop_tokens_end_a_choice_unless_eos_is_ignored() -> None:
-    """`ignore_eos` spares the caller's own stop tokens."""
+    """`ignore_eos` does not affect the caller's stop tokens."""
     params = SamplingParams(max_tokens=1, seed=0, stop_token_ids=(10,))
     ignoring = SamplingParams(max_tokens=1, seed=0, stop_token_ids=(10,), ignore_eos=True)
 
@@ -110,6 +111,6 @@ def test_eos_and_stop_tokens_end_a_choice_unless_eos_is_ignored() -> None:
     "values", [(0, 1, 1, 0.8), (1, 0, 1, 0.8), (1, 1, 0, 0.8), (1, 1, 1, 0.0), (1, 1, 1, 1.1)]
 )
 def test_limits_under_which_nothing_runs_are_refused(values: tuple[int, int, int, float]) -> None:
-    """At start, not by an engine that waits for ever."""
+    """When the engine starts, instead of waiting forever."""
     with pytest.raises(ValueError, match=r"must be|is a share"):
         EngineLimits(*values)

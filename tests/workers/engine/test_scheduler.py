@@ -1,4 +1,4 @@
-"""Who gets tokens and blocks in a step, and who must wait."""
+"""Which sequences get tokens and blocks in a step, and which wait."""
 
 from contract.jobs import SamplingParams
 from workers.engine.block_manager import BlockManager
@@ -10,7 +10,7 @@ from workers.engine.step_plan import StepPlan
 
 
 class SmallestFirst(Policy):
-    """A policy by length of the prompt, so that tests can make a late sequence important."""
+    """A policy by prompt length, so that a late sequence can have a high priority."""
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
         return (sequence.num_prompt, sequence.arrival)
@@ -30,7 +30,7 @@ def scheduler_of(
 
 
 def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
-    """A waiting sequence, named by its arrival."""
+    """A waiting sequence, identified by its arrival."""
     params = SamplingParams(max_tokens=1000, seed=0)
     prompt_ids = [0] * num_prompt
     sequence = Sequence(f"job-{arrival}", 1, 0, "t", "lane", prompt_ids, num_prompt, params)
@@ -41,7 +41,7 @@ def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
 
 
 def compute(plan: StepPlan) -> dict[int, int]:
-    """Does what a model and the engine do; returns tokens computed by arrival."""
+    """Acts as model and engine. Returns the computed tokens by arrival."""
     for sequence, chunk in plan.chunks.items():
         sequence.num_computed += chunk.num_tokens
         if chunk.samples:
@@ -54,7 +54,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
-    """25 tokens under a budget of 10 take three steps; only the last one samples."""
+    """25 tokens with a budget of 10 take three steps; only the last one samples."""
     scheduler = scheduler_of(budget=10)
     sequence = add(scheduler, arrival=0, num_prompt=25)
 
@@ -68,8 +68,8 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert [chunk.samples for chunk in chunks] == [False, False, True]
 
 
-def test_who_needs_one_token_goes_before_a_long_prompt() -> None:
-    """An older sequence that catches up on many tokens does not delay a younger stream."""
+def test_streams_go_before_a_long_prompt() -> None:
+    """An older sequence with many uncomputed tokens does not delay a younger stream."""
     scheduler = scheduler_of(budget=10)
     old, young = add(scheduler, arrival=0, num_prompt=3), add(scheduler, arrival=1, num_prompt=3)
     step(scheduler)
@@ -80,7 +80,7 @@ def test_who_needs_one_token_goes_before_a_long_prompt() -> None:
 
 
 def test_a_sequence_is_admitted_into_what_is_left_of_the_budget() -> None:
-    """The running one takes its one token, the next prompt the nine others."""
+    """The running sequence gets its one token, the next prompt the other nine."""
     scheduler = scheduler_of(budget=10)
     add(scheduler, arrival=0, num_prompt=4)
     step(scheduler)
@@ -92,7 +92,7 @@ def test_a_sequence_is_admitted_into_what_is_left_of_the_budget() -> None:
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
-    """The third waits although budget and blocks would do."""
+    """The third waits although budget and blocks suffice."""
     scheduler = scheduler_of(max_num_seqs=2)
     for arrival in range(3):
         add(scheduler, arrival, num_prompt=1)
@@ -102,7 +102,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 
 def test_new_sequences_wait_at_the_high_water_mark() -> None:
-    """Of ten blocks eight may be filled by admissions; what runs may fill the rest."""
+    """Admissions may fill eight of ten blocks; running sequences may fill the rest."""
     scheduler = scheduler_of(num_blocks=10, high_water=0.8)
     running = add(scheduler, arrival=0, num_prompt=6)
     add(scheduler, arrival=1, num_prompt=3)
@@ -114,7 +114,7 @@ def test_new_sequences_wait_at_the_high_water_mark() -> None:
 
 
 def test_prompt_tokens_still_to_come_count_against_the_mark() -> None:
-    """A long prompt of which one chunk is computed has its blocks as good as taken."""
+    """A long prompt counts with all its blocks once its first chunk is computed."""
     scheduler = scheduler_of(num_blocks=20, budget=4, high_water=0.8)
     add(scheduler, arrival=0, num_prompt=15)
     step(scheduler)
@@ -127,15 +127,15 @@ def test_prompt_tokens_still_to_come_count_against_the_mark() -> None:
 
 
 def test_an_empty_engine_always_admits_one() -> None:
-    """A prompt beyond the mark runs once it is alone."""
+    """A prompt beyond the high-water mark runs when it is alone."""
     scheduler = scheduler_of(num_blocks=10, high_water=0.1)
     add(scheduler, arrival=0, num_prompt=10)
 
     assert step(scheduler) == {0: 10}
 
 
-def test_no_one_passes_a_sequence_that_does_not_fit() -> None:
-    """A small one behind a large one waits with it, or the large one could starve."""
+def test_no_sequence_passes_one_that_does_not_fit() -> None:
+    """A small one behind a large one waits, because the large one could starve otherwise."""
     scheduler = scheduler_of(num_blocks=10)
     add(scheduler, arrival=0, num_prompt=5)
     step(scheduler)
@@ -147,7 +147,7 @@ def test_no_one_passes_a_sequence_that_does_not_fit() -> None:
 
 
 def test_without_blocks_the_worst_key_is_preempted_and_keeps_its_place() -> None:
-    """The youngest loses its blocks to the oldest, and comes back before a later arrival."""
+    """The youngest loses its blocks to the oldest, and runs again before a later arrival."""
     scheduler = scheduler_of(num_blocks=9)
     sequences = [add(scheduler, arrival, num_prompt=3) for arrival in range(3)]
     step(scheduler)
@@ -164,7 +164,7 @@ def test_without_blocks_the_worst_key_is_preempted_and_keeps_its_place() -> None
 
 
 def test_tokens_of_a_preempted_sequence_go_back_to_the_budget() -> None:
-    """It had its token of this step already; an important one took its block."""
+    """It had its token of this step already when a more important one took its block."""
     scheduler = scheduler_of(num_blocks=7, budget=3, policy=SmallestFirst())
     large = add(scheduler, arrival=0, num_prompt=3)
     step(scheduler)
@@ -180,8 +180,8 @@ def test_tokens_of_a_preempted_sequence_go_back_to_the_budget() -> None:
     assert (large.block_ids, large.num_computed) == ([], 0)
 
 
-def test_where_no_one_is_worse_a_sequence_waits_with_what_it_has() -> None:
-    """The youngest needs a block that an older one has: it computes nothing, and loses nothing."""
+def test_the_worst_sequence_waits_and_keeps_its_blocks() -> None:
+    """The youngest needs a block that an older one has: it computes nothing and loses nothing."""
     scheduler = scheduler_of(num_blocks=4, block_size=2)
     add(scheduler, arrival=0, num_prompt=3)
     young = add(scheduler, arrival=1, num_prompt=4)
@@ -195,7 +195,7 @@ def test_where_no_one_is_worse_a_sequence_waits_with_what_it_has() -> None:
 
 
 def test_a_preempted_sequence_is_not_taken_back_in_the_same_step() -> None:
-    """Its blocks went to one that needed them: both do not fit, whatever the mark."""
+    """Both sequences do not fit, whatever the high-water mark."""
     scheduler = scheduler_of(num_blocks=6, high_water=1.0)
     old, young = add(scheduler, arrival=0, num_prompt=3), add(scheduler, arrival=1, num_prompt=3)
     step(scheduler)

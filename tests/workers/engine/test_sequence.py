@@ -24,7 +24,7 @@ EOS = 9
 def test_the_last_known_token_tells_the_end(
     output_ids: tuple[int, ...], min_tokens: int, reason: FinishReason | None
 ) -> None:
-    """A stop wins over the length; before `min_tokens` there is no stop."""
+    """A stop token comes before the length; before `min_tokens` there is no stop."""
     params = SamplingParams(max_tokens=4, seed=0, min_tokens=min_tokens)
     sequence = Sequence("job", 1, 0, "t", "lane", [EOS, *output_ids], 1, params)
     sequence.ending_ids = frozenset({EOS})
@@ -33,7 +33,7 @@ def test_the_last_known_token_tells_the_end(
 
 
 def test_the_context_ends_what_max_tokens_does_not() -> None:
-    """Prompt and output together are as long as the context."""
+    """Prompt and output together fill the context."""
     params = SamplingParams(max_tokens=100, seed=0)
     sequence = Sequence("job", 1, 0, "t", "lane", [1, 2, 3, 4], 2, params)
 

@@ -1,4 +1,4 @@
-"""Who is served how much: lanes, tenants, starvation bounds, admission by predicted length."""
+"""Shares of service: lanes, tenants, limits of starvation, admission by predicted length."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ def names(report: StepReport) -> set[str]:
 
 
 def test_an_interactive_job_has_its_first_token_within_two_steps() -> None:
-    """All places and blocks are taken by batch work, which later loses no token."""
+    """Batch work has all places and blocks, and loses no token."""
     harness = Harness(Sizes(num_blocks=24, max_num_seqs=6), lanes=DEFAULT_LANES)
     requests = [
         job(f"batch-{i}", range(i, i + 10), lane="batch", max_tokens=25, ignore_eos=True)
@@ -68,7 +68,7 @@ def test_a_lane_gets_its_minimum_share_within_two_budgets() -> None:
 
 
 def test_age_brings_every_sequence_its_turn() -> None:
-    """The bound in tokens: (priority + 1) * ageing_tokens passed by, and what ran then."""
+    """The limit in tokens: (priority + 1) * ageing_tokens of others, plus what ran then."""
     ageing, budget = 100, 16
     lanes = [Lane("interactive", 0, ageing_tokens=ageing), Lane("batch", 2, ageing_tokens=ageing)]
     harness = Harness(Sizes(max_num_batched_tokens=budget, max_num_seqs=4), lanes=lanes)
@@ -118,7 +118,8 @@ def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
 
 
 def preemptions_of(lengths: LengthPredictor) -> tuple[int, float]:
-    """Preemptions, and mean KV occupancy, of 150 jobs with caps far above their lengths."""
+    """The number of preemptions and the mean KV occupancy of 150 jobs with maxima far above
+    their lengths."""
     draw = random.Random(5)
     harness = Harness(
         Sizes(num_blocks=30, max_num_seqs=16, kv_high_water=1.0, prefix_caching=False),
@@ -154,7 +155,7 @@ def test_past_future_preempts_less_than_naive_and_fills_more_than_the_cap() -> N
 
 
 def test_a_sequence_is_preempted_a_bounded_number_of_times_for_other_lanes() -> None:
-    """After three times it is pinned, however many interactive jobs come."""
+    """After three times it is pinned, however many interactive jobs arrive."""
     harness = Harness(Sizes(max_num_seqs=1, max_preemptions=3))
     harness.add(job("batch", range(8), lane="batch", max_tokens=25, ignore_eos=True))
     harness.step()
@@ -167,8 +168,8 @@ def test_a_sequence_is_preempted_a_bounded_number_of_times_for_other_lanes() -> 
     assert harness.num_preemptions == 3
 
 
-def test_a_deadline_frees_what_its_job_held() -> None:
-    """Running or waiting, at the next step after it has passed."""
+def test_a_deadline_frees_the_blocks_of_its_job() -> None:
+    """Running or waiting, at the next step after the deadline."""
     harness = Harness(Sizes(max_num_seqs=1))
     for name in ("running", "waiting"):
         request = job(name, max_tokens=30, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Who gets how much, for any mix of lanes and any arrivals: minimum shares and fairness."""
+"""Minimum shares and fairness, for any lanes and arrivals."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -94,14 +94,14 @@ def test_a_light_tenant_stays_within_the_bound_however_it_comes(
 
 
 def keep_prompts(harness: Harness, lane: str, num_tokens: int, number: int) -> None:
-    """Sees to it that a lane has at least so many tokens to compute."""
+    """Keeps at least this many uncomputed tokens in a lane."""
     num_pending = sum(s.num_pending for s in harness.engine.sequences if s.lane == lane)
     for extra in range(-(-max(0, num_tokens - num_pending) // 20)):
         harness.add(job(f"{lane}-{number}-{extra}", range(20), lane=lane, max_tokens=1))
 
 
 def computed(harness: Harness) -> Counter[str]:
-    """Runs a step: the tokens computed in it, by lane."""
+    """Runs a step; returns the computed tokens by lane."""
     gained: Counter[str] = Counter()
 
     def watch(chunks: Iterable[Chunk]) -> None:
@@ -114,7 +114,7 @@ def computed(harness: Harness) -> Counter[str]:
 
 
 def flood(harness: Harness) -> None:
-    """More work of one tenant than the test sees the end of, and all places taken by it."""
+    """One tenant's work, more than the test computes, which has all places."""
     for i in range(150):
         prompt_ids = [i, *range(NUM_FLOOD - 1)]
         harness.add(job(f"flood-{i}", prompt_ids, tenant="flood", max_tokens=20, ignore_eos=True))
@@ -123,7 +123,7 @@ def flood(harness: Harness) -> None:
 
 
 def come_and_go(arrivals: Arrivals) -> Iterable[list[tuple[int, tuple[int, int]]]]:
-    """Step by step, who comes: number, prompt and output tokens; then no one for a while."""
+    """Arrivals by step: number of jobs, prompt and output tokens; then none for a while."""
     coming: list[tuple[int, tuple[int, int]]] = []
     for number, (num_steps, *sizes) in enumerate(arrivals):
         coming.append((number, (sizes[0], sizes[1])))
@@ -135,7 +135,7 @@ def come_and_go(arrivals: Arrivals) -> Iterable[list[tuple[int, tuple[int, int]]
 
 
 def served(harness: Harness) -> Counter[str]:
-    """Runs a step: the service that each tenant had in it, by the weights 1 and 2."""
+    """Runs a step; returns each tenant's service, with weights 1 and 2 for input and output."""
     gained: Counter[str] = Counter()
     before = {s: min(s.num_once_computed, s.num_prompt) for s in harness.engine.sequences}
     report = harness.step()
@@ -147,5 +147,5 @@ def served(harness: Harness) -> Counter[str]:
 
 
 def most_of_any_window(steps: list[float]) -> float:
-    """The largest sum of any steps in a row that end with the last."""
+    """The largest sum over consecutive steps that include the last one."""
     return max(accumulate(reversed(steps)), default=0.0)

@@ -1,4 +1,5 @@
-"""All that a supervisor may do, in any order: tokens are the oracle's, and every bound holds."""
+"""Everything a supervisor may do, in any order: the tokens are the oracle's, and every limit
+holds."""
 
 import dataclasses
 from collections.abc import Callable
@@ -50,7 +51,7 @@ KEEP_ORDER = {"vtc", "fcfs"}  # of arrival, within a tenant
 
 
 def all_lanes() -> st.SearchStrategy[list[Lane]]:
-    """Three, with any priorities, targets, shares and ages."""
+    """Three lanes with any priorities, targets, shares and ages."""
     numbers = st.tuples(
         st.integers(0, 2),
         st.sampled_from((None, 0.004, 0.1)),
@@ -63,7 +64,8 @@ def all_lanes() -> st.SearchStrategy[list[Lane]]:
 
 
 class SupervisorAndEngine(RuleBasedStateMachine):
-    """`Harness.step` audits blocks and budget, `Witness` high water, order and starvation."""
+    """`Harness.step` audits blocks and budget, `Witness` the high-water mark, order and
+    starvation."""
 
     jobs: Bundle[Request] = Bundle("jobs")
 
@@ -109,7 +111,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         num_kept: int,
         seconds: float | None,
     ) -> Request | MultipleResults[Request]:
-        """A job of any lane and tenant; it may bring the first tokens of its choices."""
+        """A job of any lane and tenant, possibly with the first tokens of its choices."""
         self.num_jobs += 1
         request = request_of(f"job-{self.num_jobs}", prompts, params)
         request = dataclasses.replace(request, lane=lane, tenant=tenant)
@@ -123,7 +125,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
 
     @rule(target=jobs, old=consumes(jobs), num_kept=st.integers(0, 25))
     def rerun(self, old: Request, num_kept: int) -> Request:
-        """The job's lease lapsed and it came back here, under a newer epoch."""
+        """The job's lease expired and it was claimed here again with a newer epoch."""
         self.stopped -= {(old.job_id, choice) for choice in range(len(old.outputs))}
         return self.take(cut(dataclasses.replace(old, epoch=old.epoch + 1), num_kept))
 
@@ -154,7 +156,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
 
     @rule(request=jobs)
     def preempt(self, request: Request) -> None:
-        """As memory pressure does, at any moment."""
+        """As memory pressure does, at any time."""
         self.harness.engine.preempt(request.job_id)
 
     @rule()
@@ -181,7 +183,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         budget: int,
         high_water: float,
     ) -> None:
-        """Other lanes, strategies and limits; what runs goes on."""
+        """Other lanes, strategies and limits; running sequences continue."""
         sizes = dataclasses.replace(
             self.harness.sizes, max_num_batched_tokens=budget, kv_high_water=high_water
         )
@@ -198,7 +200,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
             self.step_once()
 
     def step_once(self) -> None:
-        """One step; jobs fail by their deadline alone, and no one outlives it."""
+        """One step. Jobs fail only by their deadlines, and none runs past its own."""
         start_s = self.harness.clock_s()
         self.witness.look()
         report = self.harness.step()
@@ -218,7 +220,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         return keys <= self.harness.reasons.keys() | self.stopped
 
     def teardown(self) -> None:
-        """Whatever is left runs to its end, under the same eyes."""
+        """Runs everything left to its end, with the same checks."""
         if not hasattr(self, "harness"):
             return
         for _ in range(20_000):

@@ -1,4 +1,4 @@
-"""Those who wait, in order: against sorting them all."""
+"""The waiting queue, compared with sorting."""
 
 import random
 
@@ -23,7 +23,7 @@ POLICIES = {
 
 
 def waiting(arrival: int, draw: random.Random) -> Sequence:
-    """Of some lane and tenant, with a length and a deadline of its own."""
+    """A waiting sequence of some lane and tenant, with its own length and deadline."""
     params = SamplingParams(max_tokens=draw.randrange(1, 2_000), seed=0)
     lane, tenant = draw.choice(["interactive", "standard", "batch"]), draw.choice("abc")
     sequence = Sequence(f"job-{arrival}", 1, 0, tenant, lane, [0], 1, params, arrival=arrival)
@@ -33,8 +33,8 @@ def waiting(arrival: int, draw: random.Random) -> Sequence:
 
 @pytest.mark.parametrize("make_policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("lane", [None, "standard"])
-def test_the_line_is_in_the_order_of_sorting(make_policy: type[Policy], lane: str | None) -> None:
-    """While some come back, some leave and tenants are served: level, then key, then arrival."""
+def test_the_waiting_queue_is_sorted(make_policy: type[Policy], lane: str | None) -> None:
+    """While sequences return and leave and tenants are served: by level, then key, then arrival."""
     draw = random.Random(3)
     lanes, policy = Lanes(DEFAULT_LANES, 100), make_policy()
     line = WaitingQueue(lanes, policy)
@@ -59,8 +59,8 @@ def test_the_line_is_in_the_order_of_sorting(make_policy: type[Policy], lane: st
     assert line.first_priority == min(lanes.of(s).priority for s in present)
 
 
-def test_who_is_named_may_leave_the_line() -> None:
-    """Letting in each one that is named skips nobody, and leaves the line empty."""
+def test_admitting_each_head_empties_the_queue() -> None:
+    """Admitting each head in turn skips none and empties the queue."""
     draw = random.Random(4)
     lanes, policy = Lanes(DEFAULT_LANES, 100), FirstComeFirstServed()
     line = WaitingQueue(lanes, policy)
@@ -78,8 +78,8 @@ def test_who_is_named_may_leave_the_line() -> None:
     assert not any(line.ordered(0.0))
 
 
-def test_who_has_not_been_let_in_is_counted_and_not_named() -> None:
-    """Its strategy keeps it: its lane shows, but nobody asks for a place in its name."""
+def test_a_sequence_held_back_by_its_strategy_is_never_the_head() -> None:
+    """Its strategy holds it back: its lane shows, but it is never the head."""
     draw = random.Random(5)
     lanes = Lanes(DEFAULT_LANES, 100)
     line = WaitingQueue(lanes, FirstComeFirstServed())

@@ -1,6 +1,6 @@
-"""Holds every step against the bounds of docs/engine.md, with books of its own.
+"""Checks each step against the limits in docs/engine.md, with its own accounting.
 
-Knows what the supervisor sees (jobs, lanes, tokens), blocks, and who has been let in; nothing of
+It knows what the supervisor sees (jobs, lanes, tokens), blocks, and admissions, but nothing of
 the scheduler's levels and credits.
 """
 
@@ -17,14 +17,14 @@ Account = tuple[str, str]  # lane and tenant
 
 @dataclass
 class Overdue:
-    """A tenant whose turn it is: tokens that others had since, and may have at most."""
+    """A tenant whose turn it is: the tokens that others have had since, and their maximum."""
 
     num_passed: int = 0
     num_allowed: int = 0
 
 
 class Witness:
-    """Sees each step before the model runs it: `harness.watch`."""
+    """Examines each step before the model runs it: `harness.watch`."""
 
     def __init__(self, harness: Harness, *, is_in_order: bool) -> None:
         """`is_in_order`: the policy keeps the order of arrival within a tenant."""
@@ -37,7 +37,7 @@ class Witness:
         self.max_passed = 0  # tokens that others had between two of an account
 
     def look(self) -> None:
-        """Between two things that are done to the engine: who is there, and who holds blocks."""
+        """Between two commands to the engine: records which sequences exist and hold blocks."""
         sequences = self._harness.engine.sequences
         accounts = {account_of(s) for s in sequences}
         self._held = {s for s in sequences if s.block_ids}
@@ -46,7 +46,7 @@ class Witness:
         }
 
     def forget_turns(self) -> None:
-        """The lanes have changed: the bound starts anew."""
+        """The lanes have changed, so the limits start anew."""
         self._overdue.clear()
 
     def watch(self, chunks: Seq[Chunk]) -> None:
@@ -60,17 +60,15 @@ class Witness:
         self._served_at |= dict.fromkeys(served, self._num_computed)
 
     def _hold_high_water(self, holders: list[Sequence], admitted: list[Sequence]) -> None:
-        """Admissions end below the mark, except one alone in an empty engine."""
+        """Admissions stop below the mark, except for one sequence in an empty engine."""
         sizes = self._harness.sizes
         num_used = len({block_id for s in holders for block_id in s.block_ids})
         if admitted and len(holders) > 1:
             assert num_used <= int(sizes.kv_high_water * sizes.num_blocks)
 
     def _hold_order(self, admitted: list[Sequence]) -> None:
-        """Within a tenant, no one passes a waiting sequence that came before it.
-
-        Only where blocks are not shared: who waits for a block that another computes is passed.
-        """
+        """Within a tenant, no sequence passes one that arrived earlier. Checked only if blocks
+        are not shared: a sequence that waits for another's block is passed."""
         if not self._is_in_order or self._harness.sizes.prefix_caching:
             return
         for sequence in self._waiting():
@@ -82,7 +80,8 @@ class Witness:
     def _hold_turns(
         self, chunks: Seq[Chunk], admitted: list[Sequence], served: set[Account]
     ) -> None:
-        """Before an overdue tenant only those come who run, and tenants unserved for longer."""
+        """Before an overdue tenant, only running sequences and tenants unserved for longer are
+        served."""
         ready = {account_of(s) for s in self._waiting()}
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         for account, since in self._served_at.items():
@@ -102,7 +101,7 @@ class Witness:
             assert turn.num_passed <= turn.num_allowed, "starved"
 
     def _waiting(self) -> list[Sequence]:
-        """Those let in by their strategy that hold no blocks."""
+        """Admitted by their strategy, without blocks."""
         engine = self._harness.engine
         let_in = engine._batches._batch_of
         return [s for s in engine.sequences if not s.block_ids and s in let_in]
@@ -119,5 +118,5 @@ def account_of(sequence: Sequence) -> Account:
 
 
 def num_tokens_of(sequence: Sequence) -> int:
-    """The most that one run of a sequence computes."""
+    """The maximum that one run of a sequence computes."""
     return min(sequence.num_prompt + sequence.max_output, MAX_MODEL_LEN)

@@ -14,13 +14,13 @@ from workers.model.sequential import SequentialRunner
 
 
 def paged(loaded: LoadedModel) -> ModelRunner:
-    """The model, which must have come the paged way."""
+    """The model, which must be served as paged."""
     assert isinstance(loaded.model, ModelRunner)
     return loaded.model
 
 
 def sequential(loaded: LoadedModel) -> SequentialRunner:
-    """The model, which must have come the way of one sequence at a time."""
+    """The model, which must be served one sequence at a time."""
     assert isinstance(loaded.model, SequentialRunner)
     return loaded.model
 

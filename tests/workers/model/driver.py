@@ -1,4 +1,4 @@
-"""Drives a model without an engine: chunks of a set size, block tables in scrambled order."""
+"""Runs a model without an engine: chunks of fixed size, block tables in random order."""
 
 import random
 from collections.abc import Sequence as Seq
@@ -35,7 +35,7 @@ def make_sequence(
 
 
 def allot_blocks(sequences: Seq[Sequence], model: Model, seed: int = 0) -> None:
-    """Gives every sequence all the blocks that it will need, from all over the cache."""
+    """Gives each sequence all the blocks it will need, in random order."""
     free = list(range(model.num_blocks))
     random.Random(seed).shuffle(free)
     for sequence in sequences:
@@ -45,7 +45,7 @@ def allot_blocks(sequences: Seq[Sequence], model: Model, seed: int = 0) -> None:
 
 
 def run_step(model: Model, sequences: Seq[Sequence], chunk_tokens: int) -> list[Sample]:
-    """One step of every sequence that is not done; returns the new samples."""
+    """One step of each unfinished sequence; returns the new samples."""
     chunks = []
     for sequence in sequences:
         num_tokens = min(sequence.num_pending, chunk_tokens)
@@ -65,7 +65,7 @@ def run_step(model: Model, sequences: Seq[Sequence], chunk_tokens: int) -> list[
 
 
 def run_to_end(model: Model, sequences: Seq[Sequence], chunk_tokens: int) -> list[list[int]]:
-    """The output ids of each sequence, all run together until each has max_tokens."""
+    """The output ids of the sequences, run together until each has max_tokens."""
     allot_blocks(sequences, model)
     while any(s.num_output < s.params.max_tokens for s in sequences):
         run_step(model, sequences, chunk_tokens)

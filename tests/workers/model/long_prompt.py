@@ -15,7 +15,7 @@ from workers.model.loader import load_model
 
 
 def peak_kib() -> int:
-    """Of this process alone: `getrusage` would begin at the peak of whoever started it."""
+    """Peak memory of this process alone; `getrusage` starts at its parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 

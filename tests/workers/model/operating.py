@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Patient:
-    """A decoder of a tiny model's sizes, its runner, and what it did before the operation."""
+    """A decoder of a tiny model's sizes, its runner, and its output before the exchange."""
 
     decoder: Any
     runner: ModelRunner
@@ -36,7 +36,7 @@ class Patient:
 
 
 def wide(family: str) -> dict[str, int]:
-    """Two heads of 32, which the kernels take."""
+    """Two heads of 32, a size that the kernels support."""
     has_head_dim = getattr(make_config(family), "head_dim", None) is not None
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     return sizes | ({"head_dim": 32} if has_head_dim else {})
@@ -55,7 +55,7 @@ def operated(
     num_streams: int = 4,
     **changes: Any,
 ) -> Patient:
-    """`spoil` is given the decoder before anything looks at it."""
+    """Exchanges modules. `spoil` changes the decoder first."""
     register_attention()
     decoder = make_model(family, **(wide(family) | changes)).to(device, dtype)
     decoder.set_attn_implementation(ATTENTION_NAME)

@@ -1,4 +1,4 @@
-"""What transformers' own `generate` says of the tiny models, and how near a miss must be."""
+"""Output of transformers' `generate` for the tiny models, and how close a near-tie must be."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,8 @@ NEAR_TIE = 1e-3
 
 @dataclass
 class Expected:
-    """transformers' own model, the prompts, and what it makes of each alone.
-
-    `num_near_ties` counts the differences that were let pass.
-    """
+    """transformers' model, the prompts, and its output for each alone. `num_near_ties` counts
+    accepted differences."""
 
     decoder: Any
     prompts: list[list[int]]
@@ -32,7 +30,8 @@ class Expected:
         self.outputs = [generate_greedily(self.decoder, p, NUM_OUTPUT) for p in self.prompts]
 
     def check(self, number: int, found: list[int]) -> None:
-        """The same tokens as far as `found` goes, or a near-tie where they first differ."""
+        """Asserts equal tokens up to the length of `found`, or a near-tie at the first
+        difference."""
         self.check_against(self.outputs[number][: len(found)], self.prompts[number], found)
 
     @torch.inference_mode()
@@ -48,7 +47,7 @@ class Expected:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> torch.Tensor:
-        """Teacher-forced: the logits (vocab_size,) of what follows."""
+        """Teacher-forced: the logits (vocab_size,) of the next token."""
         logits: torch.Tensor = self.decoder(torch.tensor([token_ids]), use_cache=False).logits
         return logits[0, -1]
 
@@ -67,5 +66,5 @@ def expected_of(family: str, folder: Path) -> Expected:
 
 
 def num_near_ties() -> int:
-    """All differences that were let pass in this session."""
+    """All differences accepted in this session."""
     return sum(expected.num_near_ties for expected in _expected.values())

@@ -1,4 +1,4 @@
-"""Steps that the device starts before the engine asks: the same tokens, whatever is asked then."""
+"""Steps started on the device before the engine asks for them yield the same tokens."""
 
 import random
 from collections.abc import Callable
@@ -46,7 +46,7 @@ ODD_WISHES: list[dict[str, Any]] = [
 
 
 class _Replayed:
-    """What stands in for a CUDA graph: the recorded computation itself."""
+    """Stands in for a CUDA graph: repeats the recorded computation."""
 
     def __init__(self, compute: Compute) -> None:
         self.replay = compute
@@ -76,9 +76,8 @@ def run_jobs(
     num_jobs: int = 10,
     max_num_seqs: int = MAX_SEQS,
 ) -> Outputs:
-    """Jobs that come at random steps, under a small budget; with `disturb`, some are preempted and
-    some stopped. Disturbances are drawn by step, so that both runners meet the same.
-    """
+    """Jobs that arrive at random steps, with a small budget. With `disturb`, some are preempted
+    and some stopped, drawn by step, so that both runners meet the same."""
     limits = EngineLimits(24, max_num_seqs, VOCAB_SIZE, grows_ahead=isinstance(model, AheadRunner))
     engine = Engine(model, limits, ContinuousBatching())
     generator = random.Random(seed)
@@ -118,15 +117,15 @@ def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     runner: ModelRunner, wishes: list[dict[str, Any]], disturb: float
 ) -> None:
-    """For all that jobs ask for, with preemptions, stops and new arrivals between; computed each
-    time, or recorded once."""
+    """For all parameters of jobs, with preemptions, stops and new arrivals; computed each time,
+    or recorded once."""
     for seed, record in enumerate((None, _Replayed)):
         expected = run_jobs(runner, wishes, seed=seed, disturb=disturb)
         assert run_jobs(ahead(runner, record), wishes, seed=seed, disturb=disturb) == expected
 
 
 def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> None:
-    """Otherwise the device would wait for the host after all."""
+    """Otherwise the device would wait for the host."""
     model = ahead(runner)
 
     found = run_jobs(model, [{"temperature": 0.0, "ignore_eos": True}], seed=0, disturb=0.0)
@@ -136,7 +135,8 @@ def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> Non
 
 
 def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner) -> None:
-    """As after a preemption whose whole prompt was found: its last token's KV lies nowhere yet."""
+    """After a preemption whose whole prompt was found in the cache, the last token has no KV
+    yet."""
     found = []
     for model in (ahead(runner), runner):
         [prompt] = make_prompts([runner.block_size], VOCAB_SIZE)
@@ -154,7 +154,7 @@ def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner
 
 
 def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) -> None:
-    """One between steps, each once; replays then compute the steps."""
+    """Each once, one between two steps; then replays compute the steps."""
     recorded: list[Callable[[], None]] = []
 
     def record(compute: Compute) -> _Replayed:
@@ -173,7 +173,7 @@ def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) ->
 def test_a_model_that_cannot_be_recorded_is_served_all_the_same(
     runner: ModelRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried once, and said once."""
+    """Recording is tried once and logged once."""
 
     def refuse(compute: Compute) -> _Replayed:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -186,10 +186,8 @@ def test_a_model_that_cannot_be_recorded_is_served_all_the_same(
     assert [record.message for record in caplog.records] == ["steps are not recorded: RuntimeError"]
 
 
-def test_what_the_device_leaves_open_is_decided_by_the_host(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With so few candidates most draws are left open, and steps begun on them are dropped."""
+def test_the_host_decides_open_rows(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so few candidates most draws are left open, and steps started on them are dropped."""
     monkeypatch.setattr("workers.model.thresholds._NUM_CANDIDATES", 6)
     wishes = [{"temperature": 1.5, "top_p": 0.8}, {"temperature": 1.0, "top_k": 4}]
     model = ahead(runner)
@@ -232,14 +230,14 @@ def test_steps_that_there_are_not_are_refused() -> None:
 
 
 def test_padded_sizes_hold_what_they_are_for() -> None:
-    """Few of them, and never twice the rows beyond the smallest."""
+    """There are few sizes, and none is over twice the number of rows, except the smallest."""
     assert [padded_size(n) for n in (1, 3, 8, 9, 255, 257, 289)] == [1, 4, 8, 16, 256, 288, 320]
     assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24]
     assert sizes_up_to(300)[-3:] == [256, 288, 320]
 
 
 def test_the_loader_builds_it(tmp_path: Path) -> None:
-    """Where the operator asks for it."""
+    """If the operator asks for it."""
     folder = save_tiny_model("llama", tmp_path)
     options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4, steps="ahead")
 

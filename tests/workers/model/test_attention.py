@@ -30,7 +30,7 @@ BATCHES = {
 
 
 def make_spans(chunks: list[tuple[int, int]], seed: int = 0) -> list[Span]:
-    """Spans with block tables from all over the cache."""
+    """Spans with block tables in random order."""
     blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
     spans, first = [], 0
     for start, num_tokens in chunks:
@@ -51,7 +51,7 @@ def random_cache(kv_heads: int, dim: int) -> torch.Tensor:
 def test_packed_attention_equals_the_reference(
     chunks: list[tuple[int, int]], flags: AttentionFlags, kv_heads: int
 ) -> None:
-    """Values have another size than keys, so that neither is taken for the other."""
+    """Values have another size than keys, so that mixing them up is noticed."""
     torch.manual_seed(0)
     spans = make_spans(chunks)
     query = torch.randn(sum(n for _, n in chunks), 4, 16)
@@ -68,7 +68,7 @@ def test_packed_attention_equals_the_reference(
 def test_slices_of_a_long_chunk_change_nothing(
     flags: AttentionFlags, num_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one query each, and of several, the last one shorter."""
+    """Slices of one query, and of several, the last one shorter."""
     monkeypatch.setattr("workers.model.attention.packed._SLICE_SCORES", num_scores)
     torch.manual_seed(0)
     spans = make_spans([(0, 33), (30, 50), (16, 17)])
@@ -81,7 +81,7 @@ def test_slices_of_a_long_chunk_change_nothing(
 
 
 def test_the_reference_is_softmax_attention_over_the_window() -> None:
-    """Against the formula written out for one head and one query."""
+    """Compared with the formula for one head and one query."""
     torch.manual_seed(0)
     [span] = make_spans([(9, 1)])
     query, keys, values = torch.randn(1, 1, 8), random_cache(1, 8), random_cache(1, 8)
@@ -97,7 +97,7 @@ def test_the_reference_is_softmax_attention_over_the_window() -> None:
 
 @pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES.keys())
 def test_nothing_of_another_sequence_can_be_read(chunks: list[tuple[int, int]]) -> None:
-    """All slots that are not the batch's own hold NaN, which not even a mask would stop."""
+    """All other slots contain NaN, which even a mask would not stop."""
     torch.manual_seed(0)
     spans = make_spans(chunks)
     query = torch.randn(sum(n for _, n in chunks), 4, 16)

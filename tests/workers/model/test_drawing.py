@@ -1,4 +1,4 @@
-"""Tokens drawn on the device, from parameters that lie there, against the sampler."""
+"""Tokens drawn on the device, compared with the sampler."""
 
 import random
 from typing import Any
@@ -18,7 +18,7 @@ NUM_ROWS = 24
 
 
 def random_sequences(generator: random.Random) -> list[Sequence]:
-    """Greedy ones, and such as ask for one or several limits, at various positions."""
+    """Greedy ones, and some with one or more limits, at various positions."""
     sequences = []
     for _ in range(NUM_ROWS):
         wishes: dict[str, Any] = {
@@ -36,7 +36,7 @@ def random_sequences(generator: random.Random) -> list[Sequence]:
 
 
 def draw_on_device(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """By way of the state, its rows in another order than the sequences."""
+    """Draws by the device's state, whose rows are in another order than the sequences."""
     state = RequestState(NUM_ROWS, 32, 4, 99, CPU)
     for sequence in reversed(sequences):
         assert state.admit(sequence, sequences) is not None
@@ -49,7 +49,7 @@ def draw_on_device(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]
 @pytest.mark.parametrize("vocab_size", [60, 3000])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_device_draws_what_the_sampler_draws(seed: int, vocab_size: int) -> None:
-    """Or leaves a row open, which is rare where rows are not flat."""
+    """Or it leaves a row open, which is rare unless rows are flat."""
     torch.manual_seed(seed)
     sequences = random_sequences(random.Random(seed))
     logits = torch.randn(NUM_ROWS, vocab_size) * 4
@@ -63,7 +63,7 @@ def test_the_device_draws_what_the_sampler_draws(seed: int, vocab_size: int) -> 
 
 
 def test_rows_that_are_not_finite_are_left_open() -> None:
-    """The host computes them again and fails their job alone."""
+    """The host computes them again, and only their job fails."""
     logits = torch.randn(3, 50)
     logits[1, 7] = float("nan")
 
@@ -84,6 +84,6 @@ def test_rows_that_are_not_finite_are_left_open() -> None:
         ({"min_tokens": 1}, False),
     ],
 )
-def test_what_needs_the_host_is_known(wishes: dict[str, Any], can: bool) -> None:
-    """Changes of logits and log probabilities stay with the sampler."""
+def test_rows_that_need_the_host_are_known(wishes: dict[str, Any], can: bool) -> None:
+    """Changes of logits and log probabilities are left to the sampler."""
     assert can_draw(make_sequence([4, 5], **wishes)) == can

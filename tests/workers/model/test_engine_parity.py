@@ -34,7 +34,7 @@ Tokens = dict[str, list[int]]
 
 
 class Run:
-    """An engine that is stepped to the end, with preemptions at random steps."""
+    """An engine stepped to the end, with preemptions at random steps."""
 
     def __init__(self, model: Model, *, num_budget_tokens: int, prefix_caching: bool) -> None:
         limits = EngineLimits(
@@ -73,7 +73,7 @@ class Run:
 
 
 def check_twice(model: Model, expected: Expected, run: Run) -> None:
-    """All prompts together, then again, where the prefix cache has seen them."""
+    """All prompts together, then again, with the prefix cache filled."""
     params = SamplingParams(max_tokens=NUM_OUTPUT, seed=1, temperature=0.0, ignore_eos=True)
     for wave in range(2):
         for number in PROMPTS:
@@ -93,7 +93,7 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
 def test_the_engine_yields_the_tokens_of_generate(
     family: str, num_budget_tokens: int, prefix_caching: bool, load_family: LoadFamily
 ) -> None:
-    """Under tight and loose budgets, preempted at random, with prefixes computed or found."""
+    """With small and large budgets, random preemptions, and prefixes computed or cached."""
     loaded, folder = load_family(family)
     run = Run(loaded.model, num_budget_tokens=num_budget_tokens, prefix_caching=prefix_caching)
 
@@ -108,7 +108,7 @@ def test_the_engine_yields_the_tokens_of_generate(
 def test_the_engine_yields_the_tokens_of_generate_one_sequence_at_a_time(
     family: str, num_budget_tokens: int, load_family: LoadFamily
 ) -> None:
-    """Preempted too; the prefix cache is asked for and stays off."""
+    """Also preempted. The prefix cache is requested and stays off."""
     loaded, folder = load_family(family)
     run = Run(loaded.model, num_budget_tokens=num_budget_tokens, prefix_caching=True)
 
@@ -122,7 +122,7 @@ def test_the_engine_yields_the_tokens_of_generate_one_sequence_at_a_time(
 def test_a_seed_draws_the_same_tokens_alone_in_a_batch_and_after_preemption(
     family: str, load_family: LoadFamily
 ) -> None:
-    """Two choices each, whose common prompt is forked where blocks can be shared."""
+    """Two choices each, whose common prompt is forked if blocks can be shared."""
     model = load_family(family)[0].model
     prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
     alone: dict[tuple[str, int], list[int]] = {}
@@ -142,7 +142,7 @@ def test_a_seed_draws_the_same_tokens_alone_in_a_batch_and_after_preemption(
 
 
 def test_near_ties_are_rare() -> None:
-    """The last test of this file: how often rounding broke a tie the other way, if ever."""
+    """The last test of this file: how often rounding decided a tie the other way."""
     print(f"near-ties met in this session: {num_near_ties()}")
 
     assert num_near_ties() <= 3

@@ -19,7 +19,7 @@ from workers.model.sequential import SequentialRunner
 def test_greedy_tokens_equal_those_of_generate(
     family: str, chunk_tokens: int, load_family: LoadFamily
 ) -> None:
-    """Prompts of mixed lengths, batched and cut into chunks, yield what each yields alone."""
+    """Prompts of mixed lengths, batched and in chunks, yield what each yields alone."""
     loaded, folder = load_family(family)
     expected = expected_of(family, folder)
     sequences = [make_sequence(prompt, max_tokens=NUM_OUTPUT) for prompt in expected.prompts]
@@ -32,7 +32,8 @@ def test_greedy_tokens_equal_those_of_generate(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> None:
-    """Outputs vary within a prompt and between prompts; else the parity tests prove nothing."""
+    """Outputs vary within a prompt and between prompts; otherwise the parity tests would prove
+    nothing."""
     _, folder = load_family(family)
 
     outputs = expected_of(family, folder).outputs
@@ -47,13 +48,13 @@ def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> Non
 def test_each_family_goes_its_way(
     families: dict[str, Any], runner: type, load_family: LoadFamily
 ) -> None:
-    """The paged way wherever it is open."""
+    """Paged wherever possible."""
     for family in families:
         assert isinstance(load_family(family)[0].model, runner), family
 
 
 def test_the_page_on_models_names_the_families_that_these_tests_prove() -> None:
-    """docs/models.md, each in the table of its way."""
+    """docs/models.md lists each family in the right table."""
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     _, proven = page.split("## Families served in one batch")
     batched, proven = proven.split("## Families served one sequence at a time")

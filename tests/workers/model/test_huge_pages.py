@@ -1,4 +1,4 @@
-"""Tensors on huge pages: moved where the system has them, and never changed."""
+"""Tensors on huge pages: moved if the system has such pages, and never changed."""
 
 import ctypes
 import json
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_what_nobody_has_written_to_is_written_to_huge_pages() -> None:
-    """A KV cache, page by page, when its turn comes."""
+def test_unwritten_tensors_are_written_to_huge_pages() -> None:
+    """A KV cache, page by page, when it is first written."""
     cache = torch.empty(_NUM_BYTES // 4)
 
     use_huge_pages([cache])
@@ -40,7 +40,7 @@ def test_what_nobody_has_written_to_is_written_to_huge_pages() -> None:
     [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [6, 1],
     reason="Linux moves what is filled since 6.1",
 )
-def test_what_is_filled_moves_and_stays_what_it_was() -> None:
+def test_filled_tensors_move_unchanged() -> None:
     """Weights, all at once. In a process of its own: one that holds more takes what there is of
     such pages for other mappings first.
     """
@@ -69,7 +69,7 @@ def moved_bytes() -> int | str:
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another allocator than glibc's"
 )
-def test_what_was_freed_goes_back_to_the_system() -> None:
+def test_freed_memory_returns_to_the_system() -> None:
     """The allocator would keep it, below what it still holds, and pages of it would be moved. In a
     process of its own: in one that holds more, other pages are moved meanwhile.
     """
@@ -99,7 +99,7 @@ def given_back_bytes() -> int:
     [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [5, 14],
     reason="Linux gives pages ahead since 5.14",
 )
-def test_what_is_touched_lies_ready_and_no_more() -> None:
+def test_prefaulted_pages_are_ready() -> None:
     """Writing there asks the system for nothing, and what was written before is still there. In a
     process of its own: one that holds more may get memory that is ready already.
     """

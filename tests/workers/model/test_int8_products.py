@@ -1,4 +1,4 @@
-"""The kernel that multiplies by weights of a byte, against the widened weights in float64."""
+"""The int8 kernel, compared with widened weights in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def kernels(isa: Isa, request: pytest.FixtureRequest) -> Kernels:
 
 
 def make_weight(kernels: Kernels, num_out: int, num_in: int) -> Int8Weight:
-    """Scales from output to output far apart."""
+    """Scales differ widely between outputs."""
     torch.manual_seed(0)
     weight = torch.randn(num_out, num_in) * torch.linspace(0.01, 1.0, num_out)[:, None]
     return rounded(weight.to(kernels.dtype))
@@ -35,7 +35,7 @@ def exact(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
 
 
 def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
-    """All of -127 … 127, wherever in a panel they stand: rows of x that pick one input each."""
+    """All of -127 … 127 at every place of a panel, by rows of x that select one input each."""
     num_in = 256
     numbers = torch.arange(64)[:, None] * 5 + torch.arange(num_in)[None] * 3
     values = (numbers % 255 - 127).to(torch.int8)
@@ -53,9 +53,8 @@ def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
 def test_the_product_is_that_of_the_widened_weights(
     num_in: int, num_out: int, kernels: Kernels
 ) -> None:
-    """For whole and partial panels, one block of rows and more, with and without a tensor that is
-    added, on a part of a row.
-    """
+    """For whole and partial panels, one block of rows and more, with and without an addend, on a
+    part of a row."""
     weight, dtype = make_weight(kernels, num_out, num_in), kernels.dtype
     panels = kernels.lay_out(weight)
     assert panels.weights.dtype == torch.int8
@@ -72,7 +71,7 @@ def test_the_product_is_that_of_the_widened_weights(
 def test_gates_and_a_norm_are_computed_within(
     num_out: int, num_rows: int, kernels: Kernels
 ) -> None:
-    """Each half of a panel has scales of its own."""
+    """Each half of a panel has its own scales."""
     gate, up = (make_weight(kernels, num_out, 96) for _ in range(2))
     up = Int8Weight(up.values.flip(0), up.scales.flip(0), up.dtype)
     x, norm = torch.randn(num_rows, 96).to(kernels.dtype), torch.randn(96).to(kernels.dtype)
@@ -86,7 +85,7 @@ def test_gates_and_a_norm_are_computed_within(
 
 
 def test_a_row_is_multiplied_alike_whoever_stands_beside_it(kernels: Kernels) -> None:
-    """Bit for bit, though with many rows the panel is made wide once and kept."""
+    """Bit for bit, although with many rows the panel is widened once and kept."""
     weight = make_weight(kernels, 320, 192)
     x = torch.randn(100, 192).to(kernels.dtype)
     panels = kernels.lay_out(weight)
@@ -97,7 +96,7 @@ def test_a_row_is_multiplied_alike_whoever_stands_beside_it(kernels: Kernels) ->
 
 
 def test_a_wider_product_may_follow_a_narrower_one(kernels: Kernels) -> None:
-    """The room for a panel grows with what is asked of it."""
+    """The buffer of a panel grows."""
     for num_in in (16, 4096, 32):
         weight = make_weight(kernels, 80, num_in)
         x = torch.randn(9, num_in).to(kernels.dtype) / num_in**0.5
@@ -106,7 +105,7 @@ def test_a_wider_product_may_follow_a_narrower_one(kernels: Kernels) -> None:
 
 
 def test_torch_and_the_kernel_agree(kernels: Kernels) -> None:
-    """What is computed without a compiler differs by rounding alone."""
+    """The result without a compiler differs only by rounding."""
     weight = make_weight(kernels, 256, 512)
     x = torch.randn(20, 512).to(kernels.dtype)
 

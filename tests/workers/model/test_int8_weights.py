@@ -1,6 +1,5 @@
-"""Weights of one byte: how far off they are, which families take them, and that tokens are those
-of a decoder whose weights were rounded alike.
-"""
+"""int8 weights: their error, which families support them, and tokens equal to those of a decoder
+with weights rounded alike."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def load(
 
 
 def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
-    """The largest of a row is kept; a row of zeros stays one; no row disturbs another."""
+    """The largest of a row is kept; a row of zeros stays zero; rows do not affect each other."""
     weight = torch.randn(6, 40) * torch.tensor([1e-6, 1e-3, 1.0, 1e3, 1e6, 0.0])[:, None]
 
     small = rounded(weight)
@@ -58,7 +57,7 @@ def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_bias: bool) -> None:
-    """In each type: behind a norm, with a bias and with a tensor that is added."""
+    """In each type: after a norm, with a bias and with an addend."""
     plain = nn.Linear(48, 80, bias=has_bias).requires_grad_(False).to(dtype)
     small = Int8Linear(rounded(plain.weight), plain.bias)
     x, to = torch.randn(5, 48).to(dtype), torch.randn(5, 80).to(dtype)
@@ -89,7 +88,7 @@ def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_
 def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
     family: str, way: str, tmp_path: Path
 ) -> None:
-    """Greedy, in a batch and in chunks; with our kernel, and with torch's product."""
+    """Greedy, in a batch and in chunks, by our kernel and by torch."""
     processor = Processor(products=frozenset()) if way == "torch in merged modules" else None
     folder = save_tiny_model(family, tmp_path)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -107,8 +106,8 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
         expected.check(number, found)
 
 
-def test_steps_that_are_started_ahead_say_the_same(tmp_path: Path) -> None:
-    """The engine's tokens, by whatever multiplies here."""
+def test_steps_started_ahead_yield_the_same_tokens(tmp_path: Path) -> None:
+    """The engine's tokens, with each implementation."""
     folder = save_tiny_model("llama", tmp_path, **WIDE)
     workload = log_uniform_workload(
         4, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
@@ -127,13 +126,13 @@ def test_steps_that_are_started_ahead_say_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "falcon"])
 def test_a_decoder_of_other_layers_is_refused(family: str, tmp_path: Path) -> None:
-    """One sentence that names the option: little of it would become smaller."""
+    """One sentence that names the option; little of the model would become smaller."""
     with pytest.raises(ModelRefused, match=r"^quantization int8 .* matrices elsewhere$"):
         load(save_tiny_model(family, tmp_path))
 
 
 def test_other_names_and_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    """Each in one sentence, before a job is taken."""
+    """Each in one sentence, before a job is accepted."""
     folder = save_tiny_model("llama", tmp_path)
     with pytest.raises(ModelRefused, match="quantization int4 is not one of none, int8"):
         load(folder, quantization="int4")
@@ -144,8 +143,8 @@ def test_other_names_and_weights_that_are_no_numbers_are_refused(tmp_path: Path)
         quantize(decoder)
 
 
-def test_a_quarter_of_the_bytes_is_left_and_the_log_says_so(tmp_path: Path) -> None:
-    """Embeddings and norms stay as they are; by default nothing is rounded."""
+def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:
+    """Embeddings and norms are unchanged. By default nothing is rounded."""
     folder, said = save_tiny_model("llama", tmp_path), list[str]()
 
     load(folder, said)
@@ -165,7 +164,7 @@ def test_a_quarter_of_the_bytes_is_left_and_the_log_says_so(tmp_path: Path) -> N
 
 
 def test_an_embedding_that_lends_its_weight_to_the_head_stays() -> None:
-    """The head has a rounded copy of its own."""
+    """The head has its own rounded copy."""
     decoder = make_model("llama", tie_word_embeddings=True).requires_grad_(False)
     before = decoder.model.embed_tokens.weight.clone()
     assert decoder.lm_head.weight is decoder.model.embed_tokens.weight
@@ -178,7 +177,7 @@ def test_an_embedding_that_lends_its_weight_to_the_head_stays() -> None:
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_modules_are_merged_as_others_are(processor: Processor, tmp_path: Path) -> None:
-    """One product for queries, keys and values, and the layers as one loop."""
+    """One product for queries, keys and values, and the layers in one loop."""
     runner: Any = load(save_tiny_model("llama", tmp_path, **WIDE), processor=processor).model
 
     decoder = runner._decoder

@@ -1,4 +1,4 @@
-"""What the loader takes, says and refuses. Every refusal is one sentence for the operator."""
+"""What the loader accepts, reports and refuses. Each refusal is one sentence for the operator."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def load(folder: Path | str, **options: Any) -> LoadedModel:
 
 
 def refusal(folder: Path | str, **options: Any) -> str:
-    """The sentence of the refusal."""
+    """The sentence of a refusal."""
     with pytest.raises(ModelRefused) as caught:
         load(folder, **options)
     sentence = str(caught.value)
@@ -53,14 +53,14 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(saved_llama: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     folder = tmp_path / "llama"
     shutil.copytree(saved_llama, folder)
     return folder
 
 
-def test_a_model_says_what_gateways_must_know(saved_llama: Path) -> None:
-    """Lengths, end tokens, tokenizer and template, and progress in words."""
+def test_a_loaded_model_reports_what_gateways_need(saved_llama: Path) -> None:
+    """Lengths, end tokens, tokenizer and template, and progress messages."""
     said: list[str] = []
 
     loaded = load_model(EngineOptions(model_path=str(saved_llama), device="cpu"), said.append)
@@ -75,8 +75,8 @@ def test_a_model_says_what_gateways_must_know(saved_llama: Path) -> None:
     assert any("float32 on cpu" in line for line in said)
 
 
-def test_a_step_on_a_cpu_is_small_unless_the_operator_says_otherwise(saved_llama: Path) -> None:
-    """A large one only lets streams wait longer there."""
+def test_a_step_on_a_cpu_is_small_by_default(saved_llama: Path) -> None:
+    """A larger step would only delay streams there."""
     num_tokens = load(saved_llama).num_step_tokens
 
     assert num_tokens == 256
@@ -87,7 +87,7 @@ def test_a_step_on_a_cpu_is_small_unless_the_operator_says_otherwise(saved_llama
 
 
 def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configuration, end tokens, tokenizer and weights; a folder has one revision, whatever."""
+    """Configuration, end tokens, tokenizer and weights. For a folder it has no effect."""
     asked: list[Any] = []
 
     def spy(name: str) -> None:
@@ -108,7 +108,7 @@ def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.Monke
 
 
 def test_end_tokens_come_from_both_configurations(llama: Path) -> None:
-    """A chat model often names its end of turn in the generation configuration alone."""
+    """A chat model often names its end of turn only in the generation configuration."""
     edit_json(llama / "generation_config.json", eos_token_id=[EOS_ID, 7])
 
     assert load(llama).eos_token_ids == (EOS_ID, 7)

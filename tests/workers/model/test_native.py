@@ -100,9 +100,7 @@ def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_a_number_shows_in_its_own_row_alone(
-    dtype: torch.dtype, kernels: Kernels
-) -> None:
+def test_nan_stays_in_its_own_row(dtype: torch.dtype, kernels: Kernels) -> None:
     """The sampler fails that job by it; a kernel that hid it would invent tokens."""
     spans = make_spans([(40, 1), (40, 1), (0, 20)])
     query = torch.randn(22, 4, 32).to(dtype)
@@ -183,7 +181,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([whole, rest], dim=-1)
 
 
-def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_kernel_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start compiles nothing. Built without optimisation here, which is quicker."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_FLAGS", ("-O0", *library._FLAGS[1:]))

@@ -72,7 +72,7 @@ def test_a_shape_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("why", ["uneven", "not alone"])
-def test_on_a_busy_machine_nothing_is_kept_and_ours_is_taken(
+def test_a_busy_machine_keeps_no_measurement_and_uses_our_product(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that differ much, or a process that gets little of the processor, tell nothing."""
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_to_costs_a_measurement_alone(tmp_path: 
     assert choose(tmp_path / "missing" / "figures.json").fastest(SHAPE) is not Product.TORCH
 
 
-def test_where_there_is_one_product_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_product_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd shapes are not ours, int8 is not oneDNN's, and half precision is neither's."""
 
     def fail(*args: Any) -> None:
@@ -113,7 +113,7 @@ def test_where_there_is_one_product_nothing_is_measured(monkeypatch: pytest.Monk
     assert choose(None, Product.TORCH).fastest(SHAPE) is Product.TORCH
 
 
-def test_a_type_that_is_slower_than_float32_is_told_of_once(
+def test_a_type_slower_than_float32_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the measured factors; float32 itself, and a faster type, say nothing."""

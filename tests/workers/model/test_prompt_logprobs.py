@@ -70,7 +70,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(
         torch.testing.assert_close(values, row.topk(3).values, atol=2e-3, rtol=0)
 
 
-def test_only_the_first_choice_says_the_prompts_logprobs(load_family: LoadFamily) -> None:
+def test_only_the_first_choice_reports_prompt_logprobs(load_family: LoadFamily) -> None:
     """The prompt is the same for all; 0 asks for no others than its own tokens."""
     model = load_family("llama")[0].model
     [prompt] = make_prompts([9], VOCAB_SIZE)

@@ -220,7 +220,7 @@ def test_experts_that_score_alike_are_no_difference(dtype: torch.dtype) -> None:
     assert proof.difference(patient.runner, patient.decoder, free) is not None
 
 
-def test_weights_never_lie_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old ones are gone once exchanged; a decoder is gone before it is read again."""
     plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, triple)
     old: list[weakref.ref[Tensor]] = []

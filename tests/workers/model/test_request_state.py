@@ -60,7 +60,7 @@ def test_tables_gain_blocks_and_begin_anew_after_a_preemption(state: RequestStat
     assert int(state.tables[row, 0]) == 5
 
 
-def test_a_row_is_taken_from_who_is_gone_or_not_busy(state: RequestState) -> None:
+def test_a_row_is_taken_from_an_ended_or_idle_sequence(state: RequestState) -> None:
     """And from no one else."""
     first, second, third = (make_sequence([4]) for _ in range(3))
     rows = [state.admit(first, []), state.admit(second, [])]
@@ -72,7 +72,7 @@ def test_a_row_is_taken_from_who_is_gone_or_not_busy(state: RequestState) -> Non
     assert state.admit(make_sequence([5]), [third]) == rows[1]
 
 
-def test_what_stands_behind_the_order_is_padding(state: RequestState) -> None:
+def test_rows_after_the_order_are_padding(state: RequestState) -> None:
     """Also after a longer step; padding rows stay at position 0 however often they run."""
     state.line_up([1, 0, 1])
     state.flush()

@@ -98,7 +98,7 @@ def test_chunks_that_cannot_be_continued_are_put_off(load_family: LoadFamily) ->
 
 
 @pytest.mark.campaign
-def test_the_page_says_how_each_family_goes_on(load_family: LoadFamily) -> None:
+def test_docs_list_how_each_family_is_served(load_family: LoadFamily) -> None:
     """The last column of the table in docs/models.md."""
     words = {
         Continues.ANYWHERE: "in chunks",

@@ -35,7 +35,7 @@ def test_bfloat16_is_merged_too(isa: Isa) -> None:
     assert set(patient.done.exchanged) == {ATTENTION, MLP, NORM, LINEAR}
 
 
-def test_what_only_looks_alike_stays() -> None:
+def test_modules_that_only_look_alike_are_kept() -> None:
     """A norm that adds something, a gate that squares: the comparison shows it."""
 
     def spoil(decoder: Any) -> None:
@@ -55,7 +55,7 @@ def test_what_only_looks_alike_stays() -> None:
     assert patient.done.refused == {NORM: ["model.norm"], MLP: ["model.layers.0.mlp"]}
 
 
-def test_what_has_hooks_stays() -> None:
+def test_modules_with_hooks_are_kept() -> None:
     """It does more than its forward says."""
 
     def spoil(decoder: Any) -> None:

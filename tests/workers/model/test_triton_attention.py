@@ -148,7 +148,7 @@ def test_nothing_of_another_sequence_can_be_read(
     assert found.isfinite().all()
 
 
-def test_what_is_not_a_number_shows_in_its_own_row_alone() -> None:
+def test_nan_stays_in_its_own_row() -> None:
     """The sampler fails that job by it; a kernel that hid it would invent tokens."""
     chunks = [(40, 1), (40, 1), (0, 20)]
     case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)

@@ -71,7 +71,7 @@ def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
         assert linear.values.dtype == torch.int8
 
 
-def test_what_only_looks_alike_stays() -> None:
+def test_modules_that_only_look_alike_are_kept() -> None:
     """The comparison shows a norm that adds, a gate that squares, an attention that scales."""
     patient = exchanged("llama", torch.float32, spoil=_spoil)
 

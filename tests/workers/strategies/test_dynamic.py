@@ -9,7 +9,7 @@ def jobs_of(report: StepReport) -> set[str]:
     return {output.sequence.job_id for output in report.outputs}
 
 
-def test_the_window_opens_with_the_first_and_takes_in_who_comes_before_its_end() -> None:
+def test_a_window_starts_with_the_first_request_and_takes_all_until_its_end() -> None:
     """20 ms from the first, not from the last; who comes after waits for a window of its own."""
     harness = Harness(Sizes(), DynamicBatching(batch_size=8, window_s=0.02))
     harness.add(job("first", ignore_eos=True))

@@ -82,7 +82,7 @@ def test_a_preempted_sequence_comes_back_in_its_own_batch() -> None:
     assert ended == [("job-0", 0), ("job-1", 0), ("job-2", 0)]
 
 
-def test_the_waste_of_a_padded_batch_is_what_its_rectangle_lacks() -> None:
+def test_padding_counts_the_unused_part_of_the_rectangle() -> None:
     """Prompts up to the longest, and rows up to the longest output: no token more or less."""
     num_prompts, num_outputs = (3, 9, 5), (2, 4, 7)
     harness = Harness(

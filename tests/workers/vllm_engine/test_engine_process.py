@@ -161,7 +161,7 @@ async def test_tokens_are_those_of_vllm_alone(engine: Engine, alone: list[list[i
         ({"max_model_len": "100000"}, "max_model_len"),
     ],
 )
-async def test_what_vllm_refuses_is_said_before_anything_is_served(
+async def test_arguments_that_vllm_refuses_end_the_start(
     model: Path, arguments: dict[str, str], word: str
 ) -> None:
     """By name, in one sentence, and the process ends."""
