@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.addresses import AllowList
@@ -132,7 +132,8 @@ def _parts(raw: str) -> Sequence[str]:
 
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
-    async with _outbox(options, url) as outbox:
+    async with contextlib.aclosing(connect(url)) as client:
+        outbox = Outbox(client, Keys(options.namespace))
         if options.action == "replay":
             state = await outbox.replay(options.job, options.tenant)
             print(f"{options.job}: {state}" if state else _UNKNOWN)
@@ -149,15 +150,6 @@ async def _dead(options: argparse.Namespace, url: str) -> int:
         return EXIT_UNKNOWN
     write(shown[0], "\n".join(f"{n}: {value}" for n, value in shown[0].items()), options.json)
     return 0
-
-
-@contextlib.asynccontextmanager
-async def _outbox(options: argparse.Namespace, url: str) -> AsyncIterator[Outbox]:
-    client = connect(url)
-    try:
-        yield Outbox(client, Keys(options.namespace))
-    finally:
-        await client.aclose()
 
 
 def _fields(letter: DeadLetter) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import sys
 
 from contract.connection import connect
@@ -49,16 +50,13 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         roster = Roster(client, Keys(options.namespace))
         told = await _tell(roster, options)
         if options.wait:
             await asyncio.gather(*(_follow(roster, incarnation) for incarnation in told))
         text = f"workers that {'have left' if options.wait else 'are told to go'}: {len(told)}"
         write({"workers": told, "have_left": options.wait}, text, options.json)
-    finally:
-        await client.aclose()
 
 
 async def _tell(roster: Roster, options: argparse.Namespace) -> list[str]:

@@ -44,8 +44,7 @@ def check_redis(url: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        client = connect(url)
-        async with contextlib.aclosing(client):
+        async with contextlib.aclosing(connect(url)) as client:
             await check_fitness(client)
 
     try:
@@ -83,8 +82,7 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        client = connect(url)
-        async with contextlib.aclosing(client):
+        async with contextlib.aclosing(connect(url)) as client:
             return await known_store(client, Keys(namespace), own)
 
     store = open_store(setting)

@@ -10,6 +10,7 @@ in CloudWatch's embedded format; --put-metrics sends them where nobody reads the
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -215,16 +216,12 @@ async def serve(
 ) -> None:
     """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
-    redis_client = connect(redis_url)
     keys = Keys(namespace)
-    watch = PoolWatch(redis_client, keys, given.model_name, tuple(policy.wait_targets_s))
-    functions = Functions(redis_client, keys)
-    tell = teller_of(given, client_of)
-    service = PoolService(policy, watch, functions, workforce, tell=tell)
-    try:
-        await service.run()
-    finally:
-        await redis_client.aclose()
+    async with contextlib.aclosing(connect(redis_url)) as client:
+        watch = PoolWatch(client, keys, given.model_name, tuple(policy.wait_targets_s))
+        functions = Functions(client, keys)
+        tell = teller_of(given, client_of)
+        await PoolService(policy, watch, functions, workforce, tell=tell).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -97,15 +97,12 @@ def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
 async def _protect(redis_url: str, agent_url: str) -> None:
     protection = TaskProtection(agent_url)
     keys = Keys(os.environ.get("BATCHWAY_NAMESPACE") or "default")
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         while True:
             with contextlib.suppress(BrokerUnavailable, WireError):
                 num_jobs = await num_jobs_here(client, keys) or 0
                 await asyncio.to_thread(protection.note, num_jobs, time.monotonic())
             await asyncio.sleep(_LOOK_S)
-    finally:
-        await client.aclose()
 
 
 def main(arguments: Sequence[str]) -> int:
