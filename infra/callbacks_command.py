@@ -1,4 +1,4 @@
-"""`batchway callbacks`: delivers callbacks and shows those that it gave up."""
+"""`batchway callbacks`: delivers callbacks and shows undeliverable ones."""
 
 import argparse
 import asyncio
@@ -36,7 +36,7 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     """Without an action it delivers; `dead` manages undeliverable messages."""
     opts.add_shared_options(parser, redis_default="refused")
     opts.add_object_store_option(parser, "all lies in Redis")
-    opts.add_drain_option(parser, DRAIN_S, "when asked to end, how long attempts may go on")
+    opts.add_drain_option(parser, DRAIN_S, "on SIGTERM, how long deliveries may continue")
     add_allow_option(parser)
     parser.add_argument(
         "--max-concurrent",
@@ -153,7 +153,7 @@ async def _dead(options: argparse.Namespace, url: str) -> int:
 
 
 def _fields(letter: DeadLetter) -> dict[str, Any]:
-    """Leaves out the secret, and of a target all but its kind: a URL may hold a secret."""
+    """The fields to show: no secret, and only the kind of the target, as its URL may hold one."""
     record = letter.record
     return {
         "job": record.job_id,

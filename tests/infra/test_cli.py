@@ -21,7 +21,7 @@ from infra.computing_options import node_options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import check_store
-from infra.running_up import RunningUp, leave_note
+from infra.running_up import RunningUp, write_note
 from tests.infra.command_line import COMMANDS, command_options
 from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
@@ -348,7 +348,7 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
     for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
         folder = tmp_path / f"batchway-{number}"
         folder.mkdir()
-        leave_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
+        write_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
     done = run_cli("jobs", "list", TMPDIR=str(tmp_path))
     assert done.returncode == 2
     assert "unix:///0.sock (at http://u0)" in done.stderr
