@@ -1,8 +1,8 @@
-"""A client for what the `openai` package has no word for: jobs.
+"""A client for batchway's job API, which the `openai` package does not cover.
 
-Submit, find, follow across broken connections, move, cancel, delete; and verify callbacks. Needs
-httpx alone, and standardwebhooks for callbacks. Answers themselves are OpenAI's: read them with the
-`openai` package, or as the dictionaries that they are.
+It submits, lists, follows, moves, cancels and deletes jobs, and verifies callbacks. A followed
+stream continues after a broken connection. The client needs httpx; verifying callbacks also needs
+standardwebhooks. Results have OpenAI's format and are returned as dictionaries.
 """
 
 from batchway_client.async_client import AsyncClient

@@ -1,4 +1,4 @@
-"""Every call as a value: what is sent, and whether it may be sent again. Opens no connection."""
+"""Describes each HTTP request of the job API, without sending it."""
 
 import secrets
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from batchway_client.errors import AnswerError, ClientError
 
 ATTEMPTS = 3
 PAUSE_S = 0.2  # before the second attempt, doubled before the third
-MAX_PAUSE_S = 2.0  # between two looks at a job that runs, and before an attempt
-READ_TIMEOUT_S = 45.0  # streams say something every 10 s
+MAX_PAUSE_S = 2.0  # between two polls of a running job, and before an attempt
+READ_TIMEOUT_S = 45.0  # an idle stream sends a comment every 10 s
 CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. `may_repeat`: a second one does what the first did, or nothing."""
+    """One request. `may_repeat`: the request is idempotent and may be sent again."""
 
     method: str
     path: str
@@ -29,7 +29,7 @@ class Call:
 def submission(
     endpoint: str, body: Mapping[str, Any], idempotency_key: str | None, terms: Mapping[str, Any]
 ) -> Call:
-    """Repeating it is safe: without a key of the caller's it has one of its own."""
+    """Creates an idempotency key if the caller gives none, so that a repeat is safe."""
     given = {name: value for name, value in terms.items() if value is not None}
     key = idempotency_key or f"client-{secrets.token_hex(16)}"
     job = {"endpoint": endpoint, "body": body, **given}
@@ -56,7 +56,7 @@ def move(job_id: str, lane: str | None, deadline_s: float | None) -> Call:
 
 
 def deletion(job_id: str) -> Call:
-    """Not repeated: the second would not find what the first has deleted."""
+    """Not repeated: if only the answer was lost, the repeat would get 404."""
     return Call("DELETE", f"/v1/jobs/{job_id}", may_repeat=False)
 
 
@@ -77,6 +77,7 @@ def headers_of(api_key: str | None) -> dict[str, str]:
 
 
 def pause_s(attempt: int, error: ClientError | None) -> float:
-    """How long to wait before an attempt, the second being 1: what the gateway says, in bounds."""
+    """Seconds to wait before attempt number `attempt`, counted from 0: the gateway's `retry-after`
+    if it sent one, else growing; at most MAX_PAUSE_S."""
     asked_s = error.retry_after_s if isinstance(error, AnswerError) else None
     return min(MAX_PAUSE_S, PAUSE_S * 2 ** (attempt - 1) if asked_s is None else asked_s)

@@ -1,4 +1,4 @@
-"""The client, blocking. async_client.py is the same with `await`; a test holds the two together."""
+"""The blocking client. async_client.py is this file with `await`; a test checks that."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ from batchway_client.jobs import Job
 
 
 class Client:
-    """Calls one gateway, or what stands before many. Raises AnswerError and ConnectionLost.
+    """Calls a gateway or a load balancer. Methods raise AnswerError and ConnectionLost.
 
-    `http`: a client of your own, with its base URL, for proxies and certificates.
+    `http`: an httpx client with its own base URL, for example to set proxies or certificates.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Client:
         max_outage_s: float = 60.0,
         http: httpx.Client | None = None,
     ) -> None:
-        """`max_outage_s`: how long `events` and `wait` try to reach a gateway again."""
+        """`max_outage_s`: how long `events` tries to reach a gateway again."""
         self._http = http or httpx.Client(
             base_url=base_url,
             timeout=httpx.Timeout(calls.READ_TIMEOUT_S, connect=calls.CONNECT_TIMEOUT_S),
@@ -55,8 +55,8 @@ class Client:
         callback: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> Job:
-        """Queues a call of `/v1/chat/completions` or `/v1/completions`; it is accepted once, also
-        where a connection breaks. Seconds.
+        """Queues a request to `/v1/chat/completions` or `/v1/completions`, once even if the
+        connection breaks. Times are in seconds.
         """
         terms: dict[str, Any] = {
             "lane": lane,
@@ -68,7 +68,7 @@ class Client:
         return Job.of(self._ask(calls.submission(endpoint, body, idempotency_key, terms)))
 
     def get(self, job_id: str) -> Job:
-        """A job as it is now, with its result once it has ended."""
+        """Returns a job, with its result once it has ended."""
         return Job.of(self._ask(calls.reading(job_id)))
 
     def list(
@@ -81,8 +81,8 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         page_size: int | None = None,
     ) -> Iterator[Job]:
-        """All jobs that match, the youngest first, without results; fetched page by page.
-        `created_after` in Unix seconds.
+        """Yields all matching jobs, newest first, without results; fetches them page by page.
+        `created_after` is in Unix seconds.
         """
         wanted: dict[str, object] = {
             "status": status,
@@ -101,33 +101,33 @@ class Client:
             after = page["last_id"]
 
     def events(self, job_id: str, *, after: str | None = None) -> Iterator[Event]:
-        """A job's stream from its start, or after the event with an id, to its end: one stream,
-        over as many connections as it takes, none lost and none twice.
+        """Yields a job's events from the start, or after the event with the id `after`, to its end.
+        Reconnects when a connection breaks; no event is lost or repeated.
         """
         position = Position(after)
-        heard_s = time.monotonic()
+        received_s = time.monotonic()
         while True:
             lost: Exception | None = None
             try:
                 for event in self._connection(job_id, position):
-                    heard_s = time.monotonic()
-                    position.heard()
+                    received_s = time.monotonic()
+                    position.received()
                     if position.take(event):
                         yield event
                     if event.is_end:
                         return
             except (httpx.TransportError, Unavailable) as exc:
                 lost = exc
-            if time.monotonic() - heard_s > self._max_outage_s:
-                raise ConnectionLost(f"no gateway for {self._max_outage_s:g} s") from lost
+            if time.monotonic() - received_s > self._max_outage_s:
+                raise ConnectionLost(f"no gateway reached for {self._max_outage_s:g} s") from lost
             time.sleep(position.next_pause_s())
 
     def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        """The job once it has ended. Raises WaitTimeout; the job then goes on."""
-        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        """Returns the job once it has ended. Raises WaitTimeout; the job then continues."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         pause_s = calls.PAUSE_S
         while not (job := self.get(job_id)).has_ended:
-            left_s = calls.MAX_PAUSE_S if give_up_s is None else give_up_s - time.monotonic()
+            left_s = calls.MAX_PAUSE_S if end_s is None else end_s - time.monotonic()
             if left_s <= 0:
                 raise WaitTimeout(f"{job_id} is {job.status} after {timeout_s:g} s")
             time.sleep(min(pause_s, left_s))
@@ -135,27 +135,27 @@ class Client:
         return job
 
     def cancel(self, job_id: str) -> Job:
-        """Ends a job, waiting or running. Raises Conflict where it had ended otherwise."""
+        """Cancels a waiting or running job. Raises Conflict if it has ended in another way."""
         return Job.of(self._ask(calls.cancellation(job_id)))
 
     def reprioritise(
         self, job_id: str, *, lane: str | None = None, deadline_s: float | None = None
     ) -> Job:
-        """Moves a job, waiting or running, to another lane or deadline (seconds from now)."""
+        """Moves a waiting or running job to another lane or deadline (seconds from now)."""
         return Job.of(self._ask(calls.move(job_id, lane, deadline_s)))
 
     def delete(self, job_id: str) -> None:
-        """Forgets a job that has ended: prompt, output, log. Raises Conflict where it has not."""
+        """Deletes an ended job: prompt, output, log. Raises Conflict if it has not ended."""
         self._ask(calls.deletion(job_id))
 
     def quote(
         self, endpoint: str, body: Mapping[str, Any], *, lane: str | None = None
     ) -> Mapping[str, Any]:
-        """What a call would cost, and when it would end; queues nothing."""
+        """Estimates the cost and the end of a request, without queueing it."""
         return self._ask(calls.quote(endpoint, body, lane))
 
     def _connection(self, job_id: str, position: Position) -> Iterator[Event]:
-        """The events of one connection."""
+        """Yields the events of one connection."""
         headers = self._headers | position.headers
         path = calls.events_path(job_id)
         with self._http.stream("GET", path, headers=headers) as answer:
@@ -188,5 +188,5 @@ class Client:
             error = error_of(answer.status_code, answer.headers, answer.content)
             if not isinstance(error, Unavailable):
                 break
-        assert error is not None, "there is one attempt at least"
+        assert error is not None, "at least one attempt was made"
         raise error

@@ -1,13 +1,13 @@
-"""What a call can end in.
+"""The errors that a call can raise.
 
 ClientError
-├── ConnectionLost      the gateway did not answer, again and again
-├── WaitTimeout         the job has not ended in the time that was given
-└── AnswerError         the gateway refused: status, code, param, as docs/api.md lists them
+├── ConnectionLost      the gateway could not be reached in several attempts
+├── WaitTimeout         the job did not end within the timeout
+└── AnswerError         the gateway returned an error; docs/api.md lists the codes
     ├── NotAllowed      401, 403
-    ├── NotFound        404: no such job, or not yours
-    ├── Conflict        409: it has ended, or it has not
-    └── Unavailable     429, 503: try again, after `retry_after_s` where that is known
+    ├── NotFound        404: no such job, or it belongs to another tenant
+    ├── Conflict        409: the job has, or has not, ended already
+    └── Unavailable     429, 503: try again, after `retry_after_s` if it is not None
 """
 
 import json
@@ -23,11 +23,11 @@ class ConnectionLost(ClientError):
 
 
 class WaitTimeout(ClientError):
-    """Patience ended before the job did, which goes on."""
+    """The job did not end within the timeout; it continues."""
 
 
 class AnswerError(ClientError):
-    """The gateway's error. `param` is the path of the field that is wrong, where one is."""
+    """An error that the gateway returned. `param` is the path of the invalid field, or None."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class AnswerError(ClientError):
 
 
 class NotAllowed(AnswerError):
-    """The key is missing or wrong, or not for this."""
+    """The API key is missing or wrong, or does not permit this request."""
 
 
 class NotFound(AnswerError):
-    """No such job, or not yours, or no longer kept."""
+    """The job does not exist, belongs to another tenant, or is no longer kept."""
 
 
 class Conflict(AnswerError):
-    """The job is not in a state for this."""
+    """The job's state does not permit this request."""
 
 
 class Unavailable(AnswerError):
-    """No room, or nobody there, just now."""
+    """The server is overloaded, a limit is reached, or no worker is available."""
 
 
 _BY_STATUS: Mapping[int, type[AnswerError]] = {
@@ -72,13 +72,13 @@ _BY_STATUS: Mapping[int, type[AnswerError]] = {
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> AnswerError:
-    """The error that an answer of 400 or more stands for, whoever sent it."""
-    code, message, param = "unknown", "the answer is not batchway's", None
+    """The error for a response with a status of 400 or more, from the gateway or a proxy."""
+    code, message, param = "unknown", "the response is not in batchway's format", None
     try:
         error = json.loads(body)["error"]
         code, message, param = error["code"], error["message"], error["param"]
     except (ValueError, KeyError, TypeError):
-        pass  # a proxy's page
+        pass  # for example the error page of a proxy
     retry_after = headers.get("retry-after", "")
     retry_after_s = float(retry_after) if retry_after.isdigit() else None
     kind = _BY_STATUS.get(status, AnswerError)

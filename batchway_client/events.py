@@ -1,4 +1,4 @@
-"""A job's stream: its bytes as events, and where to go on when it breaks. Opens no connection."""
+"""Parses a job's event stream and tracks the position to resume from. Opens no connection."""
 
 import json
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `type` is `message` for the endpoint's own chunks, `queued`, `stream_reset` (what
-    follows starts again from the beginning), or the status in which the job has ended.
+    """One event. `type` is `message` (a chunk in the endpoint's format), `queued`, `stream_reset`
+    (the output starts again from the beginning), or the final status of the job.
     """
 
     type: str
@@ -28,7 +28,7 @@ class Event:
 
 
 class Parser:
-    """Bytes of one connection to events, as they become whole."""
+    """Splits the bytes of one connection into events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -48,13 +48,13 @@ def _event(block: str) -> Event | None:
         if name:
             fields[name] = value.removeprefix(" ")
     data = fields.get("data", _DONE)
-    if data == _DONE:  # or a comment
+    if data == _DONE:  # also for a comment, which has no data
         return None
     return Event(fields.get("event", "message"), json.loads(data), fields.get("id"))
 
 
 class Position:
-    """Where a follower stands, over as many connections as it takes."""
+    """The last event that was received, and the number of failed connections since."""
 
     def __init__(self, after: str | None) -> None:
         self._last_id = after
@@ -64,18 +64,18 @@ class Position:
     def headers(self) -> dict[str, str]:
         return {} if self._last_id is None else {"last-event-id": self._last_id}
 
-    def heard(self) -> None:
-        """Something came: the next pause is short again."""
+    def received(self) -> None:
+        """Resets the pause before the next connection."""
         self._num_failures = 0
 
     def next_pause_s(self) -> float:
-        """How long to wait before the next connection."""
+        """Seconds to wait before the next connection; doubles with each call."""
         pause_s: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
         self._num_failures += 1
         return pause_s
 
     def take(self, event: Event) -> bool:
-        """Whether the event is for the caller; remembers to go on after it."""
+        """Records the event's id; returns whether to pass the event to the caller."""
         if event.type == "reconnect":
             return False
         if event.type == "stream_reset":

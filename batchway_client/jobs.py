@@ -17,11 +17,11 @@ class JobError:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is known of a job; `raw` is the whole answer. Right after a submission only its id,
-    status, model, lane and `position` are.
+    """The state of a job; `raw` is the gateway's whole response. A submission returns only id,
+    status, endpoint, model, lane and `position`.
 
-    `result` is the endpoint's whole answer once the job has ended, `result_url` where a long one
-    can be had without a key for a while. Neither stands in lists.
+    `result` is the endpoint's response once the job has ended; for a long result, `result_url` is
+    a temporary URL that needs no key. Lists contain neither.
     """
 
     id: str

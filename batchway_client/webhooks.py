@@ -1,4 +1,4 @@
-"""Callbacks: whether a delivery is batchway's. The signatures are those of Standard Webhooks."""
+"""Verifies the signatures of callbacks (https://www.standardwebhooks.com)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,14 @@ from batchway_client.errors import ClientError
 
 
 class BadSignature(ClientError):
-    """The delivery is not signed with this secret, or is older than five minutes: answer 400."""
+    """The signature is wrong, or older than five minutes. The receiver should answer 400."""
 
 
 def verify_webhook(secret: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    """The delivery's content. Raises BadSignature.
+    """Returns the callback's content. Raises BadSignature.
 
-    `secret` begins with `whsec_`; `body` are the bytes as they came. A delivery may come more than
-    once: its `webhook-id` is always the same.
+    `secret` begins with `whsec_`; `body` is the request's body, unchanged. A callback may be
+    delivered more than once, each time with the same `webhook-id` header.
     """
     from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
@@ -22,6 +22,6 @@ def verify_webhook(secret: str, headers: Mapping[str, str], body: bytes) -> dict
         content: dict[str, Any] = Webhook(secret).verify(body, dict(headers))
     except WebhookVerificationError as exc:
         raise BadSignature(str(exc)) from exc
-    except ValueError as exc:  # of a header that is no signature, a body that is no text
+    except ValueError as exc:  # a malformed header, or a body that is not UTF-8 text
         raise BadSignature("the delivery cannot be read") from exc
     return content

@@ -7,6 +7,7 @@ reports the function's own time (`INFO commandstats`).
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -46,16 +47,13 @@ class Figures:
 async def measure(num_jobs: int, num_calls: int) -> Figures:
     """Submits and claims jobs of several tenants; each then gets a token per call."""
     with EmbeddedRedis() as server:
-        client = connect(server.url, command_timeout_s=None)
-        try:
+        async with contextlib.aclosing(connect(server.url, command_timeout_s=None)) as client:
             await ensure_library(client)
             functions = Functions(client, Keys("bench"))
             claimed = await _claim(functions, num_jobs)
             for number in range(1, _NUM_WARM_UP + 1):
                 await functions.append("w", step_of(claimed, number), lease_s=_LEASE_S)
             return await _measure(client, functions, claimed, num_calls)
-        finally:
-            await client.aclose()
 
 
 def step_of(claimed: Sequence[Claimed], number: int) -> list[Append]:

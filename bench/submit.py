@@ -6,6 +6,7 @@ trip, function) and the function's own time (`INFO commandstats`).
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import time
 from dataclasses import dataclass
@@ -65,8 +66,7 @@ async def measure(num_calls: int, queued: tuple[int, ...] = QUEUED) -> list[Figu
     """Sets all limits, so that each is checked, but none is reached."""
     figures = []
     with EmbeddedRedis() as server:
-        client = connect(server.url, command_timeout_s=None)
-        try:
+        async with contextlib.aclosing(connect(server.url, command_timeout_s=None)) as client:
             await ensure_library(client)
             functions = Functions(client, Keys("bench"))
             capacity = WorkerCapacity(5_000.0, 50.0, 100_000, 256, LANES)
@@ -76,8 +76,6 @@ async def measure(num_calls: int, queued: tuple[int, ...] = QUEUED) -> list[Figu
                 await _fill(functions, num_queued, target)
                 figures.append(await _measure_at(client, functions, target, num_calls))
                 num_queued = target + num_calls
-        finally:
-            await client.aclose()
     return figures
 
 

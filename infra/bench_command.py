@@ -15,7 +15,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     engine = benches.add_parser(
         "engine",
         help="run a workload file through the engine alone: no Redis, no HTTP",
-        description="Runs a workload through the engine in this process and tells output tokens "
+        description="Runs a workload through the engine in this process and prints output tokens "
         "per second, and latencies in milliseconds. Greedy; end tokens are ignored.",
     )
     engine.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name")
@@ -39,7 +39,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         default=32,
         metavar="N",
-        help="sequences that run at once at most (default: 32)",
+        help="the most sequences that run at once (default: 32)",
     )
     engine.add_argument(
         "--max-batched-tokens",
@@ -52,36 +52,40 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         default="continuous",
         choices=("continuous", "static", "dynamic"),
-        help="of batching (default: continuous)",
+        help="how sequences are batched (default: continuous)",
     )
     engine.add_argument(
-        "--threads", type=integer(1), default=None, metavar="N", help="of torch (default: its own)"
+        "--threads",
+        type=integer(1),
+        default=None,
+        metavar="N",
+        help="threads (default: torch's)",
     )
     engine.add_argument(
         "--torch-only", action="store_true", help="no merged modules, no kernels of our own"
     )
-    engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
     add_serve_options(
         benches.add_parser(
             "serve",
-            help="put load on a server over HTTP: this one, or any with OpenAI's completions",
-            description="Sends requests by arrival times (--rate, --trace or those of a workload: "
-            "an open loop), or from so many callers one after another (a closed loop), and tells "
-            "throughput and latencies apart. The variable BATCHWAY_API_KEY, else OPENAI_API_KEY, "
-            "is the key. Exit status 1 where no request succeeded.",
+            help="put load on this server, or any with OpenAI's completions API, over HTTP",
+            description="Sends requests at arrival times (--rate, --trace or a workload's: an open "
+            "loop), or from a fixed number of callers (a closed loop), and reports throughput and "
+            "latencies. The API key is the variable BATCHWAY_API_KEY, else OPENAI_API_KEY. "
+            "Exit status 1 if no request succeeded.",
         )
     )
 
 
 def run_bench(options: argparse.Namespace) -> int:
     # Imported by name: the command line itself must not load torch.
-    let_threads_wait_awake()
+    let_threads_spin()
     command = importlib.import_module(f"infra.bench.{options.bench}_command")
     status: int = command.run(options)
     return status
 
 
-def let_threads_wait_awake() -> None:
+def let_threads_spin() -> None:
     """Lets threads spin (libgomp's default, some 3 ms), as a measurement has its cores to itself;
     an operator's setting is kept. Call before torch is imported."""
     os.environ.setdefault("GOMP_SPINCOUNT", "300000")

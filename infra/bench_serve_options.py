@@ -9,9 +9,9 @@ from infra.options import add_json_option
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     _add_server_options(parser.add_argument_group("the server"))
-    _add_what_options(parser.add_argument_group("what is asked"))
-    _add_when_options(parser.add_argument_group("when it is asked"))
-    _add_result_options(parser.add_argument_group("what is told"))
+    _add_what_options(parser.add_argument_group("the requests"))
+    _add_when_options(parser.add_argument_group("arrival times"))
+    _add_result_options(parser.add_argument_group("the results"))
     add_json_option(parser)
 
 
@@ -21,13 +21,13 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         type=http_url,
         default="http://127.0.0.1:8000/v1",
         metavar="URL",
-        help="of the API, with its version (default: http://127.0.0.1:8000/v1)",
+        help="base URL of the API, with its version (default: http://127.0.0.1:8000/v1)",
     )
     group.add_argument("--model", metavar="NAME", help="(default: the first that the server lists)")
     group.add_argument(
         "--plain",
         action="store_true",
-        help="send nothing that OpenAI does not have: answers may then end early "
+        help="send only OpenAI's own fields; answers may then end early "
         "(default: ignore_eos and return_token_ids)",
     )
     group.add_argument(
@@ -35,7 +35,7 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         type=number(may_be_zero=False),
         default=120.0,
         metavar="SECONDS",
-        help="a call that brings no byte for so long has failed (default: 120 s)",
+        help="a call fails after this time without a byte (default: 120 s)",
     )
 
 
@@ -44,10 +44,14 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
         "--workload",
         type=Path,
         metavar="FILE",
-        help="requests as of `batchway bench engine`, instead of drawn ones (default: drawn)",
+        help="a workload file of `batchway bench engine` (default: random requests)",
     )
     group.add_argument(
-        "--requests", type=integer(1), default=100, metavar="N", help="drawn (default: 100)"
+        "--requests",
+        type=integer(1),
+        default=100,
+        metavar="N",
+        help="random requests (default: 100)",
     )
     for name, text in (("prompt", "16:512"), ("output", "8:256")):
         group.add_argument(
@@ -55,13 +59,13 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
             type=lengths,
             default=lengths(text),
             metavar="LOW:HIGH",
-            help=f"{name} lengths in tokens, log-uniform; N: all alike (default: {text})",
+            help=f"{name} lengths in tokens, log-uniform; N: the same for all (default: {text})",
         )
     group.add_argument(
         "--prompt",
         choices=("ids", "text", "chat"),
         default="ids",
-        help="ids: token ids to /completions; text: as many words; chat: words to "
+        help="ids: token ids to /completions; text: words to /completions; chat: words to "
         "/chat/completions (default: ids)",
     )
     group.add_argument(
@@ -69,17 +73,17 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
         type=integer(5),
         default=256,
         metavar="N",
-        help="drawn token ids are 4 to N - 1 (default: 256)",
+        help="random token ids are 4 to N - 1 (default: 256)",
     )
     group.add_argument(
         "--cancel-share",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="of the callers that hang up in the middle of their answer, 0 to 1 (default: 0)",
+        help="share of callers that disconnect during their answer, 0 to 1 (default: 0)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: 0)"
     )
 
 
@@ -89,21 +93,21 @@ def _add_when_options(group: argparse._ArgumentGroup) -> None:
         type=number(may_be_zero=False),
         nargs="+",
         metavar="PER_S",
-        help="requests per second, an open loop; several are run one after another "
+        help="requests per second of an open loop; several rates run one after another "
         "(default: a closed loop)",
     )
     group.add_argument(
         "--arrivals",
         choices=("poisson", "gamma", "constant"),
         default="poisson",
-        help="how gaps between requests are drawn (default: poisson)",
+        help="distribution of the gaps between requests (default: poisson)",
     )
     group.add_argument(
         "--burstiness",
         type=number(may_be_zero=False),
         default=0.5,
         metavar="SHAPE",
-        help="of --arrivals gamma: 1 is Poisson, less comes in bursts, more comes evenly "
+        help="shape of --arrivals gamma: 1 is Poisson, less is burstier, more is smoother "
         "(default: 0.5)",
     )
     group.add_argument(
@@ -111,13 +115,13 @@ def _add_when_options(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="arrivals and lengths from a CSV file with the columns arrival_s, prompt_tokens and "
-        "max_tokens; with --rate its lengths alone (default: none)",
+        "max_tokens; with --rate only its lengths are used (default: none)",
     )
     group.add_argument(
         "--max-concurrency",
         type=integer(1),
         metavar="N",
-        help="calls at a time; in an open loop others wait beyond their arrival "
+        help="calls at a time; in an open loop further requests are sent late "
         "(default: 16 callers in a closed loop, no limit in an open one)",
     )
     group.add_argument(
@@ -125,7 +129,7 @@ def _add_when_options(group: argparse._ArgumentGroup) -> None:
         type=integer(0),
         default=4,
         metavar="N",
-        help="requests that are sent first and not counted (default: 4)",
+        help="uncounted requests that are sent first (default: 4)",
     )
 
 
@@ -134,20 +138,20 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         "--slo-ttft-ms",
         type=number(may_be_zero=False),
         metavar="MS",
-        help="goodput counts answers whose first token came within it, from arrival (default: any)",
+        help="goodput counts only answers whose first token came within this time (default: any)",
     )
     group.add_argument(
         "--slo-itl-ms",
         type=number(may_be_zero=False),
         metavar="MS",
-        help="and whose mean time per token after the first is within it (default: any)",
+        help="and whose mean time per later token is within this time (default: any)",
     )
     group.add_argument(
-        "--csv", type=Path, metavar="OUT", help="one line for each request (default: none)"
+        "--csv", type=Path, metavar="OUT", help="write one line for each request (default: none)"
     )
     group.add_argument(
         "--png",
         type=Path,
         metavar="OUT",
-        help="curve over the rates, distributions, timelines (default: none)",
+        help="plot rates, distributions and timelines (default: none)",
     )

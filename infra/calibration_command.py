@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 from dataclasses import asdict
 
 from contract.calibration import Calibration, calibrations
@@ -35,16 +36,13 @@ def run_calibration(options: argparse.Namespace, redis_url: str) -> None:
 
 
 async def _read(options: argparse.Namespace, redis_url: str) -> dict[str, list[Calibration]]:
-    client = connect(redis_url)
     keys = Keys(options.namespace)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         return {
             card.name: await calibrations(client, keys, card.name, card.lanes)
             for card in await Catalogue(client, keys).models()
             if options.model in (None, card.name)
         }
-    finally:
-        await client.aclose()
 
 
 def _row(lane: Calibration) -> tuple[str, ...]:

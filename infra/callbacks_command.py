@@ -1,10 +1,10 @@
-"""`batchway callbacks`: delivers callbacks and shows those that it gave up."""
+"""`batchway callbacks`: delivers callbacks and shows undeliverable ones."""
 
 import argparse
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from contract.addresses import AllowList
@@ -36,7 +36,7 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     """Without an action it delivers; `dead` manages undeliverable messages."""
     opts.add_shared_options(parser, redis_default="refused")
     opts.add_object_store_option(parser, "all lies in Redis")
-    opts.add_drain_option(parser, DRAIN_S, "when asked to end, how long attempts may go on")
+    opts.add_drain_option(parser, DRAIN_S, "on SIGTERM, how long deliveries may continue")
     add_allow_option(parser)
     parser.add_argument(
         "--max-concurrent",
@@ -132,7 +132,8 @@ def _parts(raw: str) -> Sequence[str]:
 
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
-    async with _outbox(options, url) as outbox:
+    async with contextlib.aclosing(connect(url)) as client:
+        outbox = Outbox(client, Keys(options.namespace))
         if options.action == "replay":
             state = await outbox.replay(options.job, options.tenant)
             print(f"{options.job}: {state}" if state else _UNKNOWN)
@@ -151,17 +152,8 @@ async def _dead(options: argparse.Namespace, url: str) -> int:
     return 0
 
 
-@contextlib.asynccontextmanager
-async def _outbox(options: argparse.Namespace, url: str) -> AsyncIterator[Outbox]:
-    client = connect(url)
-    try:
-        yield Outbox(client, Keys(options.namespace))
-    finally:
-        await client.aclose()
-
-
 def _fields(letter: DeadLetter) -> dict[str, Any]:
-    """Leaves out the secret, and of a target all but its kind: a URL may hold a secret."""
+    """The fields to show: no secret, and only the kind of the target, as its URL may hold one."""
     record = letter.record
     return {
         "job": record.job_id,

@@ -176,7 +176,7 @@ def _has_keys(settings: "GatewaySettings") -> bool:
         return asyncio.run(keys_exist(settings.redis_url, settings.namespace))
     except BrokerUnavailable as exc:
         raise UsageError(
-            f"{exc}, so that it cannot tell whether there is an API key: set BATCHWAY_API_KEY, or "
+            f"{exc}, so it is unknown whether an API key exists: set BATCHWAY_API_KEY, or "
             "bind to 127.0.0.1"
         ) from exc
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import sys
 
 from contract.connection import connect
@@ -49,19 +50,16 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         roster = Roster(client, Keys(options.namespace))
-        told = await _tell(roster, options)
+        drained = await _drain(roster, options)
         if options.wait:
-            await asyncio.gather(*(_follow(roster, incarnation) for incarnation in told))
-        text = f"workers that {'have left' if options.wait else 'are told to go'}: {len(told)}"
-        write({"workers": told, "have_left": options.wait}, text, options.json)
-    finally:
-        await client.aclose()
+            await asyncio.gather(*(_follow(roster, incarnation) for incarnation in drained))
+        text = f"workers that {'have left' if options.wait else 'must drain'}: {len(drained)}"
+        write({"workers": drained, "have_left": options.wait}, text, options.json)
 
 
-async def _tell(roster: Roster, options: argparse.Namespace) -> list[str]:
+async def _drain(roster: Roster, options: argparse.Namespace) -> list[str]:
     there = [view.incarnation for view in await roster.workers()]
     wanted = there if options.all else list(dict.fromkeys(options.worker))
     missing = [name for name in wanted if name not in there and await roster.worker(name) is None]
@@ -88,4 +86,4 @@ async def _follow(roster: Roster, incarnation: str) -> None:
 
 
 def _state(view: WorkerView) -> str:
-    return f"{'draining' if view.is_draining else 'is told'}, jobs held: {view.num_jobs_held}"
+    return f"{'draining' if view.is_draining else 'drain ordered'}, jobs held: {view.num_jobs_held}"

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -81,11 +82,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Quarantine, argparse.Namespace], Awaitable[None]]]
     actions = {"list": _list, "show": _show, "requeue": _requeue}
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         await actions[options.action](Quarantine(client, Keys(options.namespace)), options)
-    finally:
-        await client.aclose()
 
 
 async def _list(quarantine: Quarantine, options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ then is lost.
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -184,21 +185,15 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
     """Whether an installation has an API key. Raises BrokerUnavailable."""
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         return await ApiKeys(client, Keys(namespace)).exist()
-    finally:
-        await client.aclose()
 
 
 async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
-    client = connect(redis_url)
     actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
     actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         await actions[options.action](ApiKeys(client, Keys(options.namespace), pepper), options)
-    finally:
-        await client.aclose()
     return 0
 
 

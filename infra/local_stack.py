@@ -23,7 +23,7 @@ from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import in_url, reachable_host, until_ready
-from infra.running_up import RunningUp, leave_note, welcome
+from infra.running_up import RunningUp, welcome, write_note
 
 _GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1
@@ -142,7 +142,7 @@ class LocalStack:
         self._console.line("batchway", f"long prompts and results: {store or 'in redis'}")
         if self._redis is not None:
             up = RunningUp(os.getpid(), redis_url, self._options.namespace, self._gateway_url)
-            leave_note(self._redis.directory, up)
+            write_note(self._redis.directory, up)
 
     @property
     def _gateway_url(self) -> str:

@@ -101,7 +101,7 @@ def add_address_options(parser: argparse.ArgumentParser) -> None:
         type=integer(0, 65535),
         default=8000,
         metavar="N",
-        help="port to listen on; 0 takes a free one and says which (default: 8000)",
+        help="port to listen on; 0 chooses a free port and logs it (default: 8000)",
     )
 
 
@@ -144,7 +144,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_quantization_option(group)
     group.add_argument(
-        "--device", choices=_DEVICES, default="auto", help="where it runs (default: auto)"
+        "--device",
+        choices=_DEVICES,
+        default="auto",
+        help="the model's device (default: auto)",
     )
     group.add_argument(
         "--strategy",
@@ -227,7 +230,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=number(may_be_zero=False),
         default=WORKER_DEFAULTS.lease_s,
         metavar="SECONDS",
-        help="a worker unheard of for so long loses its jobs to others "
+        help="a worker without a heartbeat for this time loses its jobs "
         f"(default: {WORKER_DEFAULTS.lease_s:g} s)",
     )
     parser.add_argument(
@@ -235,7 +238,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=number(may_be_zero=False),
         default=WORKER_DEFAULTS.step_timeout_s,
         metavar="SECONDS",
-        help="an engine that has work and ends no step for so long is killed and started again "
+        help="an engine that has work but ends no step for this time is restarted "
         f"(default: {WORKER_DEFAULTS.step_timeout_s:g} s)",
     )
     parser.add_argument(

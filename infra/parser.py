@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_drain_option(
         up,
         opts.WORKER_DEFAULTS.drain_s,
-        "when asked to end, how long requests may go on, and then jobs that nobody waits for",
+        "on SIGTERM or Ctrl-C, how long requests, and then jobs without a caller, may continue",
     )
     opts.add_model_options(up)
 
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DRAIN_S,
-        "when asked to end, how long running requests may go on",
+        "on SIGTERM, how long running requests may continue",
     )
     gateway.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # set by `batchway up`
 
@@ -63,14 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_object_store_option(worker, "all lies in Redis")
     opts.add_worker_options(worker)
     opts.add_drain_option(
-        worker, opts.WORKER_DEFAULTS.drain_s, "when asked to end, how long running jobs may go on"
+        worker, opts.WORKER_DEFAULTS.drain_s, "on SIGTERM, how long running jobs may continue"
     )
     opts.add_model_options(worker)
 
     callbacks = _add(
         commands,
         "callbacks",
-        "tell callers what became of their jobs; look at callbacks that were given up",
+        "deliver callbacks of jobs; show undeliverable ones",
         f"The variables {KEY_VARIABLE}, which all such processes share, and {SECRETS_VARIABLE}: "
         "see docs/configuration.md.",
     )
@@ -79,19 +79,23 @@ def build_parser() -> argparse.ArgumentParser:
     keys = _add(
         commands,
         "keys",
-        "make, list, revoke and rotate API keys",
-        f"Whoever sets {PEPPER_VARIABLE} for gateways sets it here too.",
+        "create, list, revoke and rotate API keys",
+        f"If gateways have {PEPPER_VARIABLE} set, set it here too.",
     )
     add_keys_options(keys)
     add_jobs_options(
-        _add(commands, "jobs", "list, show, cancel and delete jobs; those that killed engines")
+        _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
-    add_drain_options(_add(commands, "drain", "tell workers to end what they run, and to go"))
+    add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
     add_redis_roles_options(
-        _add(commands, "redis-roles", "print users of Redis, one for each part, for ACL SETUSER")
+        _add(
+            commands,
+            "redis-roles",
+            "print a Redis user per component, for ACL SETUSER",
+        )
     )
     add_top_options(_add(commands, "top", "watch lanes, workers and engines in a terminal"))
-    add_profile_options(_add(commands, "profile", "tell what bounds the steps of a model here"))
+    add_profile_options(_add(commands, "profile", "show what limits the speed of a model here"))
     add_compare_options(
         _add(commands, "compare", "compare static, dynamic and continuous batching on a model")
     )

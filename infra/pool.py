@@ -1,5 +1,5 @@
-"""Computes how many workers there should be, and when one will be ready. Pure arithmetic: it calls
-nobody, and the clock is an argument.
+"""Computes how many workers there should be, and when one will be ready. The functions are
+pure: they do no I/O, and the clock is an argument.
 
 Demand is the sum of two parts: waiting work (for each lane, the tokens ahead of its last one
 divided by what a worker computes in the lane's allowed wait) and running work (how full the workers
@@ -45,8 +45,8 @@ class PoolView:
 
     now_s: float
     queued_tokens: Mapping[str, int]  # by lane
-    num_desired: int  # asked for at present
-    num_ready: int = 0  # workers that are heard of
+    num_desired: int  # the present desired number
+    num_ready: int = 0  # workers with recent heartbeats
     load: float = 0.0  # of the ready, the sum of how full each is: 0 to 1
     tokens_per_s: float | None = None  # of one worker, as measured
     failed_starts_s: Sequence[float] = ()  # when workers ended that had never been ready
@@ -60,9 +60,9 @@ class PoolView:
 class PoolMemory:
     """What is carried from one decision to the next."""
 
-    needs: tuple[tuple[float, int], ...] = ()  # when so many were needed, falling; see _recall
+    needs: tuple[tuple[float, int], ...] = ()  # (time, number needed); see _recall
     since_s: float | None = None  # of the first decision
-    started_s: float | None = None  # when the oldest of those that are starting was asked for
+    started_s: float | None = None  # when the oldest starting worker was requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ def _ahead(policy: PoolPolicy, view: PoolView) -> list[tuple[float, float]]:
 def _recall(
     policy: PoolPolicy, view: PoolView, needed: int, memory: PoolMemory
 ) -> tuple[tuple[float, int], ...]:
-    """The needs of the last while that nothing later exceeds; the first is the largest of all.
+    """The recent needs that no later one exceeds; the first is the largest.
 
-    A pool shrinks to the most that was needed lately: to what is needed in one quiet moment, it
-    would swing, and each swing costs a cold start.
+    A pool shrinks to the most workers needed within `scale_in_after_s`. If it shrank to what one
+    quiet moment needs, it would oscillate, and each oscillation costs a cold start.
     """
     after_s = view.now_s - policy.scale_in_after_s
     kept = [(at_s, num) for at_s, num in memory.needs if at_s > after_s and num > needed]
@@ -175,7 +175,7 @@ def _recall(
 def _grown(policy: PoolPolicy, view: PoolView, needed: int) -> tuple[int, str]:
     if view.num_desired == 0:
         return max(1, min(needed, math.ceil(policy.growth))), "from zero"
-    # While workers start the backlog grows, without saying that they are too few.
+    # A backlog that grows while workers start does not show that more are needed.
     most = view.num_ready + max(1, math.ceil(view.num_ready * policy.growth))
     num = max(view.num_desired, min(needed, most))
     return num, "out" if num > view.num_desired else "starting"
@@ -192,5 +192,5 @@ def _eta_s(policy: PoolPolicy, view: PoolView, num: int, started_s: float | None
         return 0.0
     if started_s is None or not num:
         return None
-    # An overdue worker may come any moment.
+    # An overdue worker may be ready at any moment.
     return max(policy.cold_start_s - (view.now_s - started_s), policy.cold_start_s / 10)

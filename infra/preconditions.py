@@ -44,8 +44,7 @@ def check_redis(url: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        client = connect(url)
-        async with contextlib.aclosing(client):
+        async with contextlib.aclosing(connect(url)) as client:
             await check_fitness(client)
 
     try:
@@ -83,8 +82,7 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        client = connect(url)
-        async with contextlib.aclosing(client):
+        async with contextlib.aclosing(connect(url)) as client:
             return await known_store(client, Keys(namespace), own)
 
     store = open_store(setting)
@@ -95,15 +93,15 @@ def check_store(url: str, namespace: str, setting: str) -> None:
         return
     if known != own:
         raise UsageError(
-            f"the namespace {namespace!r} keeps its objects in {known}, and this part is given "
-            f"{own or 'no object store'}: give all parts the same --object-store"
+            f"the namespace {namespace!r} keeps its objects in {known}, but this process was given "
+            f"{own or 'no object store'}: give all processes the same --object-store"
         )
 
 
 def known_redis(options: argparse.Namespace) -> str:
     """The given URL. Raises UsageError."""
     if options.redis_url is None:
-        raise UsageError("which Redis? Set the variable REDIS_URL, or give --redis-url")
+        raise UsageError("no Redis given: set the variable REDIS_URL, or give --redis-url")
     return str(options.redis_url)
 
 
@@ -116,7 +114,7 @@ def operators_redis(options: argparse.Namespace) -> str:
     up = running_up()
     if up is None:
         raise UsageError(
-            "which Redis? No `batchway up` of yours with a Redis of its own runs here: set the "
+            "no Redis given, and no `batchway up` of yours with its own Redis runs here: set the "
             "variable REDIS_URL, or give --redis-url"
         )
     if options.namespace == opts.DEFAULT_NAMESPACE:
@@ -129,5 +127,5 @@ def running_up() -> RunningUp | None:
     ups = running_ups()
     if len(ups) > 1:
         each = ", ".join(f"{up.redis_url} (at {up.gateway_url})" for up in ups)
-        raise UsageError(f"which of these? Give --redis-url, or `top` its --url: {each}")
+        raise UsageError(f"several `batchway up` run; give --redis-url, or `top` its --url: {each}")
     return ups[0] if ups else None

@@ -1,6 +1,6 @@
 """Finds this user's running `batchway up`, for commands without a Redis URL.
 
-`up` with a private Redis leaves a note beside the server's socket, in a directory that only its
+`up` with a private Redis writes a note beside the server's socket, in a directory that only its
 user can read and that is removed with the server.
 """
 
@@ -24,13 +24,13 @@ class RunningUp(msgspec.Struct, frozen=True):
     gateway_url: str
 
 
-def leave_note(directory: Path, up: RunningUp) -> None:
-    """`directory` is the one with the server's socket."""
+def write_note(directory: Path, up: RunningUp) -> None:
+    """Writes the note. `directory` contains the server's socket."""
     (directory / _NOTE).write_bytes(msgspec.json.encode(up))
 
 
 def running_ups() -> list[RunningUp]:
-    """This user's running ones with a private Redis."""
+    """This user's running `batchway up` processes that have a private Redis."""
     found = {}
     for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - only what is ours is read
         for note in Path(folder).glob(f"batchway-*/{_NOTE}"):

@@ -15,50 +15,50 @@ EXIT_KILLED = 130  # the shell's status of a process ended by Ctrl-C
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Asked:
-    """Signals received: the first asks to end, the second to end at once."""
+class _Signals:
+    """Records signals: the first requests a drain, the second an immediate end."""
 
     def __init__(self) -> None:
-        self.to_end = asyncio.Event()
-        self.to_die = asyncio.Event()
+        self.drain = asyncio.Event()
+        self.kill = asyncio.Event()
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            # Respect nohup's ignored SIGHUP. An ignored SIGINT only means that a shell started us
-            # in the background; whoever sends it means it.
+            # Keep SIGHUP ignored under nohup. Handle SIGINT always: a shell ignores it for any
+            # process that it starts in the background.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._hear)
+                loop.add_signal_handler(number, self._receive)
 
-    def _hear(self) -> None:
-        (self.to_die if self.to_end.is_set() else self.to_end).set()
+    def _receive(self) -> None:
+        (self.kill if self.drain.is_set() else self.drain).set()
 
 
 async def run_up(options: StackOptions) -> int:
     """Runs the stack until a signal or the loss of a part. Returns the exit status."""
     console = Console(sys.stderr)
-    asked = _Asked()
-    asked.listen()
+    signals = _Signals()
+    signals.listen()
     with lifeline() as fd:
         stack = LocalStack(options, console, fd)
         try:
-            status = await _serve(stack, asked, console)
+            status = await _serve(stack, signals, console)
         except BaseException:
             await stack.kill()
             raise
         ending = asyncio.create_task(stack.end())
-        if await _first(ending, asked.to_die):
+        if await _first(ending, signals.kill):
             console.line("batchway", "everything has ended")
             return status
-        console.line("batchway", "asked twice: killing what still runs")
+        console.line("batchway", "second signal: killing the remaining processes")
         await stack.kill()
         return EXIT_KILLED
 
 
-async def _serve(stack: LocalStack, asked: _Asked, console: Console) -> int:
+async def _serve(stack: LocalStack, signals: _Signals, console: Console) -> int:
     serving = asyncio.create_task(stack.serve())
     try:
-        await _first(serving, asked.to_end)
+        await _first(serving, signals.drain)
     except PartLost as lost:
         console.line("batchway", str(lost))
         return EXIT_FAILED

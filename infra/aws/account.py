@@ -6,13 +6,13 @@ Needs only boto3: it runs in the virtual environment of the sam command line.
 import sys
 from typing import Any
 
-HELP = "no AWS credentials that work: run `aws configure` or `aws sso login`, or set AWS_PROFILE"
+HELP = "no valid AWS credentials: run `aws configure` or `aws sso login`, or set AWS_PROFILE"
 
 
 def describe(session: Any) -> str:
     """Account, identity and region, as a sentence. Raises what boto3 raises, LookupError."""
     if session.region_name is None:
-        raise LookupError("no region: set AWS_REGION, or give one to `aws configure`")
+        raise LookupError("no region: set AWS_REGION, or run `aws configure`")
     identity = session.client("sts").get_caller_identity()
     return f"account {identity['Account']} as {identity['Arn']} in {session.region_name}"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from infra.aws.workforce import Failed
 
-_NOT_OUR_FAULT = (
+_NOT_A_WORKER_ERROR = (
     "SpotInterruption",
     "TerminationNotice",
     "UserInitiated",
@@ -24,7 +24,7 @@ class EcsService:
     service: str
 
     def num_desired(self) -> int:
-        """How many tasks the service should run. Raises LookupError if there is none."""
+        """The service's desired count. Raises LookupError if there is no such service."""
         found = self.client.describe_services(cluster=self.cluster, services=[self.service])
         if not found["services"]:
             raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
@@ -62,7 +62,7 @@ class EcsService:
 
 
 def _has_failed(task: dict[str, Any]) -> bool:
-    if task.get("stopCode") in _NOT_OUR_FAULT:
+    if task.get("stopCode") in _NOT_A_WORKER_ERROR:
         return False
     codes = [container.get("exitCode") for container in task.get("containers", [])]
     return task.get("stopCode") == "TaskFailedToStart" or any(codes)

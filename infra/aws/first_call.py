@@ -35,11 +35,12 @@ def load_library(client: Any, function: str) -> None:
     """Raises NotDeployed if the function fails, and what boto3 raises."""
     answer = client.invoke(FunctionName=function)
     if "FunctionError" in answer:
-        raise NotDeployed(f"{function} failed: look into its log")
+        raise NotDeployed(f"{function} failed: see its log")
 
 
-def words(found: dict[str, str]) -> str:
-    """Next steps as text. The printed command reads the key; the key is not shown here."""
+def next_steps(found: dict[str, str]) -> str:
+    """Returns the next steps. The printed command reads the key from AWS; the text does not
+    contain it."""
     url, secret = found["Url"], found["ApiKeySecretArn"]
     return f"""
 {url}
@@ -48,8 +49,8 @@ def words(found: dict[str, str]) -> str:
     --query SecretString --output text | cut -d '"' -f 4)
   curl -N {url}/v1/models -H "authorization: Bearer $key"
 
-A pool that is at zero takes a few minutes for its first answer: queue a job with POST /v1/jobs, or
-look at /readyz until it says that a worker is there."""
+A pool without workers takes a few minutes until its first answer: queue a job with POST /v1/jobs,
+or poll /readyz until it reports a worker."""
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def main() -> int:
     except NotDeployed as exc:
         print(exc, file=sys.stderr)
         return 1
-    print(words(found))
+    print(next_steps(found))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""A model's lane metrics in CloudWatch's embedded format, one line per lane and look.
+"""A model's lane metrics in CloudWatch's embedded format, one line per lane and snapshot.
 
-Counts are differences to the look before. First-token times are reported as upper bounds of their
-buckets, so percentiles are exact to a bucket.
+Counts are differences to the previous snapshot. First-token times are reported as upper bounds of
+their buckets, so percentiles are exact to a bucket.
 """
 
 import json
@@ -29,17 +29,17 @@ UNITS = {
 
 @dataclass(slots=True)
 class FleetLines:
-    """The metrics of one model. The first look reports no differences."""
+    """The metrics of one model. The first snapshot reports no differences."""
 
     model: str
-    _told: Mapping[str, int] | None = field(default=None)
+    _reported: Mapping[str, int] | None = field(default=None)
 
     def lines(self, snapshot: FleetSnapshot) -> Iterator[str]:
-        before = snapshot.totals if self._told is None else self._told
+        before = snapshot.totals if self._reported is None else self._reported
         gained = {f: max(0, value - before.get(f, 0)) for f, value in snapshot.totals.items()}
-        self._told = snapshot.totals
-        for lane, sight in snapshot.lanes.items():
-            yield self._line(lane, _values(lane, sight, gained), int(snapshot.now_s * 1000))
+        self._reported = snapshot.totals
+        for lane, lane_snapshot in snapshot.lanes.items():
+            yield self._line(lane, _values(lane, lane_snapshot, gained), int(snapshot.now_s * 1000))
 
     def _line(self, lane: str, values: dict[str, float | list[float]], at_ms: int) -> str:
         about = {
@@ -52,13 +52,13 @@ class FleetLines:
 
 
 def _values(
-    lane: str, sight: LaneSnapshot, gained: Mapping[str, int]
+    lane: str, lane_snapshot: LaneSnapshot, gained: Mapping[str, int]
 ) -> dict[str, float | list[float]]:
     values: dict[str, float | list[float]] = {
-        "WaitingJobs": sight.num_queued,
-        "RunningJobs": sight.num_running,
-        "WaitingTokens": sight.queued_tokens,
-        "OldestWaitS": round(sight.oldest_wait_s, 3),
+        "WaitingJobs": lane_snapshot.num_queued,
+        "RunningJobs": lane_snapshot.num_running,
+        "WaitingTokens": lane_snapshot.queued_tokens,
+        "OldestWaitS": round(lane_snapshot.oldest_wait_s, 3),
         "PromptTokens": gained.get(f"prompt_tokens_total:{lane}", 0),
         "OutputTokens": gained.get(f"generation_tokens_total:{lane}", 0),
     }

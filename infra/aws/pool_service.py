@@ -3,13 +3,15 @@
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
     python -m infra.aws.pool_service --auto-scaling-group NAME [options]
 
-One process per pool. It has no state worth keeping: a new one waits as long as before any scale-in,
-and counts tasks that ended before it started as never ready. It writes metrics to standard output
-in CloudWatch's embedded format; --put-metrics sends them where nobody reads the log.
+One process per pool. It keeps its state in memory: after a restart it waits as long as usual before
+any scale-in, and counts tasks that ended before the restart as never ready. It writes
+metrics to standard output in CloudWatch's embedded format; use --put-metrics where CloudWatch does
+not receive the log.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -50,13 +52,13 @@ _METRICS = {
 
 @dataclass(slots=True)
 class PoolService:
-    """One pool. `clock_s` is Unix time; `tell` receives a line of metrics."""
+    """One pool. `clock_s` returns Unix time; `emit` receives each line of metrics."""
 
     policy: PoolPolicy
     watch: PoolWatch
     functions: Functions
     workforce: Workforce
-    tell: Callable[[str], object] = print
+    emit: Callable[[str], object] = print
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
     fleet: FleetLines = field(init=False)
@@ -66,14 +68,14 @@ class PoolService:
         self.fleet = FleetLines(self.watch.model)
 
     async def run(self) -> None:
-        """Runs for ever; failures are retried at the next look."""
+        """Runs until cancelled. After an error it tries again at the next interval."""
         while True:
             try:
                 await self.step()
             except BrokerUnavailable as exc:
-                log.warning("cannot look: %s", exc)
+                log.warning("cannot read the state of the pool: %s", exc)
             except Exception as exc:  # botocore has many kinds; none may end the service
-                log.warning("cannot act: %s", type(exc).__name__)
+                log.warning("step failed: %s", type(exc).__name__)
             await asyncio.sleep(EVERY_S)
 
     async def step(self) -> Decision:
@@ -102,12 +104,12 @@ class PoolService:
         await self._retire(sight, decision.num_to_retire)
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
         lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
-        await asyncio.to_thread(self._tell_all, lines)
+        await asyncio.to_thread(self._emit_all, lines)
         return decision
 
-    def _tell_all(self, lines: Sequence[str]) -> None:
+    def _emit_all(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self.tell(line)
+            self.emit(line)
 
     def _failed_starts_s(self) -> list[float]:
         """When workers failed that were never ready. Raises what boto3 raises."""
@@ -161,12 +163,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ecs-cluster", metavar="NAME")
     workforce = parser.add_mutually_exclusive_group(required=True)
-    workforce.add_argument("--ecs-service", metavar="NAME", help="of --ecs-cluster")
+    workforce.add_argument("--ecs-service", metavar="NAME", help="the service, in --ecs-cluster")
     workforce.add_argument(
-        "--auto-scaling-group", metavar="NAME", help="of machines that each run a worker"
+        "--auto-scaling-group", metavar="NAME", help="a group of machines that each run one worker"
     )
     parser.add_argument(
-        "--put-metrics", action="store_true", help="send metrics; do not write them as lines"
+        "--put-metrics",
+        action="store_true",
+        help="send metrics, do not print them",
     )
     parser.add_argument("--model-name", required=True, metavar="NAME")
     parser.add_argument("--min-workers", type=int, default=0)
@@ -198,11 +202,11 @@ def workforce_of(given: argparse.Namespace, client_of: Callable[[str], Any]) -> 
     if given.auto_scaling_group:
         return ScalingGroup(client_of("autoscaling"), given.auto_scaling_group)
     if not given.ecs_cluster:
-        raise ValueError("--ecs-cluster: which has the service?")
+        raise ValueError("--ecs-service needs --ecs-cluster")
     return EcsService(client_of("ecs"), given.ecs_cluster, given.ecs_service)
 
 
-def teller_of(
+def emitter_of(
     given: argparse.Namespace, client_of: Callable[[str], Any]
 ) -> Callable[[str], object]:
     if given.put_metrics:
@@ -215,23 +219,19 @@ async def serve(
 ) -> None:
     """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
-    redis_client = connect(redis_url)
     keys = Keys(namespace)
-    watch = PoolWatch(redis_client, keys, given.model_name, tuple(policy.wait_targets_s))
-    functions = Functions(redis_client, keys)
-    tell = teller_of(given, client_of)
-    service = PoolService(policy, watch, functions, workforce, tell=tell)
-    try:
-        await service.run()
-    finally:
-        await redis_client.aclose()
+    async with contextlib.aclosing(connect(redis_url)) as client:
+        watch = PoolWatch(client, keys, given.model_name, tuple(policy.wait_targets_s))
+        functions = Functions(client, keys)
+        emit = emitter_of(given, client_of)
+        await PoolService(policy, watch, functions, workforce, emit=emit).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = build_parser().parse_args(arguments)
     url = redis_url_of(os.environ)
     if url is None:
-        print("which Redis? Set the variable REDIS_URL", file=sys.stderr)
+        print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
         return 2
 
     import boto3

@@ -15,7 +15,7 @@ _MAX_PROTECTED = 50  # per call
 _MAX_ACTIVITIES = 100
 _ENDED = re.compile(r"Terminating EC2 instance: (i-[0-9a-f]+)")
 # Set by `aws autoscaling set-instance-health`; EC2's own checks fail for other reasons.
-_BY_ITS_WORKER = "user health-check"
+_REPORTED_BY_WORKER = "user health-check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ScalingGroup:
             Failed(ended[1], activity["StartTime"].timestamp())
             for activity in listed["Activities"]
             if (ended := _ENDED.match(activity.get("Description", "")))
-            and _BY_ITS_WORKER in activity["Cause"]
+            and _REPORTED_BY_WORKER in activity["Cause"]
         ]
 
     def healthy(self) -> list[str]:

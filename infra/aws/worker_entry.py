@@ -28,7 +28,7 @@ log = logging.getLogger("batchway.weights")
 
 
 class WeightsMissing(Exception):
-    """There is nothing at that URL."""
+    """There are no files at the URL, or one has a path outside the folder."""
 
 
 def fetch(client: Any, url: str, folder: Path) -> Path:
@@ -41,11 +41,11 @@ def fetch(client: Any, url: str, folder: Path) -> Path:
     files = {item["Key"].removeprefix(prefix): item["Size"] for item in found}
     files = {name: size for name, size in files.items() if name and not name.endswith("/")}
     if not files:
-        raise WeightsMissing(f"nothing at {url}")
+        raise WeightsMissing(f"no files at {url}")
     for name, num_bytes in files.items():
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise WeightsMissing(f"{url}: {name!r} leads out of the folder")
+            raise WeightsMissing(f"{url}: {name!r} is a path outside the folder")
         if path.exists() and path.stat().st_size == num_bytes:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def fetch(client: Any, url: str, folder: Path) -> Path:
 
 FOLDER = Path("/var/lib/batchway/model")
 EXIT_NO_WEIGHTS = 3
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -97,22 +97,19 @@ def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
 async def _protect(redis_url: str, agent_url: str) -> None:
     protection = TaskProtection(agent_url)
     keys = Keys(os.environ.get("BATCHWAY_NAMESPACE") or "default")
-    client = connect(redis_url)
-    try:
+    async with contextlib.aclosing(connect(redis_url)) as client:
         while True:
             with contextlib.suppress(BrokerUnavailable, WireError):
                 num_jobs = await num_jobs_here(client, keys) or 0
                 await asyncio.to_thread(protection.note, num_jobs, time.monotonic())
-            await asyncio.sleep(_LOOK_S)
-    finally:
-        await client.aclose()
+            await asyncio.sleep(_POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     url = redis_url_of(os.environ)
     if url is None:
-        print("which Redis? Set the variable REDIS_URL", file=sys.stderr)
+        print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
         return 2
     try:
         model = model_arguments(os.environ)

@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     ) as exc:  # fmt: skip
         print(f"batchway compare: {exc}", file=sys.stderr)
         return 1
-    return tell({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
+    return report({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
 
 
-def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
+def report(found: dict[str, Any], options: argparse.Namespace) -> int:
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
         from infra.bench.compare_plot import draw_comparison

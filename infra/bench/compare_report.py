@@ -92,10 +92,10 @@ def comparison_tables(found: dict[str, Any]) -> str:
     parts = [table(rows), *map(_latency_table, found["latency"])]
     unlike = {name: num for name, num in found["unlike_answers"].items() if num}
     if unlike:
-        told = ", ".join(f"{name} {num}" for name, num in unlike.items())
-        parts.append(f"answers that are not the first run's, token by token: {told}")
+        counts = ", ".join(f"{name} {num}" for name, num in unlike.items())
+        parts.append(f"answers that differ from the first run's: {counts}")
     else:
-        parts.append(f"all said the same tokens in all {found['num_rounds']} rounds")
+        parts.append(f"all answers have the same tokens in all {found['num_rounds']} rounds")
     return "\n\n".join(parts)
 
 

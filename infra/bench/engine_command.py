@@ -75,7 +75,7 @@ def tables(summary: dict[str, Any]) -> str:
         ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
         ("output tokens", str(summary["num_output_tokens"])),
         ("wall time, s", f"{summary['wall_s']:.2f}"),
-        ("of it in the model", f"{summary['model_s'] / summary['wall_s']:.1%}"),
+        ("share in the model", f"{summary['model_s'] / summary['wall_s']:.1%}"),
         ("steps", str(summary["num_steps"])),
         ("peak memory, MiB", f"{summary['peak_rss_bytes'] / 2**20:.0f}"),
     ]

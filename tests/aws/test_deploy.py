@@ -48,7 +48,7 @@ def test_a_deployment_ends_with_a_call_to_try(aws_environ: dict[str, str], tmp_p
     config = tmp_path / "c.toml"
     config.write_text('[default.deploy.parameters]\nstack_name = "mine"\n')
     found = first_call.outputs(boto3.client("cloudformation"), first_call.stack_name(config))
-    said = first_call.words(found)
+    said = first_call.next_steps(found)
     assert "curl -N https://u/live/v1/models" in said
     assert "--secret-id arn:s" in said
     config.write_text("")

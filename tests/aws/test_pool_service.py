@@ -57,7 +57,7 @@ async def service(
     await publish_model(redis_client, keys)
     watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
     lines: list[str] = []
-    return PoolService(POLICY, watch, functions, ecs, tell=lines.append, clock_s=Clock())
+    return PoolService(POLICY, watch, functions, ecs, emit=lines.append, clock_s=Clock())
 
 
 async def test_a_job_that_waits_wakes_the_pool(
@@ -65,7 +65,7 @@ async def test_a_job_that_waits_wakes_the_pool(
 ) -> None:
     """From zero to one, once; what is seen is told as metrics."""
     told: list[str] = []
-    service.tell = told.append
+    service.emit = told.append
     assert (await service.step()).num_workers == 0
     await invoke(rest_event("POST", "/v1/jobs", JOB))
 
@@ -220,7 +220,7 @@ async def test_events_are_counted_once_per_lane(
 ) -> None:
     """What waits, as it is; tokens and ends since the look before; first tokens by bucket."""
     told: list[str] = []
-    service.tell = told.append
+    service.emit = told.append
 
     async def look() -> dict[str, Any]:
         told.clear()

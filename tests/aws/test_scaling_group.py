@@ -12,7 +12,7 @@ import redis.asyncio
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.aws.metric_sender import EVERY_S, MetricSender
-from infra.aws.pool_service import PoolService, build_parser, teller_of, workforce_of
+from infra.aws.pool_service import PoolService, build_parser, emitter_of, workforce_of
 from infra.aws.scaling_group import ScalingGroup
 from infra.aws.workforce import Failed
 from infra.pool import PoolPolicy
@@ -97,7 +97,7 @@ async def test_the_pool_takes_machines_and_gives_the_idle_back(
     clock = Clock()
     watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
     tell: list[str] = []
-    service = PoolService(POLICY, watch, functions, group, tell=tell.append, clock_s=clock)
+    service = PoolService(POLICY, watch, functions, group, emit=tell.append, clock_s=clock)
     await invoke(rest_event("POST", "/v1/jobs", JOB))
     assert (await service.step()).reason == "from zero"
     assert len(machines(group)) == 1
@@ -151,7 +151,7 @@ def test_an_option_names_the_worker_pool(aws_environ: dict[str, str]) -> None:
     workforce = workforce_of(on_machines, boto3.client)
     assert isinstance(workforce, ScalingGroup)
     assert workforce.name == "g"
-    assert isinstance(teller_of(on_machines, boto3.client), MetricSender)
+    assert isinstance(emitter_of(on_machines, boto3.client), MetricSender)
     with pytest.raises(ValueError, match="--ecs-cluster"):
         workforce_of(parser.parse_args(["--ecs-service=s", "--model-name=m"]), boto3.client)
     for wrong in (

@@ -10,7 +10,7 @@ import pytest
 
 from contract.jobs import SamplingParams
 from infra.bench.compare import Contestant, Heat, compare, num_unlike
-from infra.bench.compare_command import tell
+from infra.bench.compare_command import report
 from infra.bench.compare_plot import draw_comparison
 from infra.bench.compare_report import comparison_tables, summarise_heats
 from infra.bench.engine import EngineRun, Timeline
@@ -129,7 +129,7 @@ def test_medians_of_the_rounds_are_reported() -> None:
     assert "ms" not in rates
     assert "2,000 / 2,000 / 2,000" in latency
     assert "tokens/s" not in latency
-    assert verdict == "all said the same tokens in all 3 rounds"
+    assert verdict == "all answers have the same tokens in all 3 rounds"
 
 
 def test_answers_that_differ_are_counted(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_answers_that_differ_are_counted(tmp_path: Path) -> None:
     assert not found["is_alike"]
     assert "not the first run's, token by token: b 1" in comparison_tables(found)
     options = argparse.Namespace(json=tmp_path / "out.json", png=None)
-    assert tell(found, options) == 1
+    assert report(found, options) == 1
     assert json.loads(options.json.read_text())["unlike_answers"] == {"a": 0, "b": 1}
 
 
@@ -175,7 +175,7 @@ def test_the_command_compares_strategies_and_files(
     assert found["unlike_answers"] == dict.fromkeys(names, 0)
     assert len(found["throughput"]["eager"]["rounds_output_tokens_per_s"]) == 2
     assert found["num_requests"] == 6
-    assert "all said the same tokens in all 2 rounds" in capsys.readouterr().out
+    assert "all answers have the same tokens in all 2 rounds" in capsys.readouterr().out
 
 
 def test_an_impossible_comparison_gives_one_sentence(

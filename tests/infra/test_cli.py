@@ -21,7 +21,7 @@ from infra.computing_options import node_options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import check_store
-from infra.running_up import RunningUp, leave_note
+from infra.running_up import RunningUp, write_note
 from tests.infra.command_line import COMMANDS, command_options
 from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
@@ -334,13 +334,13 @@ def test_a_worker_of_up_gets_the_same_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["jobs list", "keys list", "drain --all", "callbacks dead list"]
+    "command", ["jobs list", "keys list", "drain --worker none", "callbacks dead list"]
 )
 def test_operators_commands_need_a_redis(command: str, tmp_path: Path) -> None:
     """Where none is named and no `batchway up` runs, they say so."""
     done = run_cli(*command.split(), TMPDIR=str(tmp_path))
     assert done.returncode == 2
-    assert "which Redis?" in done.stderr
+    assert "no Redis given" in done.stderr
 
 
 def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
     for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
         folder = tmp_path / f"batchway-{number}"
         folder.mkdir()
-        leave_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
+        write_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
     done = run_cli("jobs", "list", TMPDIR=str(tmp_path))
     assert done.returncode == 2
     assert "unix:///0.sock (at http://u0)" in done.stderr
