@@ -1,4 +1,4 @@
-"""The gateway as Lambda runs it, against a real Redis; and an AWS of our own on loopback."""
+"""The gateway as Lambda runs it, against a real Redis; and an emulated AWS on loopback."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,7 +22,7 @@ Invoke = Callable[[dict[str, Any]], Any]
 
 @pytest.fixture
 async def invoke(redis_server: EmbeddedRedis) -> AsyncIterator[Invoke]:
-    """Invokes ApiFunction. Its loop stands still between invocations, as on Lambda."""
+    """Invokes ApiFunction. Its event loop stops between invocations, as on Lambda."""
     async with running_function(
         gateway_conftest.make_settings(redis_server.url, api_key=KEY)
     ) as invoke:
@@ -31,7 +31,7 @@ async def invoke(redis_server: EmbeddedRedis) -> AsyncIterator[Invoke]:
 
 @asynccontextmanager
 async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
-    """ApiFunction in a thread of its own."""
+    """Runs ApiFunction in its own thread."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1) as thread:
         function = await loop.run_in_executor(thread, Function, settings)
@@ -41,7 +41,7 @@ async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
 
 @pytest.fixture(scope="session")
 def aws_url() -> Iterator[str]:
-    """moto's server: the APIs of AWS, as far as they are emulated."""
+    """The URL of moto's server, which emulates AWS."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -53,7 +53,7 @@ def aws_url() -> Iterator[str]:
 
 @pytest.fixture
 def aws_environ(aws_url: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Variables that point every client to that server, set for this process too."""
+    """Variables that point every AWS client to that server; also set for this process."""
     environ = {
         "AWS_REGION": "eu-central-1",
         "AWS_DEFAULT_REGION": "eu-central-1",

@@ -1,4 +1,4 @@
-"""Lambda's own Runtime Interface Emulator with a function of ours in it, as a process."""
+"""Runs a function in Lambda's own Runtime Interface Emulator, as a process."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def free_port() -> int:
 async def emulating(
     command: Sequence[str], environ: Mapping[str, str], *, handler: str = ""
 ) -> AsyncIterator["Emulator"]:
-    """Runs `python COMMAND` as the runtime; nothing of it is left at the end."""
+    """Runs `python COMMAND` as the runtime; ends all of its processes at exit."""
     port, runtime_port = free_port(), free_port()
     line = [
         str(EMULATOR),
@@ -57,7 +57,7 @@ async def emulating(
 
 
 class Emulator:
-    """The invoke API; the first call waits for the emulator to listen."""
+    """The invoke API. The first call waits until the emulator listens."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http

@@ -1,4 +1,4 @@
-"""Events as AWS sends them; shapes from the Lambda and API Gateway developer guides."""
+"""Events in AWS's format, as the Lambda and API Gateway developer guides document them."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""template.yaml as CloudFormation gets it: after SAM's transform, not as it is written."""
+"""template.yaml after SAM's transform, as CloudFormation gets it."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ TEMPLATE = ROOT / "template.yaml"
 
 
 class _Loader(yaml.CSafeLoader):  # type: ignore[misc]
-    """YAML with CloudFormation's short forms of functions."""
+    """Loads YAML with CloudFormation's short forms of functions."""
 
 
 def _function(loader: Any, suffix: str, node: Any) -> dict[str, Any]:
@@ -36,14 +36,14 @@ _Loader.add_multi_constructor("!", _function)
 
 @functools.cache
 def written() -> dict[str, Any]:
-    """As it stands in the file, to be read only."""
+    """The template as written in the file. Callers must not change it."""
     loaded: dict[str, Any] = yaml.load(TEMPLATE.read_text(), _Loader)
     return loaded
 
 
 @functools.cache
 def transformed() -> dict[str, Any]:
-    """What SAM makes of the template, with its parameters still in it."""
+    """The template after SAM's transform, before its parameters are resolved."""
     from samtranslator.parser.parser import Parser
     from samtranslator.translator.translator import Translator
 
@@ -65,7 +65,7 @@ def of_type(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def statements() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every statement of every policy that is written out, with the resource it belongs to."""
+    """Every statement of every inline policy, with its resource's name."""
     for name, resource in transformed()["Resources"].items():
         properties = resource.get("Properties", {})
         documents = [policy["PolicyDocument"] for policy in properties.get("Policies", [])]
@@ -86,7 +86,7 @@ def container(task: str) -> dict[str, Any]:
 
 
 def arguments(task: str, *, has_machines: bool = False) -> list[str]:
-    """Of a task's command; what stands for a parameter is that parameter's default."""
+    """A task's command line, with each parameter replaced by its default."""
     given = (_resolved(part, has_machines) for part in container(task)["Command"])
     return [argument for argument in given if argument is not None]
 
@@ -105,5 +105,5 @@ def _resolved(value: Any, has_machines: bool) -> str | None:
 
 
 def _default(name: str) -> str:
-    """Of a parameter; what is made with the stack is called x."""
+    """A parameter's default. References to resources become "x"."""
     return str(written()["Parameters"].get(name, {}).get("Default", "x"))

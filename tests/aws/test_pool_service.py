@@ -1,4 +1,4 @@
-"""The pool's service against a real Redis and an emulated ECS: it sees, decides, asks and tells."""
+"""The pool's service against a real Redis and an emulated ECS."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ POLICY = PoolPolicy(wait_targets_s={"interactive": 5.0, "standard": 60.0}, scale
 
 @pytest.fixture
 def ecs(aws_environ: dict[str, str]) -> Iterator[EcsService]:
-    """A service without tasks."""
+    """An ECS service without tasks."""
     client = boto3.client("ecs")
     client.create_cluster(clusterName="c")
     task = client.register_task_definition(
@@ -42,7 +42,7 @@ def ecs(aws_environ: dict[str, str]) -> Iterator[EcsService]:
 
 
 class Clock:
-    """Unix time that a test moves."""
+    """Unix time that a test sets."""
 
     now_s = 1_000.0
 
@@ -60,10 +60,10 @@ async def service(
     return PoolService(POLICY, watch, functions, ecs, emit=lines.append, clock_s=Clock())
 
 
-async def test_a_job_that_waits_wakes_the_pool(
+async def test_a_waiting_job_starts_the_first_worker(
     service: PoolService, ecs: EcsService, invoke: Invoke
 ) -> None:
-    """From zero to one, once; what is seen is told as metrics."""
+    """From zero to one, once. The observed values are emitted as metrics."""
     told: list[str] = []
     service.emit = told.append
     assert (await service.step()).num_workers == 0
@@ -86,7 +86,8 @@ async def test_a_job_that_waits_wakes_the_pool(
 async def test_the_emptiest_worker_is_drained(
     service: PoolService, ecs: EcsService, functions: Functions, invoke: Invoke
 ) -> None:
-    """The one with a job stays; ECS is asked for fewer, and the other hears of it."""
+    """The worker with a job stays; ECS's desired count is lowered, and the other worker is ordered
+    to drain."""
     busy, idle = FakeWorker(functions, incarnation="w1"), FakeWorker(functions, incarnation="w2")
     await idle.beat()
     await busy.beat()
@@ -110,7 +111,7 @@ async def test_the_emptiest_worker_is_drained(
 
 
 async def test_a_draining_worker_does_not_count(service: PoolService, functions: Functions) -> None:
-    """It takes no jobs, so it does not count; and one that is silent does not either."""
+    """It takes no jobs."""
     worker = FakeWorker(functions)
     await worker.beat()
     assert len((await service.watch.look()).workers) == 1
@@ -119,7 +120,7 @@ async def test_a_draining_worker_does_not_count(service: PoolService, functions:
 
 
 class StoppedTasks:
-    """An ECS that knows tasks that have ended, in the shape of DescribeTasks."""
+    """An ECS with ended tasks, in the format of DescribeTasks."""
 
     num_desired = 3
 
@@ -145,7 +146,7 @@ class StoppedTasks:
         self.num_desired = desiredCount
 
     def end(self, arn: str, at_s: float) -> None:
-        """Ends with an error."""
+        """Ends a task with an error."""
         self.running = [task for task in self.running if task["taskArn"] != arn]
         self.tasks.append(
             {
@@ -157,8 +158,8 @@ class StoppedTasks:
         )
 
 
-def test_only_errors_of_their_own_count_as_failed() -> None:
-    """Not those that were stopped, or whose machine was taken away, or that went in peace."""
+def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
+    """Tasks that were stopped, lost their machine or exited with 0 do not."""
     ended: Any = StoppedTasks(
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]},
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 0}]},
@@ -175,7 +176,7 @@ def test_only_errors_of_their_own_count_as_failed() -> None:
 async def test_the_breaker_opens_for_tasks_that_were_never_ready(
     service: PoolService, invoke: Invoke, were_ready: bool
 ) -> None:
-    """Three that fail after they were well, also long before, are replaced; three others not."""
+    """It stays closed for three failed tasks that were healthy at any earlier time."""
     client: Any = StoppedTasks()
     service.workforce = EcsService(client, "c", "s")
     health = "HEALTHY" if were_ready else "UNKNOWN"
@@ -197,14 +198,14 @@ async def test_the_breaker_opens_for_tasks_that_were_never_ready(
     assert not service.healthy_at_s
 
 
-def test_a_service_that_is_not_there_is_named(ecs: EcsService) -> None:
-    """Not asked for again and again in silence."""
+def test_a_missing_service_is_an_error(ecs: EcsService) -> None:
+    """It is not polled again and again."""
     with pytest.raises(LookupError, match="no service 'x'"):
         EcsService(ecs.client, "c", "x").num_desired()
 
 
 def test_options_become_a_policy() -> None:
-    """The lanes of this pool alone, in their order; a lane without a target is named."""
+    """The lanes of this pool alone, in their order. An error names a lane without a target."""
     needed = ["--ecs-cluster=c", "--ecs-service=s", "--model-name=m"]
     given = build_parser().parse_args([*needed, "--lanes=standard,batch", "--max-workers=9"])
     assert policy_of(given).wait_targets_s == {"standard": 60.0, "batch": 900.0}
@@ -218,7 +219,8 @@ def test_options_become_a_policy() -> None:
 async def test_events_are_counted_once_per_lane(
     service: PoolService, functions: Functions, invoke: Invoke
 ) -> None:
-    """What waits, as it is; tokens and ends since the look before; first tokens by bucket."""
+    """Waiting jobs as they are now; tokens and ended jobs since the previous step; first tokens by
+    bucket."""
     told: list[str] = []
     service.emit = told.append
 
@@ -246,7 +248,7 @@ async def test_events_are_counted_once_per_lane(
 
 
 def test_many_first_tokens_keep_their_proportions() -> None:
-    """CloudWatch takes a hundred values of a metric in a line, and a rare one is not lost."""
+    """CloudWatch accepts 100 values of a metric per record; rare values are kept."""
     few = spread([0, 3, 0, 1] + [0] * 13)
     assert few == [0.01, 0.01, 0.01, 0.05]
     many = spread([9_000, 900, 0, 1] + [0] * 12 + [99])

@@ -1,4 +1,4 @@
-"""`batchway up` and the functions in front of one Redis: what both answer, byte by byte."""
+"""`batchway up` and the functions on one Redis give the same responses, byte by byte."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def local_url(redis_server: EmbeddedRedis) -> Iterator[str]:
 
 @pytest.fixture
 def settings(redis_server: EmbeddedRedis) -> GatewaySettings:
-    """Of a function that stands in front of the same Redis."""
+    """Settings of a function on the same Redis."""
     return GatewaySettings(
         redis_url=redis_server.url, namespace=NAMESPACE, allowed_hosts=(HEADERS["Host"],)
     )
@@ -55,7 +55,7 @@ async def api_function(settings: GatewaySettings, local_url: str) -> AsyncIterat
 
 @pytest.fixture
 async def stream_url(redis_server: EmbeddedRedis) -> AsyncIterator[str]:
-    """StreamFunction's program, started and asked for its readiness as the Web Adapter does it."""
+    """StreamFunction's program, started and probed for readiness as the Web Adapter does."""
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         ROOT / "gateway" / "aws" / "serve-web",
@@ -98,7 +98,7 @@ async def stream_url(redis_server: EmbeddedRedis) -> AsyncIterator[str]:
         ("GET", "/v1/nothing", None, 404),
     ],
 )
-async def test_a_request_is_answered_alike(
+async def test_both_deployments_answer_a_request_equally(
     method: str, path: str, body: Any, status: int, local_url: str, api_function: Invoke
 ) -> None:
     """By the whole local stack and through Lambda; ids and times are blanked."""
@@ -111,10 +111,11 @@ async def test_a_request_is_answered_alike(
     assert local.headers["content-type"] == on_lambda["headers"]["content-type"]
 
 
-async def test_one_job_is_shown_alike(
+async def test_both_deployments_show_a_job_equally(
     local_url: str, api_function: Invoke, stream_url: str
 ) -> None:
-    """Made through Lambda, run by the local worker: object and stream, ids and times included."""
+    """A job submitted through Lambda and run by the local worker: object and stream, with ids and
+    times."""
     job = {"endpoint": "/v1/completions", "body": COMPLETION, "metadata": {"a": "b"}}
     made = json.loads((await api_function(rest_event("POST", "/v1/jobs", job)))["body"])
     shown, events = f"/v1/jobs/{made['id']}", f"/v1/jobs/{made['id']}/events"
@@ -133,7 +134,7 @@ async def test_one_job_is_shown_alike(
 
 
 def without_ids(body: bytes) -> bytes:
-    """The answer as it was sent, but for its id and the second in which it was made."""
+    """The response without its id and creation time."""
     found = json.loads(body)
     if "created" not in found:
         return body

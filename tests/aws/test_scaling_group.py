@@ -1,4 +1,4 @@
-"""The pool on an Auto Scaling group of machines, and its metrics by PutMetricData, against moto."""
+"""A pool on an Auto Scaling group, and its metrics by PutMetricData, against moto."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ POLICY = PoolPolicy(wait_targets_s={"interactive": 5.0, "standard": 60.0}, scale
 
 @pytest.fixture
 def group(aws_environ: dict[str, str]) -> Iterator[ScalingGroup]:
-    """A group without machines; machines are ready in it at once."""
+    """An empty group, whose machines are ready at once."""
     client = boto3.client("autoscaling")
     client.create_launch_configuration(
         LaunchConfigurationName="gpu", ImageId="ami-12c6146b", InstanceType="g6.xlarge"
@@ -48,14 +48,14 @@ def group(aws_environ: dict[str, str]) -> Iterator[ScalingGroup]:
 
 
 def machines(group: ScalingGroup) -> dict[str, bool]:
-    """Whether each of the group's machines is protected, by its id."""
+    """Whether each of the group's machines is protected, by machine id."""
     found = group.client.describe_auto_scaling_groups(AutoScalingGroupNames=[group.name])
     [described] = found["AutoScalingGroups"]
     return {m["InstanceId"]: m["ProtectedFromScaleIn"] for m in described["Instances"]}
 
 
 class Clock:
-    """Unix time that a test moves."""
+    """Unix time that a test sets."""
 
     now_s = 1_000.0
 
@@ -64,7 +64,7 @@ class Clock:
 
 
 def test_machines_are_kept_while_their_worker_sends_heartbeats(group: ScalingGroup) -> None:
-    """The group ends another one, although that one is younger; nobody is protected for ever."""
+    """The group ends another machine, although it is younger. Protection is removed later."""
     group.resize(3)
     one, two, three = machines(group)
     group.keep([f"{one}-7-ab", f"{three}-8-cd", "elsewhere-9-ef"])
@@ -78,21 +78,20 @@ def test_machines_are_kept_while_their_worker_sends_heartbeats(group: ScalingGro
 
 
 def test_machines_with_a_common_name_prefix_are_distinguished(group: ScalingGroup) -> None:
-    """Ids are compared whole."""
     group.resize(1)
     [machine] = machines(group)
     group.keep([f"{machine}0-7-ab"])
     assert machines(group) == {machine: False}
 
 
-async def test_the_pool_takes_machines_and_gives_the_idle_back(
+async def test_the_pool_starts_machines_and_ends_idle_ones(
     group: ScalingGroup,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     functions: Functions,
     invoke: Invoke,
 ) -> None:
-    """From zero to one for a job; of two, the busy one outlives the smaller pool."""
+    """From zero to one for a job; of two machines the busy one is kept."""
     await publish_model(redis_client, keys)
     clock = Clock()
     watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
@@ -117,7 +116,7 @@ async def test_the_pool_takes_machines_and_gives_the_idle_back(
 
 
 class Activities:
-    """A group that has ended machines, in the shape of DescribeScalingActivities."""
+    """A group that has ended machines, in the format of DescribeScalingActivities."""
 
     def describe_scaling_activities(self, **_: Any) -> dict[str, Any]:
         cause = "At 2026-01-01T00:00:00Z an instance was taken out of service in response to "
@@ -132,20 +131,20 @@ class Activities:
         return {"Activities": [{"Description": d, "Cause": c, "StartTime": at} for d, c in told]}
 
 
-def test_only_machines_that_gave_themselves_up_count_as_failed() -> None:
-    """Not those that AWS took, that the pool gave back, or that there were none of."""
+def test_only_machines_that_reported_unhealthy_count_as_failed() -> None:
+    """Machines that AWS or the pool ended, and failed launches, do not."""
     assert ScalingGroup(Activities(), "machines").failed() == [Failed("i-0a", 100.0)]
 
 
-def test_a_group_that_is_not_there_is_named(group: ScalingGroup) -> None:
-    """Not asked for again and again in silence. One that has done nothing has no failures."""
+def test_a_missing_group_is_an_error(group: ScalingGroup) -> None:
+    """It is not polled again and again. A group without activities has no failures."""
     assert group.failed() == []
     with pytest.raises(LookupError, match="no Auto Scaling group 'x'"):
         ScalingGroup(group.client, "x").num_desired()
 
 
 def test_an_option_names_the_worker_pool(aws_environ: dict[str, str]) -> None:
-    """A service of ECS or a group of machines, and not both; metrics as lines or sent."""
+    """An ECS service or an Auto Scaling group, not both. Metrics are written as log lines or sent."""
     parser = build_parser()
     on_machines = parser.parse_args(["--auto-scaling-group=g", "--model-name=m", "--put-metrics"])
     workforce = workforce_of(on_machines, boto3.client)
@@ -163,7 +162,7 @@ def test_an_option_names_the_worker_pool(aws_environ: dict[str, str]) -> None:
 
 
 def line(at_s: float, **values: float | list[float]) -> str:
-    """In CloudWatch's embedded format."""
+    """A record in CloudWatch's embedded format."""
     metrics = [{"Name": name, "Unit": "Count"} for name in values]
     about = {"Namespace": "batchway", "Dimensions": [["Model"]], "Metrics": metrics}
     stamp = {"Timestamp": int(at_s * 1000), "CloudWatchMetrics": [about]}
@@ -171,7 +170,7 @@ def line(at_s: float, **values: float | list[float]) -> str:
 
 
 def test_metrics_are_sent_once_a_minute_with_their_times(aws_environ: dict[str, str]) -> None:
-    """Under the names and dimensions of the lines, for the same alarms."""
+    """With the names and dimensions of the log lines, for the same alarms."""
     client, clock = boto3.client("cloudwatch"), Clock()
     clock.now_s = now_s = datetime.now(UTC).timestamp() // 60 * 60
     send = MetricSender(client, clock)

@@ -1,4 +1,4 @@
-"""Secrets reach a function's settings from Secrets Manager, and nothing else does."""
+"""Secrets reach a function's settings from Secrets Manager only."""
 
 import json
 
@@ -17,7 +17,7 @@ def make_secret(name: str, text: str) -> str:
 
 
 def test_secrets_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key and the password of Redis; the variables of the function hold neither."""
+    """The API key and the Redis password. The function's environment has neither."""
     key = make_secret("key", json.dumps({"BATCHWAY_API_KEY": "s" * 32}))
     user = make_secret("user", json.dumps({"username": "gateway", "REDIS_PASSWORD": "p/w@1"}))
     monkeypatch.setenv("REDIS_URL", "rediss://gateway@cache.example:6379")
@@ -30,8 +30,8 @@ def test_secrets_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "s" * 32 not in repr(settings)
 
 
-def test_a_secret_that_is_missing_or_odd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its ARN and the reason, never by what is in it."""
+def test_errors_name_a_missing_or_malformed_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its ARN and the reason, without its value."""
     odd = make_secret("odd", "hunter2")
     with pytest.raises(SecretUnavailable, match="not a JSON object") as odd_error:
         read_secrets([odd])
@@ -56,7 +56,9 @@ def test_a_secret_that_is_missing_or_odd_is_named(monkeypatch: pytest.MonkeyPatc
         ("unix:///run/redis.sock", "p", "unix:///run/redis.sock"),
     ],
 )
-def test_a_password_finds_its_url(url: str | None, password: str, expected: str | None) -> None:
-    """REDIS_PASSWORD fills in what REDIS_URL leaves out."""
+def test_redis_password_is_put_into_redis_url(
+    url: str | None, password: str, expected: str | None
+) -> None:
+    """If REDIS_URL has no password."""
     environ = {"REDIS_PASSWORD": password} | ({"REDIS_URL": url} if url else {})
     assert redis_url_of(environ) == expected

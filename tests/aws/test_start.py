@@ -1,4 +1,4 @@
-"""What a function loads before it answers: little, where a caller waits; the rest ahead, where not.
+"""What a function imports at a cold start, and what its snapshot contains.
 
 No times here: docs/deployment.md has the figure and how it is measured.
 """
@@ -25,8 +25,8 @@ print(json.dumps({"loaded": list(sys.modules)}))
 """
 
 
-def said(program: str, environ: dict[str, str]) -> Any:
-    """The JSON that a fresh process prints."""
+def printed(program: str, environ: dict[str, str]) -> Any:
+    """The JSON that a new process prints."""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True
     )
@@ -36,16 +36,16 @@ def said(program: str, environ: dict[str, str]) -> Any:
 
 @pytest.fixture(scope="module")
 def cold() -> Any:
-    return said(START, {})
+    return printed(START, {})
 
 
-def test_a_cold_start_loads_nothing_that_can_wait(cold: Any) -> None:
-    """Tokenizers, templates, pages for Prometheus, clients of AWS: none is needed yet."""
+def test_a_cold_start_imports_only_what_every_call_needs(cold: Any) -> None:
+    """Not tokenizers, templates, the Prometheus page or AWS clients."""
     assert "gateway.http.app" in cold["loaded"]
     assert not sorted(HEAVY.intersection(cold["loaded"]))
 
 
 def test_a_snapshot_contains_the_imports_of_the_first_call() -> None:
-    """Where nobody waits, tokenizers and templates are there before the first call."""
-    ahead = said(START, BY_A_SNAPSHOT)
+    """Tokenizers and templates are imported before the snapshot is taken."""
+    ahead = printed(START, BY_A_SNAPSHOT)
     assert "tokenizers.decoders" in ahead["loaded"]

@@ -1,4 +1,4 @@
-"""template.yaml as a whole: linters, parameters, the picture."""
+"""template.yaml as a whole: linters, parameters, dashboard."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.aws.template import (
 
 
 def test_linters_find_nothing() -> None:
-    """cfn-lint, with the warnings too."""
+    """cfn-lint, including warnings and informational messages."""
     program = "from cfnlint.runner import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "--non-zero-exit-code", "informational", str(TEMPLATE)],
@@ -27,7 +27,8 @@ def test_linters_find_nothing() -> None:
 
 
 def test_every_template_parameter_has_a_description() -> None:
-    """With a default, unless it belongs to one account; and all stand in a group of the form."""
+    """And a default, unless it is specific to an account. Every parameter is in a group of the
+    form."""
     parameters = written()["Parameters"]
     assert all(parameter.get("Description") for parameter in parameters.values())
     without = {name for name, parameter in parameters.items() if "Default" not in parameter}
@@ -37,7 +38,8 @@ def test_every_template_parameter_has_a_description() -> None:
 
 
 def test_the_dashboard_is_json() -> None:
-    """CloudWatch takes it as a text, and no linter reads that. What it shows of lanes is told."""
+    """It is a string in the template, which no linter checks. Every metric that it shows is
+    emitted."""
     [board] = of_type("AWS::CloudWatch::Dashboard").values()
     body = re.sub(r"\$\{[^}]+\}", "x", board["DashboardBody"]["Fn::Sub"])
     assert len(json.loads(body)["widgets"]) == 8

@@ -1,4 +1,4 @@
-"""The door of template.yaml: which path goes to which function, how, and with what settings."""
+"""The API of template.yaml: which path goes to which function, how, and with which settings."""
 
 import re
 from typing import Any
@@ -32,8 +32,8 @@ def integration(path: str, method: str) -> dict[str, Any]:
         ("/v1/jobs/{job}/events", "get"),
     ],
 )
-def test_streaming_parts_are_streamed(path: str, method: str) -> None:
-    """By the streaming invocation of Lambda, for as long as a function may run."""
+def test_streaming_routes_use_the_streaming_function(path: str, method: str) -> None:
+    """By Lambda's streaming invocation, for up to a function's longest run time."""
     found = integration(path, method)
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(
@@ -44,8 +44,8 @@ def test_streaming_parts_are_streamed(path: str, method: str) -> None:
     assert arguments["Function"] == {"Ref": "StreamFunctionAliaslive"}
 
 
-def test_other_requests_are_answered_at_once() -> None:
-    """By the buffered function, and within the time that API Gateway waits for it."""
+def test_other_routes_use_the_buffered_function() -> None:
+    """Within API Gateway's timeout."""
     found = integration("/{proxy+}", "x-amazon-apigateway-any-method")
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
@@ -56,7 +56,7 @@ def test_other_requests_are_answered_at_once() -> None:
 
 
 def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
-    """SnapStart works on published versions only, which the API calls by their alias."""
+    """SnapStart needs published versions, which the API calls by their alias."""
     functions = of_type("AWS::Lambda::Function")
     assert set(functions) == {"ApiFunction", "StreamFunction", "HousekeeperFunction"}
     for function in functions.values():
@@ -69,7 +69,7 @@ def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
 
 
 def test_streams_go_through_the_web_adapter() -> None:
-    """The layer starts the handler, which runs a module that exists."""
+    """The layer starts the handler, which runs an existing module."""
     function = of_type("AWS::Lambda::Function")["StreamFunction"]
     variables = function["Environment"]["Variables"]
     assert variables["AWS_LWA_INVOKE_MODE"] == "response_stream"
@@ -83,8 +83,8 @@ def test_streams_go_through_the_web_adapter() -> None:
     assert (ROOT / f"{module[1].replace('.', '/')}.py").exists()
 
 
-def test_functions_are_given_settings_that_exist() -> None:
-    """Every variable of ours is one that the gateway reads."""
+def test_every_variable_of_a_function_is_a_setting() -> None:
+    """The gateway reads each of our variables."""
     known = {variable(name) for name in GatewaySettings.model_fields} | {SECRETS_VARIABLE}
     for name, function in of_type("AWS::Lambda::Function").items():
         given = set(function["Environment"]["Variables"])
@@ -92,8 +92,8 @@ def test_functions_are_given_settings_that_exist() -> None:
         assert {"REDIS_URL", SECRETS_VARIABLE} <= given
 
 
-def test_messages_come_back_one_by_one() -> None:
-    """The intake reports which of a batch failed, and waits long enough before it sends again."""
+def test_failed_messages_of_a_batch_are_retried_alone() -> None:
+    """The intake reports which messages failed, and the visibility timeout is long enough."""
     [mapping] = of_type("AWS::Lambda::EventSourceMapping").values()
     queue = of_type("AWS::SQS::Queue")["IntakeQueue"]
     assert mapping["FunctionResponseTypes"] == ["ReportBatchItemFailures"]

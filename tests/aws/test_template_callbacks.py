@@ -1,4 +1,4 @@
-"""Callbacks in template.yaml: they are delivered, signed, and reach what the operator names."""
+"""Callbacks in template.yaml: delivered, signed, and limited to the operator's targets."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from workers.callbacks.deliverer import MIN_KEY_CHARS
 
 
 def test_callbacks_are_delivered_and_signed() -> None:
-    """By default; with all that `batchway callbacks` cannot do without."""
+    """By default, with everything that `batchway callbacks` needs."""
     assert written()["Parameters"]["WithCallbacks"]["Default"] == "yes"
     given = container("CallbacksTask")
     variables = {pair["Name"]: pair["Value"] for pair in given["Environment"]}
@@ -33,8 +33,8 @@ def test_callbacks_are_delivered_and_signed() -> None:
             assert theirs[name] == variables[name]
 
 
-def test_callbacks_may_reach_what_the_operator_names_and_no_more() -> None:
-    """One right for each kind of target, on the resources of a parameter that is empty at first."""
+def test_callbacks_may_reach_only_the_operators_targets() -> None:
+    """One permission for each kind of target, on the ARNs of a parameter that is empty by default."""
     documents = of_type("AWS::IAM::Role")["CallbacksTaskRole"]["Policies"]
     [results, *into_aws] = documents[0]["PolicyDocument"]["Statement"]
     assert results["Action"] == "s3:GetObject"
@@ -67,7 +67,7 @@ def test_callbacks_may_reach_what_the_operator_names_and_no_more() -> None:
     ],
 )
 def test_targets_of_callbacks_are_given_as_arns(parameter: str, arn: str) -> None:
-    """Of their own service and account; a bare wildcard or another service's is refused."""
+    """Of the right service and account. A lone wildcard and another service's ARN are rejected."""
     pattern = written()["Parameters"][parameter]["AllowedPattern"]
     assert re.fullmatch(pattern, "")
     assert re.fullmatch(pattern, arn)

@@ -1,4 +1,4 @@
-"""Who may do what in template.yaml: roles, secrets, users of the cache, doors."""
+"""Permissions in template.yaml: roles, secrets, users of the cache, network."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from tests.aws.template import (
 PARTS = ("gateway", "worker", "callbacks", "pool", "housekeeper")
 
 
-def test_nothing_secret_is_in_clear() -> None:
-    """Secrets are made by Secrets Manager, each for one role; what is passed on is their name."""
+def test_no_secret_is_in_plain_text() -> None:
+    """Secrets Manager generates the secrets, and tasks and functions get their names."""
     made = of_type("AWS::SecretsManager::Secret")
     assert all("SecretString" not in secret for secret in made.values())
     assert all(secret["GenerateSecretString"]["PasswordLength"] >= 43 for secret in made.values())
@@ -31,8 +31,8 @@ def test_nothing_secret_is_in_clear() -> None:
         assert json.dumps(user["Passwords"]).count("{{resolve:secretsmanager:") == 1
 
 
-def test_the_cache_is_a_queue_with_a_lock() -> None:
-    """Evicts nothing, speaks TLS alone, knows a user for each part, and survives a zone."""
+def test_the_cache_evicts_nothing_and_authenticates_every_part() -> None:
+    """It requires TLS, has one user for each part, and survives the loss of a zone."""
     [parameters] = of_type("AWS::ElastiCache::ParameterGroup").values()
     [cache] = of_type("AWS::ElastiCache::ReplicationGroup").values()
     users = of_type("AWS::ElastiCache::User")
@@ -50,7 +50,7 @@ def test_the_cache_is_a_queue_with_a_lock() -> None:
 
 
 def test_nothing_is_public() -> None:
-    """Nothing listens to the world: no addresses, no function URLs, no open groups, no buckets."""
+    """No public addresses, function URLs, open security groups or public buckets."""
     kinds = {resource["Type"] for resource in transformed()["Resources"].values()}
     assert not kinds & {
         "AWS::Lambda::Url",
@@ -76,8 +76,8 @@ def test_nothing_is_public() -> None:
         assert "SourceArn" in permission
 
 
-def test_roles_may_do_what_they_must_and_no_more() -> None:
-    """No wildcard in an action that is allowed; `*` as a resource only where AWS knows no other."""
+def test_roles_have_no_wildcards() -> None:
+    """No allowed action has a wildcard. The resource `*` is used only where AWS requires it."""
     wide = set()
     for name, statement in statements():
         if statement["Effect"] == "Deny" or "AssumeRole" in str(statement["Action"]):
@@ -100,7 +100,7 @@ def test_roles_may_do_what_they_must_and_no_more() -> None:
 
 
 def test_each_part_reads_its_own_secrets() -> None:
-    """And has a role of its own."""
+    """And has its own role."""
     read = {
         name: {arn["Ref"] for arn in as_list(statement["Resource"])}
         for name, statement in statements()

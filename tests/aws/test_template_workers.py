@@ -1,4 +1,4 @@
-"""The GPU pool of template.yaml: tasks of ECS, or machines of the operator's own."""
+"""The GPU pool of template.yaml: ECS tasks, or machines that the operator runs."""
 
 import pytest
 
@@ -16,8 +16,8 @@ from tests.aws.template import (
 )
 
 
-def test_a_worker_has_a_gpu_and_time_to_hand_over() -> None:
-    """On Managed Instances or on an Auto Scaling group, with the notice of a spot machine."""
+def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
+    """On Managed Instances or an Auto Scaling group. The drain fits a spot machine's notice."""
     task = of_type("AWS::ECS::TaskDefinition")["WorkerTask"]
     [container] = task["ContainerDefinitions"]
     command = container["Command"]
@@ -37,7 +37,7 @@ def test_a_worker_has_a_gpu_and_time_to_hand_over() -> None:
 
 
 def test_every_service_runs_a_command_that_exists() -> None:
-    """With options that it knows, and values that it takes."""
+    """With options and values that the command accepts."""
     batchway = build_parser()
     assert batchway.parse_args(arguments("CallbacksTask")).command == "callbacks"
     # The image's entry point puts `worker` before them.
@@ -55,8 +55,8 @@ def test_every_service_runs_a_command_that_exists() -> None:
         batchway.parse_args(["callback"])
 
 
-def test_the_eta_includes_the_cold_start() -> None:
-    """The gateways count with the same figure as the pool."""
+def test_gateways_and_pool_have_the_same_cold_start() -> None:
+    """ETAs include it."""
     cold_start = {"Ref": "ColdStartS"}
     for function in ("ApiFunction", "StreamFunction"):
         theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
@@ -64,8 +64,8 @@ def test_the_eta_includes_the_cold_start() -> None:
     assert {"Fn::Sub": "--cold-start-s=${ColdStartS}"} in container("PoolTask")["Command"]
 
 
-def test_the_pool_learns_its_workers() -> None:
-    """A service of ECS, or the group of the operator's machines; the rest is the same."""
+def test_the_pool_is_given_a_service_or_a_group() -> None:
+    """An ECS service, or the group of the operator's machines. The policy is the same."""
     parser = pool_service.build_parser()
     on_ecs = parser.parse_args(arguments("PoolTask"))
     on_machines = parser.parse_args([*arguments("PoolTask", has_machines=True)])
@@ -76,8 +76,9 @@ def test_the_pool_learns_its_workers() -> None:
     assert pool_service.policy_of(on_ecs) == pool_service.policy_of(on_machines)
 
 
-def test_machines_of_ones_own_need_nothing_of_ecs() -> None:
-    """Neither task nor service nor instances of it; they may read their weights and give up."""
+def test_machines_of_the_operator_need_no_ecs() -> None:
+    """No task, service or instances. The machines may read their weights and report themselves
+    unhealthy."""
     conditions = {name: r.get("Condition") for name, r in transformed()["Resources"].items()}
     tasks = {name for name, condition in conditions.items() if condition == "HasTasks"}
     assert tasks == {

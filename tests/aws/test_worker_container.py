@@ -1,4 +1,4 @@
-"""A worker's life in a container: its weights, its protection while it is busy, its health."""
+"""A worker in a container: its weights, its scale-in protection, its health."""
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ def upload(bucket: str, files: dict[str, bytes]) -> None:
         client.put_object(Bucket=bucket, Key=name, Body=content)
 
 
-def test_weights_come_from_s3_once(aws_environ: dict[str, str], tmp_path: Path) -> None:
-    """The whole folder; a file that is here in its size is not fetched again."""
+def test_weights_are_downloaded_from_s3_once(aws_environ: dict[str, str], tmp_path: Path) -> None:
+    """The whole folder. A local file of the same size is not downloaded again."""
     upload("weights-1", {"m/config.json": b"{}", "m/a/model.safetensors": b"abc", "other/x": b"x"})
     client = boto3.client("s3")
 
@@ -50,10 +50,10 @@ def test_weights_come_from_s3_once(aws_environ: dict[str, str], tmp_path: Path) 
     assert kept == {"config.json": b"[]", "a/model.safetensors": b"abc"}
 
 
-def test_weights_that_are_not_there_or_lead_astray_are_refused(
+def test_missing_weights_and_unsafe_keys_are_errors(
     aws_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """A worker without weights must not start; a key is no way out of the folder."""
+    """A worker without weights must not start, and a key must not write outside the folder."""
     upload("weights-2", {"m/../../evil": b"x"})
     with pytest.raises(WeightsMissing, match="no files at s3://weights-2/none"):
         fetch(boto3.client("s3"), "s3://weights-2/none", tmp_path / "a")
@@ -63,7 +63,7 @@ def test_weights_that_are_not_there_or_lead_astray_are_refused(
 
 
 def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) -> None:
-    """The demo needs none, a folder its path, a place in S3 where it was put."""
+    """The demo model needs none; a folder becomes its path, an S3 URL the folder of the download."""
     upload("weights-3", {"m/config.json": b"{}"})
     named = {"BATCHWAY_MODEL": "s3://weights-3/m", "BATCHWAY_SERVED_MODEL_NAME": "n"}
     options = worker_entry.model_arguments(named, tmp_path)
@@ -73,7 +73,7 @@ def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) 
 
 
 class Agent(HTTPServer):
-    """The ECS agent: takes protection states; can be made to refuse."""
+    """The ECS agent's task protection API. `status` is what it answers."""
 
     status = 200
 
@@ -92,7 +92,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ OFF = {"ProtectionEnabled": False}
 
 
 def test_a_task_is_protected_while_it_has_jobs(agent: Agent) -> None:
-    """And a little longer; the agent hears of changes, and again before it forgets."""
+    """And for 10 s longer. The agent gets changes, and a renewal before the protection expires."""
     protection = TaskProtection(f"http://127.0.0.1:{agent.server_port}/api/x")
     for now_s, num_jobs in [
         (0, 0),
@@ -127,8 +127,8 @@ def test_a_task_is_protected_while_it_has_jobs(agent: Agent) -> None:
     assert agent.heard[0][0] == "/api/x/task-protection/v1/state"
 
 
-def test_an_agent_that_refuses_is_asked_again(agent: Agent) -> None:
-    """Until it agrees; one that is gone breaks nothing."""
+def test_a_failed_protection_request_is_repeated(agent: Agent) -> None:
+    """Until it succeeds. An agent that cannot be reached raises no error."""
     protection = TaskProtection(f"http://127.0.0.1:{agent.server_port}")
     agent.status = 500
     protection.note(1, 1)
@@ -142,7 +142,8 @@ def test_an_agent_that_refuses_is_asked_again(agent: Agent) -> None:
 async def test_health_follows_heartbeats(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys, functions: Functions
 ) -> None:
-    """A worker of this host, lately; without Redis nothing can be said, so nobody is ended."""
+    """A worker of this host must have sent one recently. Without Redis the check passes, so that no
+    worker is ended."""
     await publish_model(redis_client, keys)
     assert not await worker_health.check(redis_server.url, "test")
     await FakeWorker(functions, incarnation="elsewhere-1-ab").beat()
@@ -158,9 +159,8 @@ async def test_a_signal_reaches_the_worker(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, agent: Agent,
     keys: Keys, functions: Functions, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The container's first process passes it on, and ends as its child ends; meanwhile a worker
-    with a job is protected.
-    """
+    """The container's first process passes it on and exits as its child does. A worker with a job
+    is protected."""
     await publish_model(redis_client, keys)
     monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
     host = socket.gethostname().split(".")[0]
