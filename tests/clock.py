@@ -1,4 +1,4 @@
-"""A function library whose clock tests set: production's asks Redis for the TIME."""
+"""A function library whose clock tests set; in production it asks Redis for the TIME."""
 
 from contract.library import library_source
 
@@ -22,11 +22,11 @@ end
 
 
 def with_test_clock(source: str) -> str:
-    """The library's text with the clock that tests set."""
+    """The library's text with a clock that tests set."""
     assert source.count(_CLOCK) == 1
     return source.replace(_CLOCK, _TEST_CLOCK)
 
 
 def library_with_test_clock() -> str:
-    """Tests load this in place of `library_source`."""
+    """The library that tests load instead of `library_source`."""
     return with_test_clock(library_source())

@@ -1,4 +1,4 @@
-"""Real parts for tests: a Redis of their own, the function library, a client for each test."""
+"""Real parts for tests: a Redis per process, the function library, a client for each test."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
 
 
 def pytest_collection() -> None:
-    """What is imported stays: no search for garbage in it."""
+    """Imported modules are never freed, so garbage collection during collection is useless."""
     gc.disable()
 
 
@@ -45,14 +45,13 @@ _SHARING = (
 
 
 def _group(nodeid: str) -> str:
-    """What one process runs: files that share, else a file."""
+    """The files that one process runs: a shared group, or one file."""
     return next((g.pattern for g in _SHARING if g.match(nodeid)), nodeid.split("::")[0])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole processes come first: they wait most, and others use that time; so do the long
-    walks over the protocol. Then what one process does for long, so that the others are not done
-    before it."""
+    """Tests of whole processes come first, because they wait most and others use that time, then
+    the long walks over the protocol, then files that take one process long."""
 
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("e2e") is not None or "test_protocol" in item.nodeid:
@@ -64,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """`--dist=loadfile`, with files that share in one process."""
+    """`--dist=loadfile`, with groups of files that share a process."""
     if config.getvalue("dist") != "loadfile":
         return None
     scheduler = LoadScopeScheduling(config, log)
@@ -73,13 +72,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def pytest_collection_finish() -> None:
-    """Nor later: torch and three thousand tests are objects enough to search for half a second."""
+    """Freezes all objects: to search torch and three thousand tests takes half a second."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped, by reason: one line each."""
+    """Prints how many tests were skipped, one line for each reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
@@ -99,7 +98,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture(scope="session", autouse=True)
 def test_clock() -> Iterator[None]:
-    """What this process loads into Redis has the clock that tests set."""
+    """Makes this process load the library with the test clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "library_source", library_with_test_clock)
         yield
@@ -107,7 +106,7 @@ def test_clock() -> Iterator[None]:
 
 @pytest.fixture
 async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
-    """An empty server with the library loaded."""
+    """A client of an empty server with the library loaded."""
     client = connect(redis_server.url)
     await client.flushall()
     await ensure_library(client)

@@ -1,4 +1,4 @@
-"""Stand-ins that are exact: a model whose next token is a hash of the prefix, and its tokenizer.
+"""Exact fakes: a model whose next token is a hash of the prefix, and its tokenizer.
 
 The hash model keeps a paged KV cache and draws from what it reads back through the block table,
 so a block that is wrongly shared, stale or lost shows as a wrong token.
@@ -39,7 +39,7 @@ _NUM_FOLLOWING = dict(_LEADS)
 
 
 class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a HashModel is built; each field's default is what a short test wants."""
+    """How a HashModel is built. The defaults suit short tests."""
 
     num_blocks: int = 64
     block_size: int = 16
@@ -53,11 +53,9 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HashModel:
-    """A Model without arithmetic: exact, so any interleaving must yield the same tokens.
-
-    As real KV does, a slot depends on all tokens up to its own: it holds the token and a hash of
-    them. `num_steps`, `num_tokens` and `max_step_tokens` say what the engine asked for.
-    """
+    """A Model without arithmetic. It is exact, so any interleaving must yield the same tokens. As
+    in a real KV cache, a slot depends on all tokens up to its own: it has the token and a hash of
+    them. `num_steps`, `num_tokens` and `max_step_tokens` count what the engine requested."""
 
     eos_token_ids = frozenset({EOS_ID})
     shares_blocks = True
@@ -95,13 +93,13 @@ class HashModel:
         return [self._row(chunk, forbidden.get(chunk.sequence)) for chunk in chunks]
 
     def poison(self, block_ids: Iterable[int]) -> None:
-        """Overwrites blocks that no one may read again."""
+        """Overwrites blocks that must not be read again."""
         ids = list(block_ids)
         for slots in (self._slots, self._prefixes):
             slots.reshape(self.num_blocks, self.block_size)[ids] = _POISON  # a view of the same
 
     def _copy(self, chunks: Seq[Chunk]) -> None:
-        """Reads all sources before it writes: a source may be another's target."""
+        """Reads all sources before it writes, because a source may be another's target."""
         targets = [c.sequence.block_ids[c.start // self.block_size] for c in chunks]
         sources = [c.copy_from for c in chunks if c.copy_from is not None]
         assert len(set(targets)) == len(targets)
@@ -117,7 +115,7 @@ class HashModel:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def _slot_ids(self, sequence: Sequence, start: int, end: int) -> np.ndarray:
-        """Slots of positions `start .. end - 1` through the block table; shape (end - start,)."""
+        """Slots of positions `start .. end - 1` by the block table; shape (end - start,)."""
         assert end <= len(sequence.block_ids) * self.block_size, "blocks cover the chunk"
         positions = np.arange(start, end)
         block_ids = np.asarray(sequence.block_ids, dtype=np.int64)
@@ -142,7 +140,7 @@ class HashModel:
         self._prefixes[written_ids] = hashes[start:end]
 
     def _prefix_hashes(self, sequence: Sequence) -> list[int]:
-        """Of each position of a sequence: a hash of all tokens up to it."""
+        """For each position of a sequence: a hash of all tokens up to it."""
         hashes = self._hashes.setdefault(sequence, [])
         for token_id in sequence.token_ids[len(hashes) :]:
             hashes.append(hash((hashes[-1] if hashes else 0, token_id)))
@@ -186,7 +184,7 @@ def _score_prompt(chunk: Chunk) -> PromptLogprobs | None:
 
 
 def expected_prompt_logprobs(prompt_ids: Seq[int], num_top: int) -> list[Sample]:
-    """What any engine must say of a prompt, from its second token on."""
+    """What any engine must return for a prompt, from its second token on."""
     top = tuple((i, -float(i + 1)) for i in range(num_top))
     logprobs = [-(sum(prompt_ids[:position]) % 97) / 8 for position in range(1, len(prompt_ids))]
     return [Sample(i, p, top) for i, p in zip(prompt_ids[1:], logprobs, strict=True)]
@@ -201,11 +199,9 @@ def next_token(
     eos_rate: float = EOS_RATE,
     forbidden: np.ndarray | None = None,
 ) -> int:
-    """The token after a prefix: bytes of valid UTF-8, and at times the end.
-
-    Depends on seed and choice where the temperature is over 0, as real sampling does. Where the
-    choice may not end yet, tokens that would end it are not drawn.
-    """
+    """The token after a prefix: bytes of valid UTF-8, and sometimes the end. Depends on seed and
+    choice if the temperature is over 0, as real sampling does. If the choice may not end yet, no
+    token that would end it is drawn."""
     noise = (params.seed, choice) if params.temperature > 0 else ()
     prefix = array("q", [*prefix_ids, *noise]).tobytes()
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
@@ -226,7 +222,7 @@ def _draw_allowed(prefix: bytes, allowed_ids: Seq[int]) -> int:
 
 
 def _draw(prefix_ids: Seq[int], number: int, eos_rate: float) -> int:
-    """A token from a 128-bit number, such that unfinished characters are finished."""
+    """A token from a 128-bit number. Unfinished characters are finished first."""
     number, ppm = number // 1_000_000, number % 1_000_000
     if ppm < eos_rate * 1_000_000:
         return EOS_ID
@@ -239,7 +235,7 @@ def _draw(prefix_ids: Seq[int], number: int, eos_rate: float) -> int:
 
 
 def _num_bytes_missing(prefix_ids: Seq[int]) -> int:
-    """Bytes that the character at the end of the prefix still lacks."""
+    """How many bytes the character at the end of the prefix lacks."""
     for num_seen, token_id in enumerate(reversed(prefix_ids[-3:])):
         if token_id in _NUM_FOLLOWING:
             return max(0, _NUM_FOLLOWING[token_id] - num_seen)
@@ -256,7 +252,7 @@ def expected_output(
     max_model_len: int = 512,
     eos_rate: float = EOS_RATE,
 ) -> tuple[list[int], FinishReason]:
-    """All output tokens of one choice and why it ends: what any engine must yield."""
+    """All output tokens of one choice and its finish reason: what any engine must yield."""
     if params.grammar:
         return _expected_constrained(prompt_ids, params, choice, max_model_len)
     output_ids: list[int] = []
@@ -320,7 +316,7 @@ def encode_text(text: str) -> tuple[int, ...]:
 
 
 def output_text(token_ids: Seq[int]) -> str:
-    """The text of output tokens: specials have none, a cut character shows as U+FFFD."""
+    """The text of output tokens: special tokens have none, an incomplete character is U+FFFD."""
     return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
 
@@ -395,7 +391,7 @@ def hash_tokenizer() -> TokenizerFiles:
 
 
 def _byte_vocab() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, each with its byte as its id."""
+    """GPT-2's printable characters for the 256 bytes, each with its byte as its id."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     stand_ins = {chr(256 + rank): byte for rank, byte in enumerate(others)}

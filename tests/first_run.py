@@ -1,4 +1,4 @@
-"""What a newcomer does first, on a machine with Python and a C++ compiler and nothing of ours.
+"""A newcomer's first steps, on a machine with Python and a C++ compiler only.
 
     python3 -m tests.first_run serve      scripts/serve in an empty clone
     python3 -m tests.first_run wheel      pip install of the wheel with [serve], then batchway up
@@ -34,11 +34,11 @@ FIRST_START_S = 1500.0  # torch may come over the network
 
 
 class Failed(Exception):
-    """The message says what was wrong, and shows the end of what was printed."""
+    """The message says what was wrong, with the end of the output."""
 
 
 class FirstRun:
-    """A temporary folder with a clone in it, and an environment without anything of ours."""
+    """A temporary folder with a clone, and an environment without anything of this project."""
 
     def __init__(self, folder: Path, source: str, ref: str) -> None:
         self.clone = folder / "clone"
@@ -55,7 +55,7 @@ class FirstRun:
         }
 
     def serve(self) -> None:
-        """The README's first command as it stands, where its port is free."""
+        """The README's first command, unchanged if its port is free."""
         port = [] if is_free(DEFAULT_PORT) else ["--port=0"]
         lines = self._try_out([str(self.clone / "scripts" / "serve"), *port])
         setup = next(i for i, line in enumerate(lines) if line.startswith("batchway |"))
@@ -63,7 +63,7 @@ class FirstRun:
             raise Failed(f"{setup} lines before it starts:\n" + "\n".join(lines[:setup]))
 
     def wheel(self) -> None:
-        """What `pip install 'batchway[serve]'` brings is enough, outside of any clone."""
+        """`pip install 'batchway[serve]'` is enough, outside of any clone."""
         [torch] = re.findall(r"BATCHWAY_TORCH:-(.*)\}", (self.clone / "scripts/setup").read_text())
         torch = os.environ.get("BATCHWAY_TORCH") or torch
         dist, venv = self.elsewhere.parent / "dist", self.elsewhere.parent / "venv"
@@ -76,7 +76,7 @@ class FirstRun:
         self._try_out([str(venv / "bin" / "batchway"), "up", "--port=0"])
 
     def _try_out(self, command: Sequence[str]) -> list[str]:
-        """Starts a server, asks it, ends it by Ctrl-C. Returns what it printed."""
+        """Starts a server, sends a request, and ends it by Ctrl-C. Returns its output."""
         server = Server(command, self.elsewhere, self.environ)
         try:
             curl = server.wait_for_curl()
@@ -104,7 +104,7 @@ class FirstRun:
         return server.lines
 
     def _processes(self) -> list[int]:
-        """All that have our folder in their environment, whoever is their parent."""
+        """All processes whose environment names our folder, whatever their parent."""
         mark = f"TMPDIR={self.temp_dir}\0".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -117,7 +117,7 @@ class FirstRun:
 
 
 class Server:
-    """A process that serves, in a session of its own as in a terminal, and all that it prints."""
+    """A serving process in its own session, as in a terminal, and its output."""
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
         self._began_s = time.monotonic()
@@ -157,7 +157,7 @@ class Server:
         return found[0].strip()
 
     def press_ctrl_c(self) -> None:
-        """As a terminal does: a signal to the whole group."""
+        """Sends SIGINT to the whole process group, as a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
         if (status := self._process.wait(timeout=60)) != 0:
             raise Failed(f"exit status {status} after Ctrl-C")
@@ -170,7 +170,7 @@ class Server:
 
 
 def bare_environ() -> dict[str, str]:
-    """This one's, less what belongs to batchway or to a Python environment."""
+    """This process's environment without variables of batchway or of a Python environment."""
     ours = re.compile(r"BATCHWAY_.*|REDIS_URL|PYTHON.*|VIRTUAL_ENV|XDG_CACHE_HOME|TMPDIR")
     environ = {name: value for name, value in os.environ.items() if not ours.fullmatch(name)}
     if torch := os.environ.get("BATCHWAY_TORCH"):

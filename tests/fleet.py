@@ -1,4 +1,4 @@
-"""Workers as processes, and a caller that submits to them and reads logs to their end."""
+"""Workers as processes, and a caller that submits jobs and reads their logs to the end."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.
 
 
 class WorkerProcess:
-    """One worker on the hash model, in a session of its own. `output` takes what it prints."""
+    """One worker on the hash model, in its own session. `output` receives what it prints."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """kill -9 of the supervisor alone; its engine must end by itself."""
+        """kill -9 of the supervisor alone. Its engine must end by itself."""
         self._process.kill()
         self._process.wait()
 
@@ -76,12 +76,12 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGTERM)
 
     async def stop(self, timeout_s: float = 60.0) -> int:
-        """SIGTERM; returns the exit status."""
+        """Sends SIGTERM; returns the exit status."""
         self.terminate()
         return await asyncio.to_thread(self.wait, timeout_s)
 
     def wait(self, timeout_s: float) -> int:
-        """The exit status of a worker that ends by itself."""
+        """Waits for a worker that ends by itself; returns its exit status."""
         return self._process.wait(timeout_s)
 
     async def close(self) -> None:
@@ -94,7 +94,7 @@ class WorkerProcess:
 
 @dataclass
 class Answer:
-    """A job's log, read to its end."""
+    """A job's complete log."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class Caller:
         return answer
 
     async def has_output(self, job: Job, num_tokens: int = 1) -> None:
-        """Returns once the job has logged so many tokens."""
+        """Returns once the job has logged this many tokens."""
 
         async def enough() -> bool:
             return (await self.view(job)).num_output_tokens >= num_tokens
@@ -199,7 +199,7 @@ class Caller:
         await until(enough)
 
     async def worker_info(self) -> list[dict[str, Any]]:
-        """What each live worker last said of itself."""
+        """The last report of each live worker."""
         incarnations: Any = await self.client.zrange(self.keys.workers("m"), 0, -1)
         raw = [await self.client.hget(self.keys.worker(i.decode()), "info") for i in incarnations]
         return [json.loads(info) for info in raw if info]
@@ -215,7 +215,7 @@ class Caller:
 async def fleet(
     redis_url: str, number: int, model: HashModelOptions | None = None, **settings: Any
 ) -> AsyncIterator[list[WorkerProcess]]:
-    """So many workers; all that still run are ended at exit."""
+    """Runs this many workers; ends those that still run at exit."""
     workers = [
         WorkerProcess(redis_url, model or HashModelOptions(), **settings) for _ in range(number)
     ]

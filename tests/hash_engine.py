@@ -1,4 +1,4 @@
-"""A real engine process around the hash model: `python -m tests.hash_engine --fd N --options JSON`.
+"""A real engine process with the hash model: `python -m tests.hash_engine --fd N --options JSON`.
 
 Takes what `workers.engine_process.engine_loop` takes. The model's own options come as JSON in the
 variable HASH_MODEL, which children inherit through a supervisor that knows nothing of it.
@@ -26,7 +26,7 @@ HASH_MODEL_VARIABLE = "HASH_MODEL"
 
 
 class SlowHashModel(HashModel):
-    """A step takes at least `step_s` of wall-clock time, so that faults can meet it midway."""
+    """A step takes at least `step_s` of wall-clock time, so that faults can occur during it."""
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
@@ -48,7 +48,7 @@ class LoadedHashModel:
 
 
 def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:
-    """Raises ModelRefused where the options of the hash model say so."""
+    """Raises ModelRefused if the hash model's options say so."""
     model_options = msgspec.json.decode(
         os.environ.get(HASH_MODEL_VARIABLE, "{}"), type=HashModelOptions
     )

@@ -14,7 +14,7 @@ _HEADING = re.compile(r"^#+\s+(.*?)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced code block; `line` is the number of its fence. `reason`: why it is not run."""
+    """A fenced code block; `line` is the number of its fence, `reason` why it is not run."""
 
     language: str
     text: str

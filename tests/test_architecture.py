@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom; files, functions and options keep their word."""
+"""The structure of the code: imports, and the limits of files, functions and options."""
 
 import ast
 import subprocess
@@ -37,7 +37,7 @@ def modules_of(package: str) -> list[Path]:
 
 
 def test_import_contracts_hold() -> None:
-    """The contracts of import-linter in pyproject.toml, each of which says its reason."""
+    """The contracts of import-linter in pyproject.toml, each with its reason."""
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
         [sys.executable, "-c", program, "--no-cache"], cwd=ROOT, capture_output=True, text=True
@@ -57,8 +57,8 @@ def test_import_contracts_hold() -> None:
         ("workers/strategies", ["torch", "transformers", "redis", "tokenizers", "fastapi"]),
     ],
 )
-def test_a_package_imports_where_others_are_not_installed(package: str, blocked: list[str]) -> None:
-    """Every module of it, in a process where an import of the others fails."""
+def test_a_package_imports_without_forbidden_packages(package: str, blocked: list[str]) -> None:
+    """Every module of it, in a process where importing the others fails."""
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in modules_of(package)
@@ -70,7 +70,7 @@ def test_a_package_imports_where_others_are_not_installed(package: str, blocked:
 
 @pytest.mark.parametrize("path", LUA_FILES, ids=lambda path: path.name)
 def test_lua_functions_document_arguments_and_results(path: Path) -> None:
-    """Its header names keys, arguments and reply, before the first line of code."""
+    """The header names keys, arguments and reply, before the first line of code."""
     lines = path.read_text().splitlines()
     header = []
     for line in lines:
@@ -83,8 +83,8 @@ def test_lua_functions_document_arguments_and_results(path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_files_are_short_or_say_why_not(package: str) -> None:
-    """A file over 300 lines states its reason in its docstring."""
+def test_long_files_state_a_reason(package: str) -> None:
+    """In the docstring of each file over 300 lines."""
     for path in modules_of(package):
         text = path.read_text()
         if len(text.splitlines()) > MAX_LINES:
@@ -96,7 +96,7 @@ def test_files_are_short_or_say_why_not(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_has_a_docstring(package: str) -> None:
-    """A docstring at the top of each module that holds anything."""
+    """Except empty modules."""
     for path in modules_of(package):
         tree = ast.parse(path.read_text())
         assert not tree.body or ast.get_docstring(tree), path.relative_to(ROOT)
@@ -104,7 +104,7 @@ def test_every_module_has_a_docstring(package: str) -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_short_and_strict(path: Path) -> None:
-    """At most 30 lines, executable, and they stop at the first failure."""
+    """At most 30 lines, executable, and they stop at the first error."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_SCRIPT_LINES
     assert "set -euo pipefail" in text

@@ -1,6 +1,5 @@
-"""What callers send is in no log of any part, whatever goes wrong: gateway, worker, engine and
-callbacks as they run, with a dying engine, a dying Redis and receivers that fail.
-"""
+"""No log of any part has a caller's text: gateway, worker, engine and callbacks, with a killed
+engine, a killed Redis and failing receivers."""
 
 import asyncio
 import itertools
@@ -34,7 +33,7 @@ FAR = "https://receiver.invalid/"  # a name that never resolves
 
 
 class Parts:
-    """Everything that runs, and a caller with a key. Every text that it sends holds a canary."""
+    """All processes, and a caller with a key. Every text that it sends contains a canary."""
 
     def __init__(
         self, http: httpx.AsyncClient, server: EmbeddedRedis, worker: WorkerProcess
@@ -57,7 +56,7 @@ class Parts:
         }
 
     async def ask(self, body: dict[str, Any], **options: Any) -> httpx.Response:
-        """A call, with canaries in its headers and its query too."""
+        """A call, also with canaries in its headers and query."""
         names = ("idempotency-key", "cookie", "user-agent", "x-anything")
         headers = {name: self.canary() for name in names}
         path = f"/v1/completions?q={self.canary()}"
@@ -89,7 +88,7 @@ class Parts:
 
 @asynccontextmanager
 async def running_parts() -> AsyncIterator[tuple[Parts, str]]:
-    """And the API key that the caller brings."""
+    """The parts, and the caller's API key."""
     keys = Keys("test")
     with EmbeddedRedis() as server:
         client = connect(server.url)
@@ -113,7 +112,8 @@ async def is_ready(http: httpx.AsyncClient) -> bool:
 async def test_no_part_logs_what_callers_send(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each way a job can end or be refused, behind a real worker; the key is nowhere in Redis."""
+    """For each way a job can end or be rejected, with a real worker. The API key is nowhere in
+    Redis."""
     caplog.set_level(logging.DEBUG)
     async with running_parts() as (parts, api_key):
         said = (await parts.ask(parts.call(stop=None))).json()["choices"][0]["text"]
@@ -149,7 +149,7 @@ async def cancels_and_expires(parts: Parts) -> None:
 
 
 async def calls_back(parts: Parts) -> None:
-    """Taken, gone, failing to the last rung, and to a name that does not resolve."""
+    """Receivers that accept, answer 410, fail at every attempt, and a name that does not resolve."""
     behaviours = {
         "/well": always(Answer()),
         "/gone": always(Answer(410)),
@@ -169,7 +169,7 @@ async def calls_back(parts: Parts) -> None:
 
 
 async def loses_its_engine(parts: Parts) -> None:
-    """kill -9 in the middle of an answer, which goes on."""
+    """kill -9 of the engine during a stream, which continues."""
     job_id = await parts.submit(parts.call(max_tokens=200, min_tokens=200, stop=None))
 
     async def runs() -> bool:
@@ -182,7 +182,7 @@ async def loses_its_engine(parts: Parts) -> None:
 
 
 async def loses_redis(parts: Parts) -> None:
-    """kill -9 in the middle of a stream, which goes on; calls meanwhile are refused."""
+    """kill -9 of Redis during a stream, which continues; other calls meanwhile are rejected."""
     body = parts.call(max_tokens=200, min_tokens=200, stop=None, stream=True)
     async with parts.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.aiter_lines()
@@ -195,10 +195,10 @@ async def loses_redis(parts: Parts) -> None:
 
 
 def files_of(server: EmbeddedRedis) -> Iterator[Any]:
-    """What it keeps on disk: every write since it started."""
+    """Redis's files on disk: every write since it started."""
     return (path for path in server.files.rglob("*") if path.is_file())
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Whether the test's own client wrote it."""
+    """Whether the test's own client wrote the line."""
     return record.name.startswith(("httpx", "httpcore"))

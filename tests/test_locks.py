@@ -1,4 +1,4 @@
-"""What images install is pinned by hash, and is what pyproject.toml asks for."""
+"""Images install packages pinned by hash, in versions that pyproject.toml allows."""
 
 import os
 import re
@@ -23,7 +23,7 @@ UNLOCKED = {"torch"}
 
 
 def entries(path: Path) -> list[tuple[Requirement, int]]:
-    """Each requirement of a lock, with the number of its hashes."""
+    """Each requirement of a lock file, with the number of its hashes."""
     text = re.sub(r"\\\n\s*", " ", path.read_text())
     found = []
     for line in text.splitlines():
@@ -45,7 +45,7 @@ def version_of(pin: Requirement) -> str:
 
 @pytest.mark.parametrize("name", [*EXTRAS, "build"])
 def test_everything_is_pinned_by_hash(name: str) -> None:
-    """One version each, none from a branch or an address of its own."""
+    """One version each, none from a branch or a URL."""
     for pin, num_hashes in entries(LOCKS / f"{name}.txt"):
         assert num_hashes >= 1, pin
         assert pin.url is None
@@ -53,8 +53,8 @@ def test_everything_is_pinned_by_hash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_lock_has_what_the_project_asks_for(name: str) -> None:
-    """Every requirement, in a version that it allows; a new one fails here until `scripts/lock`."""
+def test_a_lock_satisfies_the_projects_requirements(name: str) -> None:
+    """If a requirement is added, run `scripts/lock`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"]]
     for extra in EXTRAS[name]:
@@ -69,10 +69,9 @@ def test_a_lock_has_what_the_project_asks_for(name: str) -> None:
         assert requirement.specifier.contains(version_of(pinned[key])), requirement
 
 
-def test_parts_agree_about_versions() -> None:
-    """The artifact for Lambda, the gateway's image and the worker's have the same of what they
-    share; and the gateway has no model in it.
-    """
+def test_locks_agree_about_versions() -> None:
+    """Of the packages that Lambda's artifact, the gateway's image and the worker's share. The
+    gateway has no model library."""
     gateway, worker = pins(LOCKS / "gateway.txt"), pins(LOCKS / "worker.txt")
     artifact = pins(ROOT / "gateway" / "aws" / "requirements.txt")
     for others in (worker, artifact):
@@ -84,8 +83,7 @@ def test_parts_agree_about_versions() -> None:
 
 @pytest.mark.parametrize("image", ["gateway", "worker"])
 def test_images_install_by_hash(image: str) -> None:
-    """Nothing but torch, vLLM in its own environment, the project's own wheel and what the locks
-    pin."""
+    """Except torch, vLLM in its own environment, and the project's wheel."""
     text = (ROOT / f"Dockerfile.{image}").read_text()
     installs = re.findall(r"pip install ([^\\&\n]+)", text)
     allowed = {
@@ -99,8 +97,8 @@ def test_images_install_by_hash(image: str) -> None:
     assert f"--require-hashes -r locks/{image}.txt" in text
 
 
-def test_an_audit_that_nobody_answers_is_no_clean_one() -> None:
-    """It says what was not audited, with an exit status of its own."""
+def test_an_audit_without_an_answer_has_its_own_exit_status() -> None:
+    """It says what was not audited."""
     nowhere = "http://127.0.0.1:1"
     environ = os.environ | dict.fromkeys(("https_proxy", "HTTPS_PROXY"), nowhere)
     environ |= {"no_proxy": "", "NO_PROXY": ""}

@@ -1,4 +1,4 @@
-"""What the product uses of these libraries is what their documentation names.
+"""The product uses documented names of these libraries only.
 
 A file named `*_compat.py` is left out: it holds what a library does not document, says why, and has
 a test of its own that says what breaks.
@@ -69,7 +69,7 @@ def library_of(module: str) -> str | None:
 
 
 class Source:
-    """One file: the nodes of its syntax tree and what its imported names mean, in full."""
+    """One file: the nodes of its syntax tree, and the full names of its imports."""
 
     def __init__(self, text: str, name: str = "") -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Source:
         self.classes = {n.name: n for n in self.nodes if isinstance(n, ast.ClassDef)}
 
     def meaning(self, node: ast.AST) -> str:
-        """The dotted name that an expression stands for; '' where it is none."""
+        """The dotted name of an expression, or ''."""
         if isinstance(node, ast.Subscript):
             return self.meaning(node.value)
         if isinstance(node, ast.Attribute):
@@ -98,7 +98,7 @@ class Source:
         return self.meanings.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
     def library_bases(self, class_: ast.ClassDef) -> Iterator[str]:
-        """The libraries' classes that a class extends, also by way of our own."""
+        """The library classes that a class extends, also indirectly."""
         for base in class_.bases:
             name = self.meaning(base)
             module, _, local = name.rpartition(".")
@@ -119,7 +119,7 @@ def source_of(path: str) -> Source:
 
 @cache
 def private_names_of(name: str) -> set[str]:
-    """The private names that a library's class and its own bases define or use."""
+    """The private names that a library's class and its bases define or use."""
     module, _, local = name.rpartition(".")
     found = set()
     for class_ in inspect.getmro(getattr(importlib.import_module(module), local)):
@@ -131,7 +131,7 @@ def private_names_of(name: str) -> set[str]:
 
 
 def own_names(sources: list[Source]) -> set[str]:
-    """Every private name that our own code defines: functions, classes, variables, attributes."""
+    """Every private name that our code defines: functions, classes, variables, attributes."""
     found = set()
     for source in sources:
         for node in source.nodes:
@@ -145,7 +145,7 @@ def own_names(sources: list[Source]) -> set[str]:
 
 
 def offences(source: Source, own: set[str]) -> Iterator[str]:
-    """The names in a file that no documentation names."""
+    """The undocumented names in a file."""
     for module, name in source.imports:
         if library := library_of(module):
             known = DOCUMENTED[library]
@@ -172,8 +172,8 @@ def all_sources() -> list[Source]:
     return [source_of(str(path.relative_to(ROOT))) for path in paths]
 
 
-def test_nothing_private_is_used_of_a_library() -> None:
-    """In any file but those named `*_compat.py`."""
+def test_no_file_uses_private_names_of_a_library() -> None:
+    """Except files named `*_compat.py`."""
     sources = all_sources()
     own = own_names(sources)
     checked = [source for source in sources if not source.name.endswith("_compat.py")]

@@ -1,4 +1,4 @@
-"""Tiny decoders with random weights, made on the spot and saved as a checkpoint would be.
+"""Tiny decoders with random weights, made on the spot and saved as checkpoints.
 
 Lively on purpose: their greedy outputs vary, so that a wrong position, mask or neighbour shows.
 """
@@ -43,7 +43,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def _enliven(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Matrices large enough that what a token attends to decides what comes next."""
+    """Scales the weights, so that attention decides the next token."""
     noise = torch.randn(parameter.shape, generator=generator)
     if any(part in name for part in _SCAN_PARAMETERS):
         return

@@ -1,4 +1,4 @@
-"""Where vLLM is installed, for tests that run it; without it they skip."""
+"""The environment where vLLM is installed, for tests that run it; without it they are skipped."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def interpreter(release: Release = "newest") -> Path:
 
 
 def vllm_python(release: Release = "newest") -> Path:
-    """The interpreter of vLLM's environment. Skips the test where there is none."""
+    """The interpreter of vLLM's environment. Skips the test if there is none."""
     python = interpreter(release)
     if not python.exists():
         pytest.skip(f"vLLM is not installed: {_SETUP[release][2]}")

@@ -144,7 +144,7 @@ def test_a_missing_group_is_an_error(group: ScalingGroup) -> None:
 
 
 def test_an_option_names_the_worker_pool(aws_environ: dict[str, str]) -> None:
-    """An ECS service or an Auto Scaling group, not both. Metrics are written as log lines or sent."""
+    """An ECS service or an Auto Scaling group, not both. Metrics are logged or sent."""
     parser = build_parser()
     on_machines = parser.parse_args(["--auto-scaling-group=g", "--model-name=m", "--put-metrics"])
     workforce = workforce_of(on_machines, boto3.client)

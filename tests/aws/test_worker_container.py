@@ -63,7 +63,7 @@ def test_missing_weights_and_unsafe_keys_are_errors(
 
 
 def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) -> None:
-    """The demo model needs none; a folder becomes its path, an S3 URL the folder of the download."""
+    """The demo model needs none; a folder becomes its path, an S3 URL its download's folder."""
     upload("weights-3", {"m/config.json": b"{}"})
     named = {"BATCHWAY_MODEL": "s3://weights-3/m", "BATCHWAY_SERVED_MODEL_NAME": "n"}
     options = worker_entry.model_arguments(named, tmp_path)

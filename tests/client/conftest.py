@@ -1,4 +1,4 @@
-"""The gateway and the worker of tests/gateway, for a client."""
+"""The gateway and the fake worker of tests/gateway, for the client's tests."""
 
 from tests.gateway.conftest import gateway_url, idle_worker, worker
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 class BreakingProxy:
-    """Passes bytes to and fro; cuts each of the first `num_breaks` answers after `max_bytes`."""
+    """Forwards bytes both ways; breaks each of the first `num_breaks` responses after `max_bytes`."""
 
     def __init__(self, target_url: str, max_bytes: int, num_breaks: int) -> None:
         parts = urlsplit(target_url)
@@ -23,7 +23,7 @@ class BreakingProxy:
         self._threads: list[threading.Thread] = []
 
     def serve(self) -> None:
-        """Until `close`."""
+        """Accepts connections until `close`."""
         while True:
             try:
                 caller, _ = self._listener.accept()
@@ -36,7 +36,7 @@ class BreakingProxy:
                 self._threads.append(thread)
 
     def close(self) -> None:
-        """Ends with the last connection, which its caller has closed."""
+        """Stops listening, and waits until all callers have closed their connections."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
@@ -69,7 +69,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def breaking_proxy(target_url: str, max_bytes: int, num_breaks: int) -> Iterator[BreakingProxy]:
-    """Runs in threads of its own."""
+    """Runs a proxy in its own threads."""
     proxy = BreakingProxy(target_url, max_bytes, num_breaks)
     thread = threading.Thread(target=proxy.serve)
     thread.start()

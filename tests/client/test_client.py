@@ -1,4 +1,4 @@
-"""The client against a real gateway: every call, a broken stream, errors, signatures."""
+"""The client against a real gateway: every call, broken streams, errors, signatures."""
 
 import asyncio
 import base64
@@ -45,7 +45,7 @@ def text_of(events: list[Event]) -> str:
 async def test_a_job_is_submitted_followed_and_deleted(
     worker: FakeWorker, gateway_url: str
 ) -> None:
-    """All of a job's life, with asyncio."""
+    """The life of a job, with asyncio."""
     async with AsyncClient(gateway_url) as client:
         job = await client.submit(ENDPOINT, BODY, metadata={"run": "7"}, retention_s=600)
         assert (job.status, job.has_ended) == ("queued", False)
@@ -63,9 +63,9 @@ async def test_a_job_is_submitted_followed_and_deleted(
             await client.get(job.id)
 
 
-async def test_the_blocking_client_does_the_same(worker: FakeWorker, gateway_url: str) -> None:
-    """From a thread that may block."""
-
+async def test_the_blocking_client_submits_follows_and_deletes(
+    worker: FakeWorker, gateway_url: str
+) -> None:
     def live() -> tuple[str, list[str]]:
         with Client(gateway_url) as client:
             job = client.submit(ENDPOINT, BODY, lane="batch")
@@ -81,8 +81,8 @@ async def test_the_blocking_client_does_the_same(worker: FakeWorker, gateway_url
     assert await asyncio.to_thread(live) == ("Hello wörld!", [])
 
 
-async def test_a_broken_stream_is_one_stream(worker: FakeWorker, gateway_url: str) -> None:
-    """Cut again and again: no event is missing, none comes twice, and their bytes are the same."""
+async def test_a_broken_stream_is_resumed(worker: FakeWorker, gateway_url: str) -> None:
+    """After several breaks no event is missing or repeated, and all bytes are the same."""
     worker.script = says(*WORDS)
     async with AsyncClient(gateway_url) as client:
         job = await client.submit(ENDPOINT, BODY)
@@ -96,8 +96,7 @@ async def test_a_broken_stream_is_one_stream(worker: FakeWorker, gateway_url: st
     assert text_of(broken) == "".join(WORDS)
 
 
-async def test_a_blocking_stream_is_continued_too(worker: FakeWorker, gateway_url: str) -> None:
-    """The same over the other client."""
+async def test_a_broken_blocking_stream_is_resumed(worker: FakeWorker, gateway_url: str) -> None:
     worker.script = says(*WORDS)
 
     def follow() -> str:
@@ -112,7 +111,7 @@ async def test_a_blocking_stream_is_continued_too(worker: FakeWorker, gateway_ur
 
 
 async def test_client_errors_are_distinguished(idle_worker: FakeWorker, gateway_url: str) -> None:
-    """By kind, with the gateway's code and the field that is wrong."""
+    """By exception, with the gateway's code and the wrong field."""
     async with AsyncClient(gateway_url) as client:
         with pytest.raises(batchway_client.AnswerError) as wrong:
             await client.submit(ENDPOINT, {**BODY, "n": 9})
@@ -131,8 +130,8 @@ async def test_client_errors_are_distinguished(idle_worker: FakeWorker, gateway_
             await client.cancel("job-0-" + "0" * 32)
 
 
-async def test_a_gateway_that_is_not_there_is_lost() -> None:
-    """After a few attempts, or when patience with an outage ends."""
+async def test_an_absent_gateway_raises_connection_lost() -> None:
+    """After a few attempts, or after `max_outage_s`."""
     async with AsyncClient("http://127.0.0.1:1", max_outage_s=0.2) as client:
         with pytest.raises(ConnectionLost):
             await client.get("x")
@@ -142,7 +141,7 @@ async def test_a_gateway_that_is_not_there_is_lost() -> None:
 
 
 async def test_a_repeated_submission_is_one_job(worker: FakeWorker, gateway_url: str) -> None:
-    """The answer to the first is lost on the way; the second finds its job."""
+    """The first response is lost; the repetition finds the job."""
     with breaking_proxy(gateway_url, max_bytes=0, num_breaks=1) as proxy:
         async with AsyncClient(f"http://127.0.0.1:{proxy.port}") as client:
             job = await client.submit(ENDPOINT, BODY, metadata={"k": "v"})
@@ -150,7 +149,7 @@ async def test_a_repeated_submission_is_one_job(worker: FakeWorker, gateway_url:
 
 
 def test_both_clients_have_the_same_calls() -> None:
-    """Same names, same arguments, same words."""
+    """With the same arguments and docstrings."""
     names = [name for name in vars(Client) if not name.startswith("_") and name != "close"]
     assert len(names) >= 9
     for name in names:
@@ -160,7 +159,7 @@ def test_both_clients_have_the_same_calls() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_events_are_the_same_however_bytes_are_cut(size: int) -> None:
+def test_events_do_not_depend_on_how_bytes_are_split(size: int) -> None:
     """Also within a character, and between the line ends of an event."""
     raw = (
         'event: queued\ndata: {"id": "ö"}\n\n: waiting\n\n: waiting\n'
@@ -173,7 +172,7 @@ def test_events_are_the_same_however_bytes_are_cut(size: int) -> None:
 
 
 def test_a_callback_is_verified() -> None:
-    """Signed as Standard Webhooks say; anything else is refused."""
+    """A signature of Standard Webhooks is accepted, all others are rejected."""
     body = json.dumps({"type": "job.succeeded"}).encode()
     now = str(int(time.time()))
     key = base64.b64decode(SECRET.removeprefix("whsec_"))
@@ -196,8 +195,7 @@ def test_a_callback_is_verified() -> None:
         verify_webhook(SECRET, headers, body + b" ")
 
 
-def test_the_client_is_small() -> None:
-    """It loads nothing of the server."""
+def test_the_client_imports_nothing_of_the_server() -> None:
     program = (
         "import sys, batchway_client; "
         "sys.exit(bool({'torch', 'redis', 'fastapi', 'contract'} & sys.modules.keys()))"

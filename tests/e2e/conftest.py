@@ -13,7 +13,7 @@ from tests.vllm_environment import vllm_arguments
 
 @pytest.fixture(scope="package", params=["own", pytest.param("vllm", marks=pytest.mark.campaign)])
 def stack(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """On a Redis that the tests may look into."""
+    """Its Redis can be read by the tests."""
     arguments: tuple[str, ...] = (
         f"--redis-url={redis_server.url}",
         f"--namespace={KEYS.namespace}",

@@ -1,4 +1,4 @@
-"""What the tests of this folder ask the demo model, and where its jobs lie in Redis."""
+"""Questions for the demo model, and the Redis keys of its jobs."""
 
 from typing import Any
 

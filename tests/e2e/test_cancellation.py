@@ -1,4 +1,4 @@
-"""Who cancels, or goes away, stops the engine; on the demo model, through all parts."""
+"""A cancelled job, or one whose caller disconnects, stops in the engine."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def running_jobs(view: redis.Redis) -> set[str]:
-    """Ids of the jobs that some worker holds."""
+    """Ids of the jobs that workers hold."""
     ids: Any = view.zrange(KEYS.of("leases"), 0, -1)
     return {job_id.decode() for job_id in ids}
 
@@ -44,29 +44,29 @@ def job_record(view: redis.Redis, job_id: str, field: str) -> str:
 
 
 def num_events(view: redis.Redis, job_id: str) -> int:
-    """What its log holds; of a job that runs, the record itself may say less."""
+    """The length of the job's log. While a job runs, its record may say less."""
     num: Any = view.xlen(KEYS.of("log", job_id))
     return int(num)
 
 
 def worker_infos(view: redis.Redis) -> list[dict[str, Any]]:
-    """What each worker last said of itself."""
+    """The last report of each worker."""
     incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
     raw: Any = [view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
     return [json.loads(info) for info in raw]
 
 
 def is_pool_free(view: redis.Redis) -> bool:
-    """Whether the worker last said that it holds nothing, and all its blocks are free."""
+    """Whether the last reports show no jobs, and all blocks free."""
     infos = worker_infos(view)
     return all(i["jobs_held"] == 0 and i["num_free_blocks"] == i["num_blocks"] for i in infos)
 
 
-async def test_a_cancel_stops_a_count_and_its_events_end_so(
+async def test_a_cancel_stops_the_engine_and_ends_the_events(
     stack: Stack, redis_view: redis.Redis
 ) -> None:
-    """Cancelled in the middle: the events end in `cancelled`, what was said stays readable, no
-    token follows, and the blocks return to the pool."""
+    """The last event is `cancelled`, the output so far can be read, no token follows, and the
+    blocks are free."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
         submitted = await http.post("/v1/jobs", json=submission)
@@ -90,10 +90,10 @@ async def test_a_cancel_stops_a_count_and_its_events_end_so(
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
-async def test_a_caller_that_goes_away_cancels_its_job(
+async def test_a_disconnected_caller_cancels_its_job(
     stack: Stack, redis_view: redis.Redis, is_stream: bool
 ) -> None:
-    """The count stops long before its end, and the blocks return to the pool."""
+    """Long before the end of the output; the blocks are free."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         body = {**LONG_COUNT, "stream": is_stream}
         request = http.build_request("POST", "/v1/chat/completions", json=body)
@@ -113,7 +113,7 @@ async def test_a_caller_that_goes_away_cancels_its_job(
 
 
 async def test_a_cancelled_queued_job_never_runs(stack: Stack, redis_view: redis.Redis) -> None:
-    """Submitted while no worker can take it, cancelled, and still without a token later."""
+    """It is cancelled while the worker is stopped, and has no token after the worker continues."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         worker_pid = stack.pid_of("infra worker")
         os.kill(worker_pid, signal.SIGSTOP)
@@ -132,11 +132,11 @@ async def test_a_cancelled_queued_job_never_runs(stack: Stack, redis_view: redis
 
 
 @pytest.mark.campaign
-async def test_after_two_hundred_cancels_the_engine_runs_the_one_job_that_is_left(
+async def test_after_two_hundred_cancels_only_the_last_job_runs(
     stack: Stack, redis_view: redis.Redis
 ) -> None:
-    """Half are cancelled by name, half by callers that go away, some waiting and some running. How
-    many sequences run is said by the engine itself (by vLLM, where it computes)."""
+    """Half are cancelled by id, half by disconnecting, some queued and some running. The engine
+    itself (or vLLM) reports how many sequences run."""
 
     def told() -> list[tuple[int, int, int]]:
         infos = worker_infos(redis_view)

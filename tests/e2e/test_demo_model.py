@@ -1,4 +1,4 @@
-"""The whole of `batchway up` on the demo model, through the official client."""
+"""`batchway up` on the demo model, through the official client."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> str:
-    """The answer to one question, greedily."""
+    """The greedy answer to one question."""
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": question}],
@@ -38,13 +38,12 @@ def ask(client: openai.OpenAI, question: str, **options: Any) -> str:
 
 
 def test_the_demo_model_answers_correctly(client: openai.OpenAI) -> None:
-    """The answers mean something, so a test can tell a right one."""
     assert ask(client, "Count from 17 to 23.") == count(17, 23)
     assert ask(client, "Spell the word lantern.") == "l-a-n-t-e-r-n"
 
 
-def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
-    """Pieces joined are the whole; one finish reason; the usage at the end, as asked for."""
+def test_the_pieces_of_a_stream_join_to_the_answer(client: openai.OpenAI) -> None:
+    """One finish reason, and the usage at the end, as requested."""
     chunks = list(
         client.chat.completions.create(
             model=MODEL,
@@ -61,8 +60,8 @@ def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
     assert sum(len(c.choices[0].delta.content or "") > 0 for c in chunks if c.choices) > 5
 
 
-def test_raw_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
-    """Both forms of the same prompt have the same answer, and tokens come back where asked."""
+def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
+    """Both forms of a prompt have the same answer. Token ids are returned on request."""
     by_text = client.completions.create(
         model=MODEL,
         prompt="1, 2, 3,",
@@ -78,7 +77,7 @@ def test_raw_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 3, "n": 2}])
-def test_prompts_in_a_list_are_each_answered_as_if_alone(
+def test_prompts_in_a_list_have_the_answers_of_single_calls(
     client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     """Choice by choice, greedy and with a seed."""
@@ -96,8 +95,7 @@ def test_prompts_in_a_list_are_each_answered_as_if_alone(
     assert listed.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
 
 
-def test_the_least_length_outlasts_the_end(client: openai.OpenAI) -> None:
-    """`ignore_eos` and `min_tokens` hold the answer open."""
+def test_min_tokens_and_ignore_eos_delay_the_end(client: openai.OpenAI) -> None:
     for options in ({"ignore_eos": True}, {"min_tokens": 40}):
         answer = client.chat.completions.create(
             model=MODEL,
@@ -111,7 +109,6 @@ def test_the_least_length_outlasts_the_end(client: openai.OpenAI) -> None:
 
 
 async def test_the_async_client_streams_too(stack: Stack) -> None:
-    """The same through asyncio."""
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
         stream = await client.chat.completions.create(
             model=MODEL,
@@ -130,7 +127,7 @@ async def test_the_async_client_streams_too(stack: Stack) -> None:
 
 @dataclass
 class Stream:
-    """What one raw SSE stream brought."""
+    """The content of one raw SSE stream."""
 
     text: str = ""
     finish_reasons: list[str] = field(default_factory=list)
@@ -162,8 +159,10 @@ async def read_stream(http: httpx.AsyncClient, question: str) -> Stream:
     return stream
 
 
-async def test_64_streams_at_once_are_each_as_if_alone(stack: Stack, client: openai.OpenAI) -> None:
-    """Exactly one end each, and the very text of its own undisturbed greedy run."""
+async def test_64_concurrent_streams_have_the_answers_of_single_calls(
+    stack: Stack, client: openai.OpenAI
+) -> None:
+    """Each has exactly one end, and the text of its greedy call alone."""
     questions = [f"Count from {7 * i} to {7 * i + 3 + i % 13}." for i in range(64)]
     async with httpx.AsyncClient(
         base_url=stack.url, limits=httpx.Limits(max_connections=None)
@@ -176,8 +175,8 @@ async def test_64_streams_at_once_are_each_as_if_alone(stack: Stack, client: ope
             assert stream.text == alone
 
 
-async def test_bad_requests_cost_only_themselves(stack: Stack) -> None:
-    """A stream goes on while others send nonsense; each of them is told what is wrong."""
+async def test_bad_requests_do_not_disturb_a_stream(stack: Stack) -> None:
+    """Each error names the wrong parameter."""
     nonsense: list[tuple[dict[str, Any], int, str | None]] = [
         ({"model": "nobody"}, 404, "model"),
         ({"max_tokens": -1}, 400, "max_tokens"),

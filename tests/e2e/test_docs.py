@@ -1,4 +1,4 @@
-"""What the pages show is true: the README's code runs, and links lead somewhere.
+"""The documentation is correct: its code runs, and its links exist.
 
 In README.md and docs/async.md every block marked `bash` or `python` is run as it stands, in order,
 each in a process of its own, against one `batchway up` whose address replaces port 8000 of this
@@ -51,7 +51,7 @@ def readme_blocks() -> list[Block]:
 
 
 def runnable_blocks() -> list[object]:
-    """The blocks that are run, of every page whose code is for the reader to run."""
+    """The blocks to run, of all pages."""
     return [
         pytest.param(block, id=f"{page.stem}-line-{block.line}")
         for page in RUN_PAGES
@@ -61,7 +61,7 @@ def runnable_blocks() -> list[object]:
 
 
 def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a block as a reader would, who replaces nothing but the port."""
+    """Runs a block as a reader would, with another port."""
     (temp_dir / ".curlrc").write_text(CURL_OPTIONS)
     text = ADDRESS.sub(url, block.text)
     command = {
@@ -83,13 +83,13 @@ def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedPro
 @pytest.mark.e2e
 @pytest.mark.parametrize("block", runnable_blocks())
 def test_a_block_of_a_page_runs(block: Block, stack: Stack, tmp_path: Path) -> None:
-    """As it stands, with exit status 0; an HTTP error fails it too."""
+    """Its exit status is 0. HTTP errors fail it too."""
     done = run_block(block, stack.url, tmp_path)
     assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
 
 
 def test_the_readme_can_be_run() -> None:
-    """It shows code that works, and leaves out only what has a good reason."""
+    """It has blocks that run, and a known reason for each that does not."""
     if not README.exists():
         pytest.skip("README.md is not written yet")
     blocks = readme_blocks()
@@ -100,8 +100,8 @@ def test_the_readme_can_be_run() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """Every file, and every heading, that a page links to exists."""
+def test_targets_of_links_exist(page: Path) -> None:
+    """Files and headings."""
     for link in relative_links(page.read_text()):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -111,7 +111,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_blocks_are_found_with_their_marks() -> None:
-    """Language, text without its indentation, and why it is not run."""
+    """Language, text without indentation, and the reason not to run it."""
     install, text, python = code_blocks(SAMPLE)
     assert (install.language, install.reason, install.is_runnable) == ("bash", "installs", False)
     assert not text.is_runnable
@@ -120,13 +120,13 @@ def test_blocks_are_found_with_their_marks() -> None:
 
 
 def test_links_and_anchors_are_found() -> None:
-    """Only those inside the repository, and none inside code."""
+    """Only links inside the repository, and none inside code."""
     assert relative_links(SAMPLE) == ["docs/a.md#part", "docs/a.png"]
     assert anchors(SAMPLE) == {"a-page-with-marks"}
 
 
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
-    """A failing command in the middle, a Python error, an HTTP error; and the port is replaced."""
+def test_a_failing_block_is_noticed(tmp_path: Path) -> None:
+    """A failing command in the middle, a Python error. The port is replaced."""
     url = "http://127.0.0.1:1"
     for language, text in (("bash", "false\ntrue\n"), ("python", "1 / 0\n")):
         assert run_block(Block(language, text, 1), url, tmp_path).returncode != 0
@@ -136,7 +136,7 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_an_http_error_fails_a_block(stack: Stack, tmp_path: Path) -> None:
-    """curl is told to, so that the README need not."""
+    """The test's curl options, not the README's, contain `--fail-with-body`."""
     found = Block("bash", "curl http://localhost:8000/v1/models\n", 1)
     absent = Block("bash", "curl http://localhost:8000/v1/nothing\n", 1)
     assert run_block(found, stack.url, tmp_path).returncode == 0

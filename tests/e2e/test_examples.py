@@ -1,4 +1,4 @@
-"""The programs in examples/ do what they say, against one `batchway up`."""
+"""The programs in examples/, against one `batchway up`."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ BODY = b'{"type": "job.succeeded", "timestamp": "2025-01-01T00:00:00Z", "data": 
 
 
 def run(name: str, *arguments: str) -> str:
-    """An example to its end; what it prints."""
+    """Runs an example to its end; returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", f"examples.{name}", *arguments],
         cwd=ROOT,
@@ -36,7 +36,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 def test_jobs_are_submitted_answered_and_deleted(stack: Stack) -> None:
-    """Each question with its answer; nothing of them is kept."""
+    """Each question is printed with its answer; afterwards no job is stored."""
     printed = run("submit_jobs", stack.url, "Count from 1 to 5.", "Spell the word lantern.")
     assert "Count from 1 to 5.\n  1" in printed
     assert "l" in printed.split("Spell the word lantern.\n")[1]
@@ -44,8 +44,8 @@ def test_jobs_are_submitted_answered_and_deleted(stack: Stack) -> None:
         assert list(client.list(metadata={"program": "submit_jobs"})) == []
 
 
-def test_a_reader_goes_on_where_it_was_killed(stack: Stack, tmp_path: Path) -> None:
-    """Killed in the middle, started again: together they print what one reader prints."""
+def test_a_killed_reader_resumes_its_stream(stack: Stack, tmp_path: Path) -> None:
+    """Both processes together print what one reader prints."""
     question = [{"role": "user", "content": "Count from 1 to 100."}]
     body = {"model": "demo", "messages": question, "temperature": 0}
     position = tmp_path / "position"
@@ -74,7 +74,7 @@ def test_a_reader_goes_on_where_it_was_killed(stack: Stack, tmp_path: Path) -> N
 
 
 def longest_step(events: Iterable[Event]) -> int:
-    """The most characters from one event with an id to the next."""
+    """The most characters between two events with ids."""
     steps = [0]
     for event in events:
         steps[-1] += len(text_of(event))
@@ -84,7 +84,7 @@ def longest_step(events: Iterable[Event]) -> int:
 
 
 def test_callbacks_are_verified_and_handled_once() -> None:
-    """204 for each delivery, one line for each event, 400 for what is not signed."""
+    """204 for each delivery, one line for each event, 400 for unsigned messages."""
     receiver = subprocess.Popen(
         [sys.executable, "-m", "examples.receive_callbacks", "0"],
         cwd=ROOT,

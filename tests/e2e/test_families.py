@@ -1,4 +1,4 @@
-"""Families of decoders through `batchway up`: the tokens that callers get are generate's."""
+"""Families of decoders through `batchway up`: callers get the tokens of `generate`."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ FAMILIES = ("exaone4", "phimoe", "minimax_m2")
 
 
 async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> list[int]:
-    """The tokens of a greedy answer."""
+    """The tokens of a greedy completion."""
     body: dict[str, Any] = {
         "model": family,
         "prompt": prompt,
@@ -44,14 +44,14 @@ async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> l
 
 
 async def wait_for_model(url: str, family: str) -> None:
-    """Until a worker serves it."""
+    """Returns once a worker serves the model."""
     async with httpx.AsyncClient(base_url=url) as http, asyncio.timeout(120):
         while (await http.get(f"/v1/models/{family}")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
 async def check(url: str, family: str, folder: Path) -> None:
-    """Prompts of mixed lengths at once, on the modules that the loader has exchanged."""
+    """Compares concurrent prompts of mixed lengths with `generate`, on the replaced modules."""
     expected = expected_of(family, folder)
     async with httpx.AsyncClient(base_url=url) as http:
         answers = await asyncio.gather(
@@ -62,7 +62,7 @@ async def check(url: str, family: str, folder: Path) -> None:
 
 
 async def test_answers_are_those_of_generate(tmp_path: Path) -> None:
-    """Of a mixture with an expert that all tokens share."""
+    """For a mixture of experts with a shared expert."""
     folder = save_tiny_model("qwen2_moe", tmp_path / "qwen2_moe")
     with running_demo_stack(f"--model={folder}") as stack:
         await check(stack.url, "qwen2_moe", folder)
@@ -70,7 +70,7 @@ async def test_answers_are_those_of_generate(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def running_worker(redis_url: str, folder: Path) -> Iterator[None]:
-    """`batchway worker` on a model."""
+    """Runs `batchway worker` on a model."""
     arguments = ("--namespace=test", f"--model={folder}", "--kv-cache-gib=0.25", "--drain-s=0")
     process = subprocess.Popen(
         [sys.executable, "-m", "infra", "worker", *arguments],
@@ -89,7 +89,7 @@ def running_worker(redis_url: str, folder: Path) -> Iterator[None]:
 async def test_answers_of_each_family_are_those_of_generate(
     family: str, gateway_url: str, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """Through a gateway and a worker of its own."""
+    """Through a gateway, with a worker for each family."""
     folder = save_tiny_model(family, tmp_path / family)
     with running_worker(redis_server.url, folder):
         await wait_for_model(gateway_url, family)

@@ -1,4 +1,4 @@
-"""vLLM with two ranks behind a gateway: one is killed while answers stream."""
+"""vLLM with two ranks behind a gateway: one rank is killed while calls stream."""
 
 import asyncio
 import json
@@ -43,7 +43,8 @@ def start_worker(*arguments: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(params=["one-machine", "two-nodes"])
 def layout(request: pytest.FixtureRequest) -> str:
-    """Also the namespace: a model stays known when its workers have left."""
+    """The layout of ranks; also the namespace, because a model stays known after its workers have
+    left."""
     return str(request.param)
 
 
@@ -51,7 +52,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 def workers(
     layout: str, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The worker that takes jobs, and that of the second node where there is one."""
+    """The worker that takes jobs, and that of the second node if there is one."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # both ranks have the same cores
     nodes: list[tuple[str, ...]] = [()]
     if layout == "two-nodes":
@@ -78,7 +79,7 @@ def ranks_of(worker: subprocess.Popen[bytes]) -> list[int]:
 async def test_a_rank_killed_in_the_middle_of_streams_changes_no_token(
     redis_server: EmbeddedRedis, layout: str, workers: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Greedy, sampled and with a penalty: as the same requests without a fault."""
+    """Greedy, sampled and with a penalty: the same tokens as without a fault."""
     with running_gateway(
         make_settings(redis_server.url, namespace=layout, sync_deadline_s=600)
     ) as url:
@@ -103,7 +104,7 @@ async def test_a_rank_killed_in_the_middle_of_streams_changes_no_token(
 
 
 async def streamed(http: httpx.AsyncClient, body: dict[str, Any], then: Any = None) -> list[int]:
-    """The token ids of a stream; calls `then` after the first of them."""
+    """The token ids of a stream. Calls `then` after the first."""
     token_ids: list[int] = []
     asked = {**body, "stream": True, "return_token_ids": True}
     async with http.stream("POST", "/v1/chat/completions", json=asked) as answer:

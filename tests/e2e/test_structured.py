@@ -1,4 +1,4 @@
-"""Output of the demo model that is constrained to a schema, through the official client."""
+"""Output of the demo model constrained to a schema, through the official client."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e]
 
 
 class Answer(pydantic.BaseModel):
-    """What the client parses."""
+    """The schema."""
 
     number: int = pydantic.Field(ge=0, le=999)
     colour: Literal["red", "green"]
@@ -34,7 +34,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_client_parses_each_of_several_choices(client: openai.OpenAI, temperature: int) -> None:
-    """Greedily and not; the client raises where an output is not of the schema."""
+    """Greedy and sampled. The client raises if an output does not match the schema."""
     answer = client.chat.completions.parse(
         model=MODEL,
         messages=[{"role": "user", "content": "What is 2 + 3?"}],
@@ -49,7 +49,7 @@ def test_the_client_parses_each_of_several_choices(client: openai.OpenAI, temper
 
 
 def test_a_stream_is_constrained(client: openai.OpenAI) -> None:
-    """Its pieces joined are an object; the end of the object is the end of the stream."""
+    """Its pieces join to an object, and the stream ends with the object."""
     with client.chat.completions.stream(
         model=MODEL,
         messages=[{"role": "user", "content": "What is 2 + 3?"}],
@@ -64,7 +64,6 @@ def test_a_stream_is_constrained(client: openai.OpenAI) -> None:
 
 
 def test_an_output_cut_by_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
-    """The reason is `length`, not `stop`."""
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is 2 + 3?"}],
@@ -76,7 +75,7 @@ def test_an_output_cut_by_max_tokens_ends_with_length(client: openai.OpenAI) -> 
 
 
 def test_constrained_and_free_calls_share_batches(client: openai.OpenAI) -> None:
-    """Neighbours change nothing: each answer is the one that the call has alone."""
+    """Each has the answer of the call alone."""
 
     def ask(choice: list[str]) -> str | None:
         extra = {"guided_choice": choice} if choice else {}

@@ -1,1 +1,1 @@
-"""What somebody writes into Redis with the rights of one part: it may cost that, and no process."""
+"""Whatever a user of Redis with one role writes, no process of another part ends."""

@@ -1,4 +1,4 @@
-"""Things that a part could write into Redis under its own user, drawn from a seed.
+"""Draws writes to Redis that a role permits, from a seed.
 
 Each is one command or two, sent as that user; what its rules deny is not counted.
 """
@@ -30,7 +30,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 class Mutator:
-    """One hostile user of Redis. `admin` only looks, to choose well."""
+    """One hostile user of Redis. `admin` only reads, to choose keys."""
 
     def __init__(self, user: redis.Redis, admin: redis.Redis, tag: str, seed: int) -> None:
         self._user = user
@@ -40,9 +40,8 @@ class Mutator:
         self.num_written = 0
 
     def write(self, number: int) -> None:
-        """Writes so many things. Draws again where the rules deny one, where its key has another
-        type by now, or where Redis takes no such number.
-        """
+        """Makes `number` writes. Draws again if the role denies one, if its key has another type by
+        now, or if Redis rejects a number."""
         until = self.num_written + number
         while self.num_written < until:
             keys = sorted(self._admin.scan_iter(match=self._tag + b":*", count=1000))
@@ -50,7 +49,7 @@ class Mutator:
                 if keys and self._rng.random() < 0.85:
                     self._spoil(self._rng.choice(keys))
                 else:
-                    self._say(keys)
+                    self._publish(keys)
                 self.num_written += 1
 
     def _spoil(self, key: bytes) -> None:
@@ -70,7 +69,7 @@ class Mutator:
             spoil[kind](key)
 
     def _retype(self, key: bytes) -> None:
-        """Puts another type of key in its place."""
+        """Replaces a key by one of another type."""
         make: Callable[[], Any] = self._rng.choice(
             [
                 lambda: self._user.set(key, self._garbage(b"")),
@@ -108,7 +107,7 @@ class Mutator:
         self._user.lpush(key, self._garbage(b""))
 
     def _spoil_stream(self, key: bytes) -> None:
-        """An entry without the fields of one, or with others in their places."""
+        """Adds an entry with missing or wrong fields."""
         number = self._rng.choice(["*", "*", "99999-0"])
         fields = self._rng.choice([b"s", b"c", b"e", b"id"])
         entry: dict[Any, Any] = {
@@ -117,8 +116,8 @@ class Mutator:
         }
         self._user.xadd(key, entry, id=number)
 
-    def _say(self, keys: Sequence[bytes]) -> None:
-        """Something in a channel: that of a job, of a worker, of a model."""
+    def _publish(self, keys: Sequence[bytes]) -> None:
+        """Publishes to the channel of a job, a worker or a model."""
         ids = [key.rsplit(b":", 1)[1] for key in keys if b":job:" in key]
         workers = [key.rsplit(b":", 1)[1] for key in keys if b":worker:" in key]
         job = self._rng.choice(ids or [b"x"])
@@ -137,7 +136,7 @@ class Mutator:
         self._user.publish(self._tag + channel, said)
 
     def _garbage(self, original: bytes) -> bytes:
-        """Something else than the original, often like it."""
+        """A value other than the original, often similar."""
         draw = self._rng.random()
         if draw < 0.25:
             return self._rng.choice(_NUMBERS)
@@ -154,7 +153,7 @@ class Mutator:
             return self._rng.randbytes(self._rng.randrange(60))
 
     def _changed(self, value: Any) -> Any:
-        """One leaf of a decoded record is exchanged."""
+        """A decoded record with one leaf changed."""
         if isinstance(value, dict) and value and self._rng.random() < 0.9:
             name = self._rng.choice(sorted(value, key=str))
             return value | {name: self._changed(value[name])}

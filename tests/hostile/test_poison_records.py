@@ -1,4 +1,4 @@
-"""Job records that cannot be read, or that say what cannot be run: each costs its own job."""
+"""Unreadable job records, and records that cannot be run: each fails its own job."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ SPOILED = [b"", b"\xff\xfe", b"\x91" * 5000, b"nan", msgspec.msgpack.encode({"id
 
 
 def absurd() -> list[bytes]:
-    """Records of the right form."""
+    """Records with valid encoding and impossible values, and a truncated one."""
     job = make_job()
     many = msgspec.structs.replace(job.params, n=2**30)
     other = msgspec.structs.replace(job, params=many)
@@ -29,8 +29,8 @@ def absurd() -> list[bytes]:
 async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, redis_server: EmbeddedRedis
 ) -> None:
-    """With the rights of a gateway, before any worker is there: both workers live, and so do the
-    jobs behind the spoiled ones."""
+    """With a gateway's permissions, before any worker runs. Both workers live on, and the jobs
+    queued behind succeed."""
     caller = Caller(functions, redis_client, keys)
     spoiled = []
     for record in [*SPOILED, *absurd()]:
@@ -52,11 +52,11 @@ async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
         await caller.num_workers(len(workers))
 
 
-async def test_a_record_without_its_words_is_forgotten(
+async def test_a_record_without_a_required_field_is_removed(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Each word that load_job needs, and a key of another type: the next job is handed out, and
-    sweeps go on."""
+    """For each field that load_job needs, and a key of another type. The next job is claimed, and
+    sweeps continue."""
     for field in ("tenant", "model", "lane", "stream", "entry", "owner", "hash"):
         job = make_job()
         await functions.submit(job, make_submission())
@@ -81,10 +81,10 @@ async def test_a_record_without_its_words_is_forgotten(
     await functions.submit(make_job(), make_submission(max_tenant_stored_bytes=10**6))
 
 
-async def test_a_log_of_another_type_is_begun_anew(
+async def test_a_log_of_another_type_is_replaced(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """The job goes on, and so does the one beside it in the same call; it is counted."""
+    """The job continues, as does the other job of the same call. The correction is counted."""
     jobs = [make_job(), make_job()]
     for job in jobs:
         await functions.submit(job, make_submission())

@@ -1,4 +1,4 @@
-"""A whole stack on real processes, while one user of Redis writes what no part of ours would."""
+"""A whole stack of real processes, while one user of Redis writes malformed data."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ class Stack:
         return (self.folder / f"{name}.log").read_bytes()
 
     async def stop(self) -> dict[str, int]:
-        """SIGTERM to all; their exit statuses."""
+        """Sends SIGTERM to all; returns their exit statuses."""
         for process in self.processes.values():
             process.terminate()
         waits = [asyncio.to_thread(process.wait, 60) for process in self.processes.values()]
@@ -87,7 +87,7 @@ class Stack:
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
-    """A server of its own: users of one part each cannot share one that others empty."""
+    """A separate server: its users cannot share one that other tests empty."""
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as admin:
         make_users(admin, "test")
         admin.function_load(library_source())
@@ -113,7 +113,7 @@ async def stack(server: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 async def gateway_address(stack: Stack) -> str:
-    """Where the gateway says that it listens."""
+    """The address in the gateway's log."""
 
     async def listens() -> bool:
         return b"listening on" in stack.log("gateway") or bool(stack.lost())
@@ -132,7 +132,7 @@ async def make_key(server: EmbeddedRedis) -> str:
 
 
 async def submit(http: httpx.AsyncClient, target: str, number: int) -> str | None:
-    """A job that runs for a while, and tells of its end. None where it was not taken."""
+    """Submits a job that runs for a while and has a callback. Returns None if it is rejected."""
     body = {"model": "m", "prompt": f"{CANARY} {number}", "max_tokens": 40 + 20 * number}
     callback = {"url": target, "secret": SECRET, "payload": "full", "events": ["job.started"]}
     job = {"endpoint": "/v1/completions", "body": body, "lane": "standard", "callback": callback}
@@ -141,7 +141,7 @@ async def submit(http: httpx.AsyncClient, target: str, number: int) -> str | Non
 
 
 async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> None:
-    """Whatever the answers are: they come."""
+    """Sends requests of every kind. Any response will do."""
     for path in LOOKS:
         await http.get(path.format(id=job_ids[0]))
     for job_id in job_ids[:2]:
@@ -153,7 +153,7 @@ async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> Non
 
 
 async def sweeps_again(server: EmbeddedRedis) -> None:
-    """What is there does not make every sweep fail: one of them sets right what the last met."""
+    """Fails if every sweep fails. One sweep may fail and repair the data for the next."""
     client, said = connect(server.url), [""]
 
     async def has_swept() -> bool:
@@ -172,15 +172,14 @@ async def sweeps_again(server: EmbeddedRedis) -> None:
 
 
 def cleared(admin: redis.Redis, kept: dict[Any, Any]) -> None:
-    """Takes away all that was written, and what was there before; puts back what is written once,
-    when a part starts."""
+    """Deletes all keys, and restores those that a part writes only at its start."""
     admin.flushall()
     for key, dump in kept.items():
         admin.restore(key, 0, dump)
 
 
 async def answers_again(http: httpx.AsyncClient, receiver: Receiver) -> None:
-    """All parts work: a job is computed, and its end is told."""
+    """Checks that all parts work: a job is computed, and its callback is delivered."""
     body = {"model": "m", "prompt": "ab", "max_tokens": 4}
 
     async def is_answered() -> bool:
@@ -194,10 +193,11 @@ async def answers_again(http: httpx.AsyncClient, receiver: Receiver) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("role", ROLES)
-async def test_no_process_is_lost(server: EmbeddedRedis, stack: Stack, role: str) -> None:
-    """Whatever one role writes while jobs run, are followed and are told of: every process goes on,
-    says nothing of what it could not read, and works once the writing has ended.
-    """
+async def test_no_process_ends_while_a_role_writes_garbage(
+    server: EmbeddedRedis, stack: Stack, role: str
+) -> None:
+    """While jobs run, are followed and have callbacks. No process logs what it could not read, and
+    all parts work once the writes end."""
     async with Receiver({"/": always(Answer())}) as receiver:
         url, key = await gateway_address(stack), await make_key(server)
         headers = {"authorization": f"Bearer {key}"}
