@@ -149,7 +149,7 @@ async def cancels_and_expires(parts: Parts) -> None:
 
 
 async def calls_back(parts: Parts) -> None:
-    """Receivers that accept, answer 410, fail at every attempt, and a name that does not resolve."""
+    """Receivers that accept, answer 410 or fail at every attempt; a name that does not resolve."""
     behaviours = {
         "/well": always(Answer()),
         "/gone": always(Answer(410)),

@@ -1,4 +1,4 @@
-"""A tiny server with OpenAI's completions that does what each prompt's first id tells it to.
+"""A small server of OpenAI's completions that follows the script in each prompt's first id.
 
 It counts what it does. Time is a clock that only it and the sleeping caller move.
 """
@@ -23,7 +23,7 @@ TTFT_S, ITL_S, STALL_S = 0.5, 0.25, 8.0
 
 
 class WatchedClock:
-    """Moves when told to; knows when it was looked at."""
+    """A clock that moves when told to, and knows whether it was read."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -38,7 +38,7 @@ class WatchedClock:
         await asyncio.sleep(0)
 
     def pass_time(self, seconds: float) -> None:
-        """And forgets who has looked."""
+        """Moves the clock, and forgets who has read it."""
         self.now_s += seconds
         self._looked.clear()
 
@@ -47,7 +47,7 @@ class WatchedClock:
 
 
 class ScriptedServer:
-    """`counts` holds what was sent, by outcome, and `tokens`."""
+    """`counts` has the number of responses by outcome, and of `tokens`."""
 
     def __init__(self, clock: WatchedClock) -> None:
         self.clock = clock
@@ -72,7 +72,7 @@ class ScriptedServer:
         return JSONResponse({"data": [{"id": "scripted"}]})
 
     async def _stream(self, what: int, body: dict[str, int]) -> AsyncIterator[bytes]:
-        """One token at a time, each once the one before was noted."""
+        """Sends one token at a time, each once the client has noted the previous one."""
         num = body["max_tokens"]
         for index in range(num):
             self.clock.pass_time(TTFT_S if index == 0 else ITL_S)
@@ -102,13 +102,13 @@ class ScriptedServer:
 
 
 def _event(data: object, is_plain: bool = False) -> bytes:
-    """Line separators within the text stay as they are, as some servers send them."""
+    """Line separators in the text are not escaped, as with some servers."""
     return b"data: " + json.dumps(data, ensure_ascii=is_plain).encode() + b"\n\n"
 
 
 @contextlib.asynccontextmanager
 async def scripted_server(clock: WatchedClock) -> AsyncIterator[ScriptedServer]:
-    """In this event loop, on a free port of loopback."""
+    """Runs in this event loop, on a free port of loopback."""
     script = ScriptedServer(clock)
     app = Starlette(
         routes=[

@@ -1,4 +1,4 @@
-"""What logging a step costs: the command, and how often a step asks Redis."""
+"""What appending a step's tokens costs: the benchmark command, and the number of Redis commands."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _TERMS = Submission(max_output_tokens=100, deadline_s=600, retention_s=60)
 
 
 async def num_commands(functions: Functions, client: redis.asyncio.Redis, num_jobs: int) -> int:
-    """That Redis runs for a step of so many jobs which all have their first token already."""
+    """The number of Redis commands for a step of this many jobs, all past their first token."""
     ids = set()
     for index in range(num_jobs):
         job = make_job(index)
@@ -34,17 +34,20 @@ async def num_commands(functions: Functions, client: redis.asyncio.Redis, num_jo
 
 
 @pytest.mark.anyio
-async def test_a_step_asks_redis_twice_for_each_job(
+async def test_a_step_needs_two_redis_commands_per_job(
     functions: Functions, redis_client: redis.asyncio.Redis
 ) -> None:
-    """Log, announce; how far they are, leases and counters are read and written for all at once."""
+    """Append and publish. Progress, leases and counters are read and written for all jobs at
+    once."""
     few = await num_commands(functions, redis_client, 4)
     many = await num_commands(functions, redis_client, 12)
     assert many - few == 2 * 8
 
 
-def test_the_command_tells_each_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each number of jobs, in the table and as JSON; Redis's part is within the call."""
+def test_the_command_reports_each_number_of_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a table and as JSON."""
     out = tmp_path / "out.json"
     main(["--calls", "4", "--jobs", "1", "3", "--json", str(out)])
     found = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""`batchway compare`: each way of batching in turns, on the same requests, with the same tokens."""
+"""`batchway compare`: strategies in turns, on the same requests, with the same tokens."""
 
 import argparse
 import json
@@ -48,8 +48,9 @@ def heats(num_rounds: int = 2) -> tuple[Workload, list[Heat]]:
     return workload, done
 
 
-def test_peers_run_in_turns_and_yield_the_model_s_tokens() -> None:
-    """Another begins each round; in a round all have the same rate; every token is the oracle's."""
+def test_strategies_run_in_turns_and_yield_the_model_s_tokens() -> None:
+    """Each round starts with another strategy; within a round all have the same rate. Every
+    token is the oracle's."""
     workload, done = heats()
 
     assert [(h.number, h.load, h.contestant) for h in done] == [
@@ -82,7 +83,7 @@ def _arrivals(heat: Heat) -> tuple[float, ...]:
 
 
 def test_static_batches_take_more_steps_than_continuous_ones() -> None:
-    """With the lengths of the workload known, the number of steps is arithmetic, not timing."""
+    """With known lengths the number of steps is exact, so no time is measured."""
     lengths = (2, 20, 2, 2, 20, 2, 2, 2)
     workload = Workload(tuple(WorkloadRequest((9, 9, i + 5), n) for i, n in enumerate(lengths)))
     contestants = [contestant(*pair) for pair in STRATEGIES.items()]
@@ -95,7 +96,7 @@ def test_static_batches_take_more_steps_than_continuous_ones() -> None:
 
 
 def made_up(contestant: str, number: int, load: float | None, gap_s: float) -> Heat:
-    """Two answers of two tokens, the first one after a gap, the second after another."""
+    """Two answers of two tokens. The first token and the second each take `gap_s`."""
     timelines = tuple(
         Timeline(arrival_s, [7, 8 + i], [arrival_s + gap_s, arrival_s + 2 * gap_s])
         for i, arrival_s in enumerate((0.0, 1.0))
@@ -115,7 +116,7 @@ def made_up_heats() -> list[Heat]:
 
 
 def test_medians_of_the_rounds_are_reported() -> None:
-    """Of rates and of each percentile; throughput and latency in tables apart."""
+    """Of rates and of each percentile. Throughput and latency are in separate tables."""
     found = summarise_heats(made_up_heats())
 
     assert found["throughput"]["a"]["output_tokens_per_s"] == 4 / (4 * 2.0)
@@ -132,8 +133,8 @@ def test_medians_of_the_rounds_are_reported() -> None:
     assert verdict == "all answers have the same tokens in all 3 rounds"
 
 
-def test_answers_that_differ_are_counted(tmp_path: Path) -> None:
-    """One token of one answer of one run is enough, and the command ends with status 1."""
+def test_different_answers_are_counted(tmp_path: Path) -> None:
+    """One different token is enough, and the command exits with status 1."""
     done = made_up_heats()
     wrong = Timeline(0.0, [7, 99], [1.0, 2.0])
     run = done[-1].run
@@ -148,7 +149,7 @@ def test_answers_that_differ_are_counted(tmp_path: Path) -> None:
     assert json.loads(options.json.read_text())["unlike_answers"] == {"a": 0, "b": 1}
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_a_chart_is_drawn(tmp_path: Path) -> None:
     """Also without any load."""
     for done in (made_up_heats(), [h for h in made_up_heats() if h.load is None]):
         draw_comparison(summarise_heats(done), tmp_path / "out.png")
@@ -158,7 +159,8 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_command_compares_strategies_and_files(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three strategies and a batching.yaml on a real model: same tokens, all figures, exit 0."""
+    """Three strategies and a batching.yaml on a real model: same tokens, all figures, exit
+    status 0."""
     config = tmp_path / "eager.yaml"
     config.write_text("strategy: {name: dynamic, batch_size: 2, window_s: 0.001}\n")
     small = ("--requests=6", "--prompt-tokens=3:9", "--output-tokens=2:6", "--max-running=3")
@@ -181,7 +183,7 @@ def test_the_command_compares_strategies_and_files(
 def test_an_impossible_comparison_gives_one_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file with a wrong key; a workload that cannot run; no model."""
+    """For a file with a wrong key, a workload that cannot run, and a missing model."""
     config = tmp_path / "wrong.yaml"
     config.write_text("strateg: static\n")
     beyond = tmp_path / "beyond.json"

@@ -1,4 +1,4 @@
-"""`batchway bench engine`: what it is given, what it says, and that its tokens are the model's."""
+"""`batchway bench engine`: its input, its figures, and that its tokens are the model's."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def run(*arguments: object) -> int:
 def test_all_strategies_yield_equal_tokens_and_all_figures(
     model: Path, tmp_path: Path, strategy: str, quantization: str
 ) -> None:
-    """As torch alone says them, request by request."""
+    """The tokens of each request are those of torch alone."""
     workload = log_uniform_workload(
         6, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
     )
@@ -70,8 +70,8 @@ def test_all_strategies_yield_equal_tokens_and_all_figures(
     assert found["peak_rss_bytes"] > 2**20
 
 
-def test_requests_that_come_later_wait_for_their_time() -> None:
-    """The clock is the test's: a request is not begun before it arrives."""
+def test_no_request_starts_before_its_arrival() -> None:
+    """On the test's clock."""
     now_s = 0.0
 
     def clock_s() -> float:
@@ -108,8 +108,9 @@ def test_requests_that_come_later_wait_for_their_time() -> None:
         ('{"requests": [{"prompt_token_ids": [4], "max_tokens": 3, "n": 2}]}', "unknown field"),
     ],
 )
-def test_a_bad_workload_is_named(content: str, reason: str, tmp_path: Path) -> None:
-    """The file and the field."""
+def test_errors_name_the_wrong_field_of_a_workload(
+    content: str, reason: str, tmp_path: Path
+) -> None:
     file = tmp_path / "workload.json"
     file.write_text(content)
 
@@ -120,7 +121,7 @@ def test_a_bad_workload_is_named(content: str, reason: str, tmp_path: Path) -> N
 def test_a_command_that_cannot_run_ends_with_one_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No file; a token beyond the vocabulary; no model."""
+    """For a missing file, a token beyond the vocabulary, and a missing model."""
     missing = tmp_path / "none.json"
     beyond = save(Workload((WorkloadRequest((VOCAB_SIZE,), 2),)), tmp_path)
 
@@ -134,16 +135,16 @@ def test_a_command_that_cannot_run_ends_with_one_sentence(
     assert "vocabulary" in said[1]
 
 
-def test_percentiles_are_values_that_occurred() -> None:
-    """The smallest that the share does not exceed."""
+def test_percentiles_are_measured_values() -> None:
+    """They are not interpolated."""
     assert percentile([], 0.5) is None
     assert percentile([3.0], 0.99) == 3.0
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
     assert percentile([float(i) for i in range(1, 101)], 0.99) == 99.0
 
 
-def test_a_timeline_tells_its_latencies() -> None:
-    """From arrival, and from token to token."""
+def test_latencies_of_a_timeline() -> None:
+    """From arrival, and between tokens."""
     timeline = Timeline(1.0, [7, 8, 9], [1.5, 1.75, 2.5])
 
     assert (timeline.ttft_s, timeline.itls_s, timeline.e2e_s) == (0.5, [0.25, 0.75], 1.5)

@@ -1,4 +1,4 @@
-"""The check of a GPU, every line of it that runs without one."""
+"""The check of a GPU, as far as it runs without one."""
 
 import itertools
 import json
@@ -24,7 +24,8 @@ TINY = Machine(torch.device("cpu"), is_tiny=True)
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    """On tiny shapes, with what stands in for graphs: every figure is there, every check passes."""
+    """On tiny shapes, with replacements for CUDA graphs. Every figure is present and every check
+    passes."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "bench.gpu_check", "--device", "cpu", "--tiny"]
 
@@ -53,7 +54,7 @@ def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_without_a_gpu_the_check_exits_with_its_own_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And exits with a status of its own, so that a script can tell it from a failure."""
+    """So that a script can distinguish it from a failure."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     assert main([]) == 2
@@ -62,7 +63,7 @@ def test_without_a_gpu_the_check_exits_with_its_own_status(
 
 
 def test_a_wrong_kernel_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check by its name; a kernel that raises is a check that failed."""
+    """Each check by its name. A kernel that raises fails its check."""
 
     class Doubled(ReferenceAttention):
         def prepare(self, *args):  # type: ignore[no-untyped-def]
@@ -84,7 +85,7 @@ def test_a_wrong_kernel_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_skipped_measurements_are_named() -> None:
-    """After the time is up nothing more is begun."""
+    """No measurement starts after the time limit."""
     clock = itertools.count(0.0, 10_000.0)
 
     report = GpuCheck(TINY, SMALL, lambda text: None, lambda: next(clock)).run()

@@ -1,4 +1,4 @@
-"""What grammars cost: the command measures masks, and the engine with and without them."""
+"""`bench.grammar` measures the cost of masks, and the engine with and without grammars."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from bench import grammar
 def test_the_command_measures_masks_and_both_kinds_of_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the small model, with a small vocabulary and short outputs: every figure is positive."""
+    """With a small model, a small vocabulary and short outputs. Every figure is positive."""
     monkeypatch.setattr(grammar, "VOCAB_SIZE", 1000)
     monkeypatch.setattr(grammar, "NUM_TOKENS", 8)
     monkeypatch.setattr(grammar, "NUM_CHOICES", 3)

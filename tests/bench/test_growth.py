@@ -1,4 +1,4 @@
-"""Step time against batch and context: what is run, what the limit counts, what does not fit."""
+"""Step time by batch size and context: the streams, the hardware's limit, and what does not fit."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def runner_of(options: EngineOptions) -> ModelRunner:
 
 
 def test_the_limit_counts_weights_once_and_the_context_of_every_stream(model: Path) -> None:
-    """Bytes: one stream more costs its KV alone. Operations: each stream costs the same."""
+    """Each stream adds only its KV cache in bytes, and the same number of operations."""
     growth = measure_growth(options_of(model), batches=(1, 3), contexts=(20, 40))
     assert [(c.num_streams, c.context) for c in growth.cells] == [
         (1, 20),
@@ -56,8 +56,8 @@ def test_the_limit_counts_weights_once_and_the_context_of_every_stream(model: Pa
         assert each_s == pytest.approx(found[1, context].compute_s, rel=0.1)
 
 
-def test_streams_attend_to_random_numbers_in_blocks_of_their_own(model: Path) -> None:
-    """All but the last token counts as computed; nothing that is read is left as it was."""
+def test_streams_have_separate_blocks_of_random_numbers(model: Path) -> None:
+    """All but the last token count as computed. Every key is overwritten."""
     runner = runner_of(options_of(model))
     streams = make_streams(runner, 3, 20)
     assert streams is not None
@@ -73,10 +73,10 @@ def test_streams_attend_to_random_numbers_in_blocks_of_their_own(model: Path) ->
         assert not layer.values[len(block_ids) : -1].any()
 
 
-def test_errors_name_what_does_not_fit(
+def test_a_batch_that_does_not_fit_is_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Too little memory for the larger batch: its cell says so, and JSON has none."""
+    """In its cell of the table. JSON leaves it out."""
     out = tmp_path / "out.json"
     kv_gib = 2**16 / 2**30
     arguments = ["--model", model, "--dtype", "float32", "--threads", 1, "--kv-gib", kv_gib]

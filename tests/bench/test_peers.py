@@ -1,4 +1,4 @@
-"""Engines side by side: each adapter's record, medians, and what the tables say."""
+"""Engines side by side: each adapter's record, medians and tables."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def options(folder: Path) -> argparse.Namespace:
 
 @pytest.mark.campaign
 def test_an_adapter_and_our_engine_yield_equal_tokens(tmp_path: Path) -> None:
-    """The same fields, and in float32 the same tokens, as many as each request asks for."""
+    """In float32, as many as each request asks for. Their records have the same fields."""
     save_tiny_model("llama", tmp_path / "S")
     requests = [WorkloadRequest(tuple(range(4, 4 + n)), 3 + n) for n in (2, 5, 9)]
     write_workload(Workload(tuple(requests)), tmp_path / "S.json")
@@ -43,7 +43,7 @@ def test_an_adapter_and_our_engine_yield_equal_tokens(tmp_path: Path) -> None:
 
 
 def test_every_adapter_has_a_name() -> None:
-    """What takes an adapter's options can be asked for, and nothing else."""
+    """Every file with an adapter's options is in ADAPTERS, and no other."""
     folder = Path(record.__file__).parent
     takers = {f.stem for f in folder.glob("*.py") if "options = arguments()" in f.read_text()}
 
@@ -51,7 +51,7 @@ def test_every_adapter_has_a_name() -> None:
 
 
 class _Slots(BaseHTTPRequestHandler):
-    """Answers as llama-server does: an event for each token, and one for the end."""
+    """Answers like llama-server: an event for each token, and one for the end."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -72,7 +72,7 @@ class _Slots(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def llama_server(tmp_path: Path) -> Iterator[str]:
-    """The path of its socket."""
+    """A fake llama-server; the path of its socket."""
 
     class Server(socketserver.ThreadingUnixStreamServer):
         daemon_threads = True
@@ -87,7 +87,7 @@ def llama_server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_llama_servers_tokens_are_noted_by_request(llama_server: str) -> None:
-    """Each from a stream of its own, all at once."""
+    """Each request has its own stream, all at once."""
     requests = [{"prompt_token_ids": [3, 10 * n], "max_tokens": n} for n in (1, 2, 3)]
 
     noted = run_llama_server(llama_server, requests)
@@ -95,8 +95,8 @@ def test_llama_servers_tokens_are_noted_by_request(llama_server: str) -> None:
     assert noted._outputs == [[11], [21, 22], [31, 32, 33]]
 
 
-def test_a_request_that_llama_server_cuts_short_is_no_result(llama_server: str) -> None:
-    """Fewer tokens would count as speed."""
+def test_a_truncated_answer_of_llama_server_is_an_error(llama_server: str) -> None:
+    """Otherwise fewer tokens would count as speed."""
     with pytest.raises(AssertionError, match="a request has failed"):
         run_llama_server(llama_server, [{"prompt_token_ids": [100], "max_tokens": 2}])
 
@@ -111,8 +111,8 @@ def found(speed: float, outputs: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def test_medians_are_compared_and_other_outputs_counted() -> None:
-    """The slowest and the fastest run say nothing; throughput and latency stand apart."""
+def test_medians_and_equal_outputs_are_reported() -> None:
+    """Throughput and latency are in separate tables."""
     runs = {
         OURS: [found(speed, [[1], [2]]) for speed in (10.0, 300.0, 200.0)],
         "vllm": [found(speed, [[1], [3]]) for speed in (100.0, 1.0, 900.0)],
@@ -134,10 +134,10 @@ def test_medians_are_compared_and_other_outputs_counted() -> None:
 
 
 @pytest.mark.parametrize("peer", ["nobody=/bin/sh", "vllm", "vllm=/no/such/python"])
-def test_a_peer_that_is_not_there_is_refused(
+def test_an_unknown_peer_is_an_error(
     peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything runs, by its own words."""
+    """Before anything runs. The error quotes the option."""
     with pytest.raises(SystemExit):
         main(["--folder", str(tmp_path), "--peer", peer])
 

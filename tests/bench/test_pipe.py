@@ -1,4 +1,4 @@
-"""The engine alone beside the engine behind HTTP and Redis: both are asked the same."""
+"""Compares the engine alone with the engine behind HTTP and Redis, on the same requests."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 def test_both_are_measured_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every round counts all tokens; every part of the server shows; JSON has the table's sums."""
+    """Every round counts all tokens, and every part of the server is reported."""
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # a server of its own is asked
     model, out = save_tiny_model("llama", tmp_path / "llama"), tmp_path / "out.json"
     arguments = ["--model", model, "--dtype", "float32", "--streams", 3, "--prompt-tokens", 8]
@@ -32,8 +32,8 @@ def test_both_are_measured_in_turns(
     assert f"server of engine, medians: {found['share']:.1%}" in shown
 
 
-def test_a_server_that_does_not_start_is_said() -> None:
-    """It refuses its options: no endless wait."""
+def test_a_server_that_does_not_start_is_an_error() -> None:
+    """Not an endless wait."""
     with (
         pytest.raises(RuntimeError, match="before it was ready"),
         running_server(["--dtype=none"]),

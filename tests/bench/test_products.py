@@ -1,4 +1,4 @@
-"""What the products of a model cost: each type and number of rows is measured."""
+"""`bench.products` measures matrix products by type and number of rows."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from bench.products import main
 from tests.tiny_models import save_tiny_model
 
 
-def test_a_row_for_each_type_and_a_column_for_each_number_of_rows(
+def test_the_table_has_types_in_rows_and_sizes_in_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounded weights beside those that are not."""
+    """Each type with and without int8 weights."""
     folder = save_tiny_model("llama", tmp_path, head_dim=16)
 
     assert (
@@ -25,9 +25,9 @@ def test_a_row_for_each_type_and_a_column_for_each_number_of_rows(
     assert all(float(cell) >= 0 for line in lines[2:] for cell in line[1:])
 
 
-def test_a_folder_without_a_model_is_refused(
+def test_a_folder_without_a_model_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With exit status 1 and a sentence."""
+    """With exit status 1 and one sentence."""
     assert main(["--model", str(tmp_path)]) == 1
     assert "holds no config.json" in capsys.readouterr().err

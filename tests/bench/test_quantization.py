@@ -1,4 +1,4 @@
-"""What is told of rounded weights: of itself nothing, of others what differs."""
+"""The comparison of rounded weights with the original ones."""
 
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from bench.quantization import Tally, exercises, main
 from tests.tiny_models import save_tiny_model
 
 
-def test_peers_are_compared_with_the_model_s_own_tokens(
+def test_rounded_weights_are_compared_with_the_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reference finds all of its own greedy texts likeliest; bytes fall to a quarter."""
+    """The reference agrees with itself in all tokens. Rounded weights take a quarter of the
+    bytes."""
     folder = save_tiny_model("llama", tmp_path)
 
     assert main(["--model", str(folder), "--texts", "3", "--threads", "1"]) == 0
@@ -30,8 +31,8 @@ def test_peers_are_compared_with_the_model_s_own_tokens(
     assert float(found["float32, int8"][3]) > 0.0
 
 
-def test_a_tally_tells_what_differs() -> None:
-    """A constant added to all logits is no difference; another likeliest token is one."""
+def test_a_tally_counts_differences() -> None:
+    """A constant added to all logits is no difference; another most likely token is one."""
     reference = torch.tensor([[4.0, 0.0, 0.0], [0.0, 3.0, 1.0]])
     alike, unlike = Tally(), Tally()
 
@@ -48,7 +49,7 @@ def test_a_tally_tells_what_differs() -> None:
 
 
 def test_only_the_answers_of_exercises_are_scored() -> None:
-    """Each family has its share, and what is asked is given."""
+    """Every family has the same number of exercises. The question's tokens are not scored."""
     texts = exercises(2)
 
     assert len(texts) == 2 * 17

@@ -1,4 +1,4 @@
-"""What the engine's bookkeeping costs: counted in operations, since a clock proves nothing here."""
+"""The cost of the scheduler, in Python operations, because times vary between machines."""
 
 import json
 import sys
@@ -17,14 +17,14 @@ _NUM_STEPS = 24
 
 
 def num_operations(load: Load, num_running: int, num_waiting: int) -> int:
-    """Python's instructions in a step under a load: of the cheapest of some steps in a row."""
+    """Python operations of the cheapest of several steps under a load."""
     engine = make_engine(load, num_running, _NUM_STEPS)
     fill(engine, load, num_running, num_waiting, _NUM_STEPS)
     return min(count_operations(engine, load) for _ in range(_NUM_STEPS))
 
 
 def count_operations(engine: Engine, load: Load) -> int:
-    """Of one step; where those who run are to be relieved, of one in which somebody begins."""
+    """Python operations of one step; under TURNOVER, of a step in which a sequence begins."""
     num = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -46,13 +46,15 @@ def count_operations(engine: Engine, load: Load) -> int:
 
 @pytest.mark.parametrize("load", [Load.STEADY, Load.MEMORY])
 def test_waiting_sequences_cost_a_step_nothing(load: Load) -> None:
-    """With a hundred times as many waiting, a step executes the very same operations."""
+    """A step executes the same number of operations with a hundred times as many waiting
+    sequences."""
     few, many = (num_operations(load, 16, num_waiting) for num_waiting in (40, 4_000))
     assert few == many
 
 
 def test_sequences_held_back_cost_a_step_nothing() -> None:
-    """Until somebody comes or ends, nobody asks a static strategy that waits for its batch."""
+    """A static strategy that waits for its batch is consulted only when a sequence arrives or
+    ends."""
     nums = []
     for num_waiting in (40, 4_000):
         engine = make_engine(Load.STEADY, 16, _NUM_STEPS)
@@ -62,28 +64,28 @@ def test_sequences_held_back_cost_a_step_nothing() -> None:
     assert nums[0] == nums[1]
 
 
-def test_letting_one_in_costs_hardly_more_where_many_wait() -> None:
-    """Only a search in a sorted queue grows, with the logarithm."""
+def test_admission_cost_hardly_grows_with_waiting_sequences() -> None:
+    """Only a binary search grows, with the logarithm."""
     few, many = (num_operations(Load.TURNOVER, 16, num_waiting) for num_waiting in (40, 4_000))
     assert many < 1.1 * few
 
 
 @pytest.mark.parametrize("load", [Load.STEADY, Load.TURNOVER])
 def test_the_cost_of_a_step_is_linear_in_running_sequences(load: Load) -> None:
-    """Four times as many sequences that run cost at most four times as much."""
+    """Four times as many running sequences cost at most four times as much."""
     few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
     assert few < many <= 4 * few
 
 
 @pytest.mark.parametrize(("load", "most"), [(Load.STEADY, 200), (Load.TURNOVER, 400)])
 def test_running_sequences_cost_few_operations(load: Load, most: int) -> None:
-    """What all streams need alike is done for all at once, not by calls for each."""
+    """Common work is done once for all of them."""
     few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
     assert (many - few) / (64 - 16) < most
 
 
-def test_the_command_tells_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each load and size, in the table and as JSON."""
+def test_the_command_reports_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each load and size, in a table and as JSON."""
     out = tmp_path / "out.json"
     main(["--steps", "3", "--running", "2", "--waiting", "0", "5", "--json", str(out)])
     shown = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""`batchway bench serve` against a scripted server: every call is counted once, as what it was."""
+"""`batchway bench serve` against a scripted server: every call is counted once, by its outcome."""
 
 import csv
 import io
@@ -47,8 +47,9 @@ def one_by_one(*scripts: int, num_tokens: int = 6) -> Load:
     return Load(Workload(requests), is_open=False, max_concurrency=1)
 
 
-async def test_every_call_is_counted_as_what_the_server_did(server: ScriptedServer) -> None:
-    """Answers, refusals, cancelled and broken streams; tokens of whole and of broken answers."""
+async def test_calls_are_counted_by_the_servers_outcomes(server: ScriptedServer) -> None:
+    """Answers, rejections, cancelled and broken streams; tokens of complete and of broken
+    answers."""
     done = await run(server, one_by_one(*ALL * 3))
 
     found = summarise_load(done, Slo())
@@ -69,8 +70,8 @@ async def test_every_call_is_counted_as_what_the_server_did(server: ScriptedServ
     assert "secret" not in json.dumps(found)
 
 
-async def test_latencies_are_those_of_the_clock(server: ScriptedServer) -> None:
-    """First token, gaps, a stall, the whole answer; and what keeps the objective."""
+async def test_latencies_are_exact(server: ScriptedServer) -> None:
+    """First token, gaps, a stall, the whole answer, and which calls meet the objective."""
     done = await run(server, one_by_one(script.ANSWER, script.STALL))
 
     plain, stalled = done.calls
@@ -87,8 +88,8 @@ async def test_latencies_are_those_of_the_clock(server: ScriptedServer) -> None:
     assert summarise_load(done, Slo(ttft_s=0.49))["num_within_slo"] == 0
 
 
-async def test_an_open_loop_counts_from_arrival(server: ScriptedServer) -> None:
-    """Who is held back by --max-concurrency waited since the time at which it was due."""
+async def test_open_loop_latencies_count_from_arrival(server: ScriptedServer) -> None:
+    """The wait for --max-concurrency is included."""
     requests = tuple(WorkloadRequest((script.ANSWER,), 3, float(at_s)) for at_s in (2, 1, 3))
     load = Load(Workload(requests), is_open=True, max_concurrency=1)
 
@@ -103,8 +104,8 @@ async def test_an_open_loop_counts_from_arrival(server: ScriptedServer) -> None:
     assert summarise_load(done, Slo())["sent_late_s"]["max"] > 0
 
 
-async def test_some_callers_hang_up(server: ScriptedServer) -> None:
-    """Theirs are cancelled calls, with the tokens that had come by then; the rest succeed."""
+async def test_some_callers_disconnect(server: ScriptedServer) -> None:
+    """Their calls count as cancelled, with the tokens received by then; the others succeed."""
     requests = tuple(WorkloadRequest((script.ANSWER, i), 8) for i in range(20))
     load = Load(Workload(requests), False, 1, hang_up_share=0.5, seed=3)
 
@@ -118,15 +119,15 @@ async def test_some_callers_hang_up(server: ScriptedServer) -> None:
     assert server.counts["succeeded"] == len(whole)
 
 
-async def test_a_server_that_is_not_there_fails_every_call() -> None:
-    """With the name of what went wrong, and no traceback."""
+async def test_an_absent_server_fails_every_call() -> None:
+    """With the name of the error and without a traceback."""
     async with httpx.AsyncClient(base_url="http://127.0.0.1:1/v1") as client:
         done = await run_load(Caller(client, "m"), one_by_one(script.ANSWER, script.ANSWER))
     assert summarise_load(done, Slo())["reasons"] == {"failed: ConnectError": 2}
 
 
-async def test_plain_calls_send_what_openai_has(server: ScriptedServer) -> None:
-    """--plain leaves the two extensions out."""
+async def test_plain_calls_send_only_parameters_of_openai(server: ScriptedServer) -> None:
+    """--plain leaves out the two extensions."""
     await run(server, one_by_one(script.ANSWER))
     await run(server, one_by_one(script.ANSWER), is_plain=True)
 
@@ -135,7 +136,7 @@ async def test_plain_calls_send_what_openai_has(server: ScriptedServer) -> None:
 
 
 def finished_runs() -> list[LoadRun]:
-    """Two made-up runs, with a call of each outcome."""
+    """Two invented runs, with a call of each outcome."""
     runs = []
     for rate in (2.0, 4.0):
         calls = []
@@ -150,8 +151,8 @@ def finished_runs() -> list[LoadRun]:
     return runs
 
 
-def test_tables_part_throughput_from_latency() -> None:
-    """No table has both, and every load has its line."""
+def test_throughput_and_latency_are_in_separate_tables() -> None:
+    """Every load has a row in each."""
     text = load_tables([summarise_load(run, Slo(1.0, 1.0)) for run in finished_runs()])
 
     counts, rates, *latencies = text.split("\n\n")
@@ -164,8 +165,8 @@ def test_tables_part_throughput_from_latency() -> None:
     assert "400.0" in latencies[0]
 
 
-def test_a_line_is_written_for_each_request(tmp_path: Path) -> None:
-    """Of all runs; what did not come is empty."""
+def test_the_csv_has_a_row_for_each_request(tmp_path: Path) -> None:
+    """Of all runs. Missing values are empty."""
     write_csv(finished_runs(), tmp_path / "out.csv")
 
     with (tmp_path / "out.csv").open() as file:
@@ -177,8 +178,8 @@ def test_a_line_is_written_for_each_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_runs", [0, 1, 2])
-def test_a_picture_is_drawn(num_runs: int, tmp_path: Path) -> None:
-    """Also where a load had no answers at all."""
+def test_a_chart_is_drawn(num_runs: int, tmp_path: Path) -> None:
+    """Also if a load had no answers at all."""
     runs = finished_runs()[:num_runs]
     shed = [Call(0, 3, 0.0, 0.0, 0.1, Outcome.SHED)]
     runs.append(LoadRun(Load(Workload(()), True, None, 9.0), tuple(shed), 1.0))
@@ -194,8 +195,10 @@ def test_a_picture_is_drawn(num_runs: int, tmp_path: Path) -> None:
     ("process", "burstiness", "variation"),
     [("poisson", 9.0, 1.0), ("gamma", 0.25, 2.0), ("gamma", 4.0, 0.5), ("constant", 1.0, 0.0)],
 )
-def test_gaps_have_their_mean_and_spread(process: str, burstiness: float, variation: float) -> None:
-    """The mean is one over the rate; the deviation over it is one over the root of the shape."""
+def test_gaps_between_arrivals_have_the_distribution(
+    process: str, burstiness: float, variation: float
+) -> None:
+    """The mean is 1 / rate; deviation / mean is 1 / sqrt(shape)."""
     arrivals = draw_arrivals(20_000, 50.0, process, burstiness, "s")  # type: ignore[arg-type]
     gaps = [b - a for a, b in zip([0.0, *arrivals], arrivals, strict=False)]
 
@@ -208,8 +211,8 @@ def loads_of(*arguments: str) -> list[Load]:
     return make_loads(build_parser().parse_args(["bench", "serve", *arguments]))
 
 
-def test_loads_are_what_the_options_say(tmp_path: Path) -> None:
-    """Closed by default; open with rates, each with prompts of its own; a trace as it is."""
+def test_options_become_loads(tmp_path: Path) -> None:
+    """Closed by default; open with rates, each with its own prompts; a trace unchanged."""
     [closed] = loads_of("--requests", "7", "--prompt-tokens", "4:9", "--output-tokens", "5")
     assert (closed.is_open, closed.max_concurrency) == (False, 16)
     assert len(closed.workload.requests) == 7
@@ -242,8 +245,7 @@ def _requests(load: Load) -> tuple[WorkloadRequest, ...]:
         ("arrival_s,prompt_tokens,max_tokens\n1,0,3\n", "line 2: at least"),
     ],
 )
-def test_a_bad_trace_is_named(text: str, reason: str, tmp_path: Path) -> None:
-    """The file and the line."""
+def test_errors_name_the_wrong_line_of_a_trace(text: str, reason: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(text)
     with pytest.raises(BadTrace, match=reason):
@@ -259,16 +261,14 @@ def test_a_bad_trace_is_named(text: str, reason: str, tmp_path: Path) -> None:
         ("--rate", "0"),
     ],
 )
-def test_bad_options_are_refused(arguments: tuple[str, str]) -> None:
-    """Before anything is sent."""
+def test_bad_options_are_errors(arguments: tuple[str, str]) -> None:
+    """Before any request."""
     with pytest.raises(SystemExit) as ended:
         loads_of(*arguments)
     assert ended.value.code == 2
 
 
-def test_progress_is_shown_to_people_alone() -> None:
-    """A bar on a terminal, which grows; nothing in a file."""
-
+def test_progress_is_shown_on_terminals_only() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""`batchway bench serve` on a real gateway, Redis and worker: its sums are the server's own."""
+"""`batchway bench serve` on a real gateway, Redis and worker: its sums are the server's metrics."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ SLOW = HashModelOptions(step_s=0.01, num_blocks=256)
 
 
 def serve(stack: Stack, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[Any]]:
-    """The JSON and the lines of the CSV."""
+    """The JSON report and the rows of the CSV."""
     result, lines = folder / "out.json", folder / "out.csv"
     drawn = ("--prompt-tokens=4:20", "--output-tokens=8:24", "--warm-up=0")
     told = (f"--json={result}", f"--csv={lines}", f"--png={folder / 'out.png'}")
@@ -31,7 +31,7 @@ def serve(stack: Stack, folder: Path, *arguments: str) -> tuple[dict[str, Any], 
 
 
 def counted(stack: Stack, name: str, **labels: str) -> int:
-    """The sum of a counter's series with these labels, on the gateway's page."""
+    """The sum of a counter's series with these labels, from the gateway's /metrics."""
     page = httpx.get(f"{stack.url}/metrics", timeout=20).text
     total = 0.0
     for line in page.splitlines():
@@ -41,8 +41,8 @@ def counted(stack: Stack, name: str, **labels: str) -> int:
     return int(total)
 
 
-def test_sums_are_those_of_the_server(tmp_path: Path) -> None:
-    """Admitted, shed, ended and cancelled; tokens of prompts and answers, to the last one."""
+def test_sums_are_the_servers_metrics(tmp_path: Path) -> None:
+    """Admitted, shed, ended and cancelled calls; tokens of prompts and answers."""
     bound = {"BATCHWAY_LANE_BOUND_TOKENS": "150"}
     with running_stack("--max-num-seqs=4", model=SLOW, environ=bound) as stack:
         told, lines = serve(stack, tmp_path, "--rate", "20", "500", "--requests=40")
@@ -66,8 +66,8 @@ def test_sums_are_those_of_the_server(tmp_path: Path) -> None:
         assert flooded["reasons"] == {"shed: lane_full": flooded["num_shed"]}
 
 
-def test_callers_that_hang_up_are_the_server_s_cancelled_jobs(tmp_path: Path) -> None:
-    """Each of them, but for one whose answer was whole before the server heard of it; no other."""
+def test_disconnected_callers_are_the_server_s_cancelled_jobs(tmp_path: Path) -> None:
+    """Unless a job ended before the server noticed the disconnect."""
     with running_stack(model=SLOW) as stack:
         told, _ = serve(
             stack, tmp_path, "--requests=30", "--max-concurrency=5", "--cancel-share=0.4"
@@ -86,7 +86,7 @@ def test_callers_that_hang_up_are_the_server_s_cancelled_jobs(tmp_path: Path) ->
 def test_a_server_without_an_answer_ends_the_command_with_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nobody listens; a key is wanted."""
+    """If nothing listens, and if a key is missing."""
     assert main(["bench", "serve", "--base-url=http://127.0.0.1:1/v1"]) == 1
     assert "does not answer: ConnectError" in capsys.readouterr().err
     with running_stack(environ={"BATCHWAY_API_KEY": "a-key-for-this-test"}) as stack:

@@ -1,4 +1,4 @@
-"""Jobs on real workers, receivers that misbehave, and callbacks processes that are killed.
+"""Jobs on real workers, failing receivers, and callbacks processes that are killed.
 
 `scripts/callbacks-campaign --jobs 1000 --kills 50 --json OUT` runs it at length and reports; a
 short run is a test. What it holds: every end is delivered at least once, under one id.
@@ -33,7 +33,7 @@ PATHS = ("/well", "/half", "/slow", "/down")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long and how rough."""
+    """Size and severity of a campaign."""
 
     num_jobs: int
     num_kills: int
@@ -47,15 +47,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it. Latencies are seconds from a job's end to the first accepted delivery."""
+    """The results. Latencies are seconds from a job's end to the first accepted delivery."""
 
     num_jobs: int
     num_kills: int
     num_delivered: int
     num_deliveries: int  # accepted ones, repeats included
-    num_attempts_heard: int
+    num_attempts: int
     num_forged: int
-    num_ids_of_two: int  # jobs that were told of under more than one id
+    num_with_two_ids: int  # jobs delivered under more than one id
     num_dead: int
     p50_well_s: float
     p99_well_s: float
@@ -64,12 +64,12 @@ class Report:
     took_s: float
 
     def mistakes(self) -> list[str]:
-        """What must never be."""
+        """Violations of the guarantees."""
         found = []
         if self.num_delivered != self.num_jobs:
-            found.append(f"{self.num_jobs - self.num_delivered} ends were told to nobody")
-        if self.num_ids_of_two:
-            found.append(f"{self.num_ids_of_two} ends had more than one id")
+            found.append(f"{self.num_jobs - self.num_delivered} ends were not delivered")
+        if self.num_with_two_ids:
+            found.append(f"{self.num_with_two_ids} ends had more than one id")
         if self.num_forged:
             found.append(f"{self.num_forged} messages could not be verified")
         if self.num_dead:
@@ -78,7 +78,7 @@ class Report:
 
 
 async def run_campaign(redis_url: str, plan: Plan) -> Report:
-    """Plays the plan on a Redis of its own."""
+    """Runs the plan on an empty Redis."""
     rng = random.Random(plan.seed)
     client = connect(redis_url)
     await client.flushall()
@@ -104,7 +104,7 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
             paths[await _submit(functions, receiver.url(path))] = path
             await asyncio.sleep(plan.pace_s)
         await killing
-        await receiver.until(lambda: len(_told(receiver)) >= plan.num_jobs, 300.0)
+        await receiver.until(lambda: len(_delivered(receiver)) >= plan.num_jobs, 300.0)
         ends = await _ends(functions, list(paths))
         num_dead = int(await client.zcard(keys.of("dead", TENANT)))
     await client.aclose()
@@ -112,7 +112,7 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
 
 
 async def _kill(redis_url: str, running: list[Office], plan: Plan, rng: random.Random) -> None:
-    """kill -9 of one process at a time, at random moments; another takes its place."""
+    """Kills one process after another by kill -9, at random moments, and replaces each."""
     every_s = plan.num_jobs * plan.pace_s / max(1, plan.num_kills)
     for _ in range(plan.num_kills):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
@@ -140,8 +140,8 @@ async def _submit(functions: Functions, url: str) -> str:
     return job.id
 
 
-def _told(receiver: Receiver) -> set[str]:
-    """The jobs whose end was accepted."""
+def _delivered(receiver: Receiver) -> set[str]:
+    """Ids of jobs whose final message was accepted."""
     return {
         message.body["data"]["id"]
         for messages in receiver.accepted().values()
@@ -151,7 +151,7 @@ def _told(receiver: Receiver) -> set[str]:
 
 
 async def _ends(functions: Functions, job_ids: list[str]) -> dict[str, float]:
-    """When each job ended, Unix seconds of Redis, which is this machine's clock here."""
+    """When each job ended: Unix seconds by Redis, whose clock is this machine's."""
     ends: dict[str, float] = {}
 
     async def all_ended() -> bool:
@@ -190,9 +190,9 @@ def _report(
         num_kills=plan.num_kills,
         num_delivered=len(first_s),
         num_deliveries=sum(message.was_accepted for message in receiver.messages),
-        num_attempts_heard=len(receiver.messages),
+        num_attempts=len(receiver.messages),
         num_forged=len(receiver.forged),
-        num_ids_of_two=sum(len(seen) > 1 for seen in ids.values()),
+        num_with_two_ids=sum(len(seen) > 1 for seen in ids.values()),
         num_dead=num_dead,
         p50_well_s=round(statistics.median(well), 3),
         p99_well_s=round(well[int(0.99 * (len(well) - 1))], 3),

@@ -1,4 +1,4 @@
-"""URLs that must never lead to a private address, each for a reason."""
+"""URLs that must never reach a private address, each with its reason."""
 
 from collections.abc import Iterator
 
@@ -116,7 +116,7 @@ _TRICKS = [
 
 
 def hostile_urls() -> Iterator[str]:
-    """More than two hundred."""
+    """More than two hundred URLs."""
     for host in _SPELLINGS.split():
         yield f"https://{host}/hook"
     yield from _TRICKS

@@ -1,4 +1,4 @@
-"""A receiver on loopback: verifies every message as a stranger would, and misbehaves as told."""
+"""A receiver on loopback that verifies every message and answers as a test prescribes."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One delivery that was verified. `at_s`: Unix time of its arrival."""
+    """One verified delivery. `at_s`: Unix time of its arrival."""
 
     id: str
     body: dict[str, Any]
@@ -27,7 +27,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is said to a delivery, after `delay_s`; status 0 breaks the connection off."""
+    """The response to a delivery, after `delay_s`. Status 0 breaks the connection."""
 
     status: int = 204
     delay_s: float = 0.0
@@ -43,13 +43,13 @@ def always(answer: Answer) -> Behaviour:
 
 
 def half_of_the_time(rng: random.Random) -> Behaviour:
-    """Each failure of another kind."""
+    """Fails half of the deliveries, in different ways."""
     failures = (Answer(500), Answer(503), Answer(0), Answer(302, headers={"location": "/other"}))
     return lambda _: rng.choice(failures) if rng.random() < 0.5 else Answer()
 
 
 class Receiver:
-    """Listens on a port of its own; by path, so that one server stands for several."""
+    """A server on a free port. Each path has its own behaviour."""
 
     def __init__(
         self, behaviours: Mapping[str, Behaviour], *, tls: ssl.SSLContext | None = None
@@ -76,7 +76,7 @@ class Receiver:
         return f"http://127.0.0.1:{self._port}{path}"
 
     def accepted(self) -> dict[str, list[Message]]:
-        """What was answered with 2xx, by message id."""
+        """Messages answered with 2xx, by message id."""
         found: dict[str, list[Message]] = {}
         for message in self.messages:
             if message.was_accepted:
@@ -84,7 +84,7 @@ class Receiver:
         return found
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Returns once the condition holds; it is asked after each delivery."""
+        """Returns once the condition holds; it is checked after each delivery."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.news.clear()
@@ -98,7 +98,7 @@ class Receiver:
                 for name, _, value in (line.partition(": ") for line in head[1:] if line)
             }
             body = await reader.readexactly(int(headers["content-length"]))
-            answer = self._hear(head[0].split()[1], headers, body)
+            answer = self._answer_to(head[0].split()[1], headers, body)
             await asyncio.sleep(answer.delay_s)
             if answer.endless:
                 writer.write(b"HTTP/1.1 200 X\r\n\r\n")
@@ -116,7 +116,7 @@ class Receiver:
         finally:
             writer.close()
 
-    def _hear(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    def _answer_to(self, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         try:
             Webhook(SECRET).verify(body, dict(headers))
         except Exception as exc:

@@ -1,4 +1,4 @@
-"""Callbacks over HTTP: what is refused at once, and dead letters."""
+"""Callbacks over HTTP: validation, progress and dead letters."""
 
 from typing import Any
 
@@ -47,14 +47,14 @@ async def submit(http: httpx.AsyncClient, callback: object) -> httpx.Response:  
 
 
 @pytest.mark.parametrize(("callback", "param", "code"), REFUSED)
-async def test_a_callback_that_cannot_work_is_refused_by_name(
+async def test_an_invalid_callback_is_rejected_by_field(
     http: httpx.AsyncClient,  # noqa: F811
     idle_worker: FakeWorker,  # noqa: F811
     callback: dict[str, Any],
     param: str,
     code: str,
 ) -> None:
-    """400 at submission, with nothing of the URL or the secret in the answer."""
+    """400 at submission, without the URL or the secret in the response."""
     answer = await submit(http, callback)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -66,19 +66,19 @@ async def test_exactly_one_target_is_needed(
     http: httpx.AsyncClient,  # noqa: F811
     idle_worker: FakeWorker,  # noqa: F811
 ) -> None:
-    """None, or two of them, name the field itself."""
+    """The error for none or two names the field."""
     for callback in ({}, {"url": URL, "s3": "bucket"}):
         answer = await submit(http, callback)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "callback")
 
 
-async def test_no_answer_shows_the_callback_again(
+async def test_no_response_contains_the_callback(
     http: httpx.AsyncClient,  # noqa: F811
     idle_worker: FakeWorker,  # noqa: F811
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """It is kept with the job and shown to nobody."""
+    """It is stored with the job only."""
     answer = await submit(http, {"url": URL, "secret": SECRET, "payload": "full"})
     assert answer.status_code == 202, answer.text
     job_id = answer.json()["id"]
@@ -94,7 +94,7 @@ async def test_dead_letters_are_listed_shown_and_replayed(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """For their own tenant alone, without the URL; a replay makes the message due again."""
+    """For their own tenant only, without the URL. A replay makes the message due again."""
     outbox = Outbox(redis_client, keys)
     callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
     for tenant in ("default", "other"):
@@ -128,7 +128,7 @@ async def test_a_key_replays_no_callback_of_another_lane(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """403, and the letter stays dead; one of the key's own lane is replayed."""
+    """403, and the letter stays dead. The key replays one of its own lane."""
     outbox = Outbox(redis_client, keys)
     callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
     jobs = {lane: make_job("acme", lane=lane) for lane in ("standard", "batch")}
@@ -151,14 +151,14 @@ async def test_a_key_replays_no_callback_of_another_lane(
     assert letter.record.job_id == jobs["standard"].id
 
 
-async def test_a_job_shows_how_far_its_callback_is(
+async def test_a_job_shows_the_state_of_its_callback(
     http: httpx.AsyncClient,  # noqa: F811
     idle_worker: FakeWorker,  # noqa: F811
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """Pending before the end, between two attempts and during one; then delivered. Tenants see
-    their own alone, and nobody the target."""
+    """Pending before the end, between attempts and during one, then delivered. Only the job's
+    tenant sees it, without the target."""
     path = f"/v1/jobs/{(await submit(http, {'url': URL, 'secret': SECRET})).json()['id']}"
     job_id = path.rpartition("/")[2]
 
@@ -194,9 +194,7 @@ async def test_a_job_shows_that_its_callback_was_given_up(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """By a receiver that is gone, and by one that fails to the end of the ladder; delivered anew,
-    it is pending again.
-    """
+    """After 410, and after the last retry. After a replay it is pending again."""
     outbox = Outbox(redis_client, keys)
     behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
     attempts = {"/gone": 1, "/bad": 3}
@@ -215,11 +213,10 @@ async def test_a_job_shows_that_its_callback_was_given_up(
     assert shown["state"] == "pending"
 
 
-async def test_a_job_without_a_callback_shows_none(
+async def test_a_job_without_a_callback_shows_null(
     http: httpx.AsyncClient,  # noqa: F811
     idle_worker: FakeWorker,  # noqa: F811
 ) -> None:
-    """Null, not an empty state."""
     answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})
     shown = (await http.get(f"/v1/jobs/{answer.json()['id']}")).json()
     assert shown["callback"] is None

@@ -1,4 +1,4 @@
-"""Destinations in AWS, on moto's server: the same body and id as a URL would get."""
+"""Destinations in AWS, on moto's server: the same body and id as for a URL."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def moto_url() -> Iterator[str]:
 
 @pytest.fixture
 def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> AwsSender:
-    """A sender that finds moto's server in the environment, as it finds AWS."""
+    """A sender that finds moto's server in the environment."""
     environ = {
         "AWS_ENDPOINT_URL": moto_url,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -64,7 +64,7 @@ def received(queue: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("fifo", [False, True])
 async def test_a_queue_gets_body_and_headers(aws: AwsSender, fifo: bool) -> None:
-    """Headers as attributes; a FIFO queue drops what comes twice under one id."""
+    """Headers are attributes. A FIFO queue drops a second message with the same id."""
     client: Any = boto3.client("sqs")
     attributes = {"FifoQueue": "true"} if fifo else {}
     name = "ends.fifo" if fifo else "ends"
@@ -77,8 +77,8 @@ async def test_a_queue_gets_body_and_headers(aws: AwsSender, fifo: bool) -> None
     assert messages[0]["MessageAttributes"]["webhook-id"]["StringValue"] == "job-0-1-1"
 
 
-async def test_a_topic_and_a_bus_pass_it_on(aws: AwsSender) -> None:
-    """Heard at a queue behind each of them."""
+async def test_a_topic_and_a_bus_forward_the_message(aws: AwsSender) -> None:
+    """To a queue behind each of them."""
     sqs: Any = boto3.client("sqs")
     queue = sqs.create_queue(QueueName="behind")["QueueUrl"]
     arn = sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=["QueueArn"])["Attributes"][
@@ -107,7 +107,7 @@ async def test_a_topic_and_a_bus_pass_it_on(aws: AwsSender) -> None:
 
 
 async def test_a_bucket_gets_an_object(aws: AwsSender) -> None:
-    """Named by the message's id below the prefix: a repeat writes the same object."""
+    """Its key is the prefix and the message's id, so a repetition writes the same object."""
     client: Any = boto3.client("s3")
     client.create_bucket(
         Bucket="ends", CreateBucketConfiguration={"LocationConstraint": "eu-central-1"}
@@ -122,7 +122,7 @@ async def test_a_bucket_gets_an_object(aws: AwsSender) -> None:
 
 
 async def test_a_function_is_invoked(aws: AwsSender) -> None:
-    """As an event, which Lambda queues; moto's stands for one without Docker."""
+    """As an event, which Lambda queues. moto emulates one without Docker."""
     iam: Any = boto3.client("iam")
     role = iam.create_role(RoleName="r", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
     client: Any = boto3.client("lambda")
@@ -144,25 +144,25 @@ async def test_a_function_is_invoked(aws: AwsSender) -> None:
         (CallbackKind.S3, "absent-bucket/x"),
     ],
 )
-async def test_a_missing_object_is_a_permanent_error(
+async def test_a_missing_destination_is_a_permanent_error(
     aws: AwsSender, kind: CallbackKind, target: str
 ) -> None:
-    """The caller's mistake: no attempt would mend it."""
+    """The attempt is not repeated."""
     outcome = await send(aws, kind, target)
     assert isinstance(outcome, Refused), outcome
     assert "absent" not in outcome.note
 
 
-async def test_an_aws_that_is_away_is_tried_again(
+async def test_an_unreachable_aws_is_tried_again(
     aws: AwsSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No route, or no credentials: another attempt may do."""
+    """Also without credentials."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert isinstance(await send(AwsSender(timeout_s=2.0), CallbackKind.SNS, "arn:x"), Failed)
 
 
-def test_only_what_the_operator_opened_is_reached() -> None:
-    """Patterns name kind and target; nothing is open by itself."""
+def test_only_targets_of_the_operator_are_allowed() -> None:
+    """Patterns name kind and target. By default none is allowed."""
     queue = Callback(kind=CallbackKind.SQS, target="https://sqs.example/1/ends")
     assert not is_open_target(queue, ())
     assert not is_open_target(queue, ("sns:*", "sqs:https://sqs.example/2/*"))

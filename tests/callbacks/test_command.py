@@ -1,4 +1,4 @@
-"""`batchway callbacks`: delivers until told to end; lists, shows and replays what it gave up."""
+"""`batchway callbacks` delivers until SIGTERM; subcommands list, show and replay dead letters."""
 
 import json
 import os
@@ -42,13 +42,14 @@ def run(url: str, *arguments: str, **environ: str) -> tuple[int, str]:
     return process.returncode, output + errors
 
 
-async def test_dead_letters_by_command(
+async def test_commands_list_show_and_replay_dead_letters(
     functions: Functions,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     redis_server: EmbeddedRedis,
 ) -> None:
-    """Listed as a table and as JSON, shown without the URL, replayed once, unknown ones told."""
+    """As a table and as JSON, without the URL. A letter is replayed once; an unknown one is an
+    error."""
     outbox = Outbox(redis_client, keys)
     job = make_job()
     callback = Callback(kind=CallbackKind.URL, target=URL)
@@ -70,7 +71,7 @@ async def test_dead_letters_by_command(
 async def test_a_delivery_is_one_line_of_the_log(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """Ours, with the job's id; RQ's own four are left out."""
+    """With the job's id. RQ's own four lines are left out."""
     async with Receiver({"/": always(Answer())}) as receiver:
         process = command(
             redis_server.url, "--callback-allow=127.0.0.1", BATCHWAY_CALLBACK_KEY="k" * 16
@@ -92,8 +93,9 @@ async def test_a_delivery_is_one_line_of_the_log(
     assert all("callback delivered: HTTP 204 job_id=" in line for line in deliveries)
 
 
-def test_the_web_adapter_needs_a_key_and_ends_on_sigterm(redis_server: EmbeddedRedis) -> None:
-    """Without the key that signs RQ's jobs it does not start; SIGTERM ends it with status 0."""
+def test_the_command_needs_a_key_and_ends_on_sigterm(redis_server: EmbeddedRedis) -> None:
+    """It does not start without the key that signs RQ's jobs, or with a malformed secret.
+    SIGTERM ends it with status 0."""
     status, complaint = run(redis_server.url)
     assert (status, "BATCHWAY_CALLBACK_KEY" in complaint) == (2, True)
     status, complaint = run(

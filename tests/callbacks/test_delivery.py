@@ -1,4 +1,4 @@
-"""What a receiver gets, and what its answers lead to: the whole way from a job's end."""
+"""Deliveries from the end of a job to the receiver's response, and what each response causes."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ OTHER_SECRET = "whsec_" + "QUJD" * 8
 
 @asynccontextmanager
 async def service(redis_server: EmbeddedRedis, **settings: Any) -> AsyncIterator[None]:
-    """A relay and an RQ worker in this process, ended at exit."""
+    """A relay and an RQ worker in this process, stopped at exit."""
     stopping = asyncio.Event()
     running = asyncio.create_task(
         CallbackService(office_settings(redis_server.url, **settings)).run(stopping)
@@ -62,7 +62,7 @@ async def ended_job(functions: Functions, callback: Callback, text: str = "said"
 
 
 async def dead_letter(outbox: Outbox, job: Job) -> DeadLetter:
-    """The job's, once it is one."""
+    """Waits for the job's dead letter."""
     async with asyncio.timeout(30):
         while not (found := await outbox.dead(job.tenant, job_id=job.id)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # the process that buries it is no task of ours
@@ -77,7 +77,8 @@ def outbox(redis_client: redis.asyncio.Redis, keys: Keys) -> Outbox:
 async def test_a_callback_is_signed_and_thin(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """Status, usage and where the result is; no output, and a signature that others verify."""
+    """It has status, usage and the result's URL, but no output. The standard library for
+    webhooks verifies its signature."""
     async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
         job = await ended_job(functions, to_url(receiver.url("/?token=x")))
         await receiver.until(lambda: len(receiver.messages) == 1)
@@ -92,10 +93,10 @@ async def test_a_callback_is_signed_and_thin(
     assert "said" not in json.dumps(message.body)
 
 
-async def test_a_full_message_holds_the_output(
+async def test_a_full_message_contains_the_output(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """On request: each choice's text and why it ended."""
+    """If requested: each choice's text and finish reason."""
     public_url = "https://models.example"
     async with (
         Receiver({"/": always(Answer())}) as receiver,
@@ -111,8 +112,8 @@ async def test_a_full_message_holds_the_output(
 async def test_failures_are_tried_again_under_the_same_id(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """Errors, a redirect that is not followed, a broken connection, and then success; metrics
-    count each attempt by what came of it."""
+    """Errors, a redirect (which is not followed), a broken connection, then success. Metrics
+    count each attempt by outcome."""
     redirect = Answer(307, headers={"location": "/elsewhere"})
     answers = iter([Answer(500), redirect, Answer(0), Answer(404), Answer()])
     async with (
@@ -128,10 +129,10 @@ async def test_failures_are_tried_again_under_the_same_id(
     assert len({json.dumps(message.body) for message in receiver.messages}) == 1
 
 
-async def test_410_and_the_ladders_end_make_dead_letters(
+async def test_410_and_the_last_retry_make_dead_letters(
     functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
 ) -> None:
-    """Gone at once, or when the rungs are used up; a replay begins anew, and is delivered."""
+    """410 at once, other failures after the last retry. A replay starts over and is delivered."""
     behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
     async with Receiver(behaviours) as receiver, service(redis_server, retry_delays_s=(0.05, 0.05)):
         gone = await ended_job(functions, to_url(receiver.url("/gone")))
@@ -150,7 +151,7 @@ async def test_410_and_the_ladders_end_make_dead_letters(
 async def test_a_blocked_address_is_a_dead_letter_at_once(
     functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
 ) -> None:
-    """Nothing is sent, and the note says why without saying where."""
+    """Nothing is sent. The note has the reason without the address."""
     async with service(redis_server):
         job = await ended_job(functions, to_url("https://10.0.0.1/hook?token=hush"))
         letter = await dead_letter(outbox, job)
@@ -158,10 +159,10 @@ async def test_a_blocked_address_is_a_dead_letter_at_once(
     assert "10.0" not in letter.record.note
 
 
-async def test_a_slow_receiver_holds_up_itself_alone(
+async def test_a_slow_receiver_delays_no_other(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """More messages than there are threads wait for it, and another's pass them."""
+    """Although more messages than threads wait for it."""
     async with (
         Receiver({"/": always(Answer(delay_s=30))}) as slow,
         Receiver({"/": always(Answer())}) as quick,
@@ -182,7 +183,7 @@ async def test_any_exception_of_an_attempt_leads_to_a_retry(
     redis_server: EmbeddedRedis,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fault of a library, say: each attempt counts, and the last makes a dead letter."""
+    """Also one of a library. After the last retry the message is a dead letter."""
 
     async def fail(*_: object) -> None:
         raise RecursionError("hush")
@@ -196,10 +197,11 @@ async def test_any_exception_of_an_attempt_leads_to_a_retry(
 
 
 @pytest.mark.parametrize("num_jobs", [20, pytest.param(200, marks=pytest.mark.campaign)])
-async def test_a_flood_of_unreadable_urls_is_given_up_and_holds_up_nobody(
+async def test_a_flood_of_invalid_urls_delays_no_other(
     functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis, num_jobs: int
 ) -> None:
-    """As a gateway of a former version took them: one attempt each, and no more."""
+    """Each is a dead letter after one attempt. A gateway of an earlier version may have accepted
+    them."""
     callback = to_url("https://receiver.example/\u212a")
     for _ in range(num_jobs):
         job = make_job("flood")
@@ -222,7 +224,7 @@ async def test_a_flood_of_unreadable_urls_is_given_up_and_holds_up_nobody(
     ("field", "value"),
     [("kind", "x"), ("at", "x"), ("callback", "\xff"), ("tenant", None), ("to", "elsewhere")],
 )
-async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
+async def test_an_unreadable_record_delays_no_other(
     functions: Functions,
     redis_client: redis.asyncio.Redis,
     redis_server: EmbeddedRedis,
@@ -230,7 +232,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
     field: str,
     value: str | None,
 ) -> None:
-    """One field of it: the message is lost, and counted; the next one is delivered."""
+    """For each unreadable field: the message is lost and counted; the next one is delivered."""
     async with Receiver({"/": always(Answer())}) as receiver:
         spoiled = await ended_job(functions, to_url(receiver.url("/")))
         key = keys.of("out", spoiled.id)
@@ -253,7 +255,7 @@ async def test_an_unreadable_record_is_given_up_and_holds_up_nobody(
 async def test_progress_callbacks_precede_the_final_one(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """Started, progress, the end; each a message of its own, one after the other."""
+    """Start, progress and end have a message each, in this order."""
     async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
         callback = to_url(receiver.url("/"), notifies_start=True, progress_tokens=2)
         job = make_job()
@@ -276,10 +278,10 @@ async def test_progress_callbacks_precede_the_final_one(
     assert receiver.messages[1].body["data"]["usage"]["completion_tokens"] == 2
 
 
-async def test_the_end_takes_the_place_of_progress_that_nobody_took(
+async def test_the_final_message_replaces_undelivered_progress(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
-    """While the receiver was down the job ended: the progress is told no more."""
+    """If the job ends while the receiver is down, only the final message is sent."""
     async with Receiver({"/": always(Answer())}) as receiver:
         callback = to_url(receiver.url("/"), notifies_start=True, progress_tokens=1)
         await ended_job(functions, callback)
@@ -291,7 +293,7 @@ async def test_the_end_takes_the_place_of_progress_that_nobody_took(
 async def test_secrets_of_the_installation_sign_and_rotate(
     functions: Functions, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
-    """A signature of each: who knows the old secret verifies, and who knows the new one."""
+    """One signature for each secret, so that receivers with the old or the new one can verify."""
     secrets = Secrets.parse(f"{OTHER_SECRET} t={OTHER_SECRET},{SECRET}")
     assert SECRET not in repr(secrets)
     async with (
@@ -306,8 +308,7 @@ async def test_secrets_of_the_installation_sign_and_rotate(
     Webhook(OTHER_SECRET).verify(raw, headers)
 
 
-def test_secrets_of_a_wrong_form_are_refused_unseen() -> None:
-    """The sentence says whose, never which."""
+def test_errors_do_not_quote_malformed_secrets() -> None:
     for text in ("whsec_hush", "t=hush", "whsec_" + "A" * 30, f"{SECRET},hush"):
         with pytest.raises(ValueError, match="a secret") as caught:
             Secrets.parse(text)

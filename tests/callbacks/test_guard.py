@@ -1,4 +1,4 @@
-"""No callback reaches a private address, whatever its URL says or its name server answers."""
+"""No callback reaches a private address, whatever its URL is or its name server answers."""
 
 import ssl
 import sys
@@ -22,14 +22,14 @@ PUBLIC = "203.1.112.10"  # never connected to: see `no_connection`
 
 
 class Connections:
-    """Every address that this process connects a socket to while it watches."""
+    """Records every address that this process connects to while it watches."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
         self.is_watching = False
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_event)
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.is_watching and event == "socket.connect" and isinstance(arguments[1], tuple):
             self.addresses.append(arguments[1][0])
             raise ConnectionRefusedError("no connection leaves this test")
@@ -47,7 +47,7 @@ def connections() -> Iterator[Connections]:
 
 
 class NameServer:
-    """Answers in turn what it was given, the last for ever."""
+    """Gives the answers in turn, and repeats the last one."""
 
     def __init__(self, *answers: Sequence[str]) -> None:
         self._answers = list(answers)
@@ -64,7 +64,7 @@ def sender(names: NameServer, allow: AllowList = NOBODY) -> WebhookSender:
 
 
 async def test_no_hostile_url_makes_a_connection(connections: Connections) -> None:
-    """More than two hundred, with a name server that would lead each of them home."""
+    """More than two hundred URLs, with a name server that answers 127.0.0.1."""
     urls = list(hostile_urls())
     assert len(urls) >= 200
     names = NameServer(["127.0.0.1"])
@@ -76,8 +76,10 @@ async def test_no_hostile_url_makes_a_connection(connections: Connections) -> No
 
 
 @pytest.mark.parametrize("answer", PRIVATE_ANSWERS)
-async def test_no_answer_of_a_name_server_leads_home(connections: Connections, answer: str) -> None:
-    """Alone, or hidden behind a public address."""
+async def test_private_answers_of_a_name_server_are_blocked(
+    connections: Connections, answer: str
+) -> None:
+    """Alone, or beside a public address."""
     for answers in ([answer], [PUBLIC, answer], [answer, PUBLIC]):
         webhooks = sender(NameServer(answers))
         outcome = await webhooks.send("https://example.com/", b"{}", {})
@@ -88,7 +90,7 @@ async def test_no_answer_of_a_name_server_leads_home(connections: Connections, a
 
 
 async def test_a_rebinding_name_server_is_asked_once(connections: Connections) -> None:
-    """What was checked is what is connected to: the second answer is never heard."""
+    """The connection uses the checked address."""
     names = NameServer([PUBLIC], ["127.0.0.1"])
     webhooks = sender(names)
     outcome = await webhooks.send("https://rebind.example/", b"{}", {})
@@ -99,7 +101,7 @@ async def test_a_rebinding_name_server_is_asked_once(connections: Connections) -
 
 
 async def test_the_hook_sees_connections(connections: Connections) -> None:
-    """The watch that the other tests rely on is awake."""
+    """The other tests rely on it."""
     webhooks = sender(NameServer(["127.0.0.1"]), AllowList.parse(["127.0.0.1"]))
     assert not isinstance(await webhooks.send("http://127.0.0.1:9/", b"{}", {}), Delivered)
     await webhooks.aclose()
@@ -109,7 +111,7 @@ async def test_the_hook_sees_connections(connections: Connections) -> None:
 async def test_proxies_of_the_environment_are_not_used(
     connections: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy would resolve the name again, elsewhere."""
+    """A proxy would resolve the name again."""
     for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     webhooks = sender(NameServer([PUBLIC]))
@@ -122,13 +124,13 @@ async def test_proxies_of_the_environment_are_not_used(
     "address",
     ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1", "192.0.1.1"],
 )
-def test_public_addresses_are_open(address: str) -> None:
-    """Also those of networks that have IPv6 alone, which see IPv4 through NAT64."""
+def test_public_addresses_are_allowed(address: str) -> None:
+    """Also in IPv6-only networks, which reach IPv4 through NAT64."""
     assert why_blocked(ip_address(address)) is None
 
 
-def test_development_may_open_what_is_private() -> None:
-    """By network or by name, for those alone, and then without TLS too."""
+def test_operators_may_allow_private_targets() -> None:
+    """By network or by name. Those need no TLS; others stay blocked."""
     allow = AllowList.parse(["127.0.0.0/8", "receiver", "fd00::/8"])
     for url in (
         "http://127.0.0.1:9/",
@@ -144,8 +146,8 @@ def test_development_may_open_what_is_private() -> None:
         AllowList.parse(["0x7f.1"])
 
 
-async def test_a_name_that_is_open_may_lead_anywhere() -> None:
-    """The name was opened, wherever a container puts it; others stay closed."""
+async def test_an_allowed_name_may_have_any_address() -> None:
+    """Because containers have varying addresses. Other names stay blocked."""
     allow = AllowList.parse(["receiver"])
     guard = Guard(allow, NameServer(["10.0.0.7"]).resolve)
     assert await guard.addresses(parse_callback_url("http://receiver:80/", allow)) == ["10.0.0.7"]
@@ -153,8 +155,8 @@ async def test_a_name_that_is_open_may_lead_anywhere() -> None:
         await guard.addresses(parse_callback_url("https://example.com/", allow))
 
 
-def test_a_url_is_read_into_parts() -> None:
-    """Host in lower case, port of the scheme, path and query as they stand."""
+def test_a_url_is_parsed() -> None:
+    """The host in lower case, the port of the scheme, path and query unchanged."""
     url = parse_callback_url("HTTPS://Example.COM/a%2Fb?c=d&e=%20", NOBODY)
     assert (url.scheme, url.host, url.port) == ("https", "example.com", 443)
     assert (url.target, url.host_header) == ("/a%2Fb?c=d&e=%20", "example.com")

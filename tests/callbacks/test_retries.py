@@ -17,7 +17,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def test_each_delay_is_as_scheduled_plus_jitter() -> None:
-    """5 s, 5 min, 30 min, 2 h, 5 h, 10 h, 10 h, each with jitter; then no more."""
+    """5 s, 5 min, 30 min, 2 h, 5 h, 10 h, 10 h, then no more."""
     rng = Random(1)
     delays = [next_delay_s(n, rng) for n in range(1, len(RETRY_DELAYS_S) + 1)]
     for delay, scheduled_s in zip(delays, RETRY_DELAYS_S, strict=True):
@@ -28,8 +28,8 @@ def test_each_delay_is_as_scheduled_plus_jitter() -> None:
     assert next_delay_s(len(RETRY_DELAYS_S) + 1, rng) is None
 
 
-def test_a_receiver_may_ask_for_a_longer_wait_within_bounds() -> None:
-    """Never for a shorter one, and never for more attempts."""
+def test_retry_after_may_lengthen_a_delay() -> None:
+    """Within bounds. It cannot shorten a delay or add attempts."""
     rng = Random(1)
     assert next_delay_s(1, rng, retry_after_s=60) == 60
     assert (next_delay_s(2, rng, retry_after_s=1) or 0) >= RETRY_DELAYS_S[1]
@@ -54,5 +54,5 @@ def test_a_receiver_may_ask_for_a_longer_wait_within_bounds() -> None:
     ],
 )
 def test_retry_after_is_seconds_or_a_date(value: str | None, seconds: float | None) -> None:
-    """Anything else says nothing."""
+    """Any other value is ignored."""
     assert parse_retry_after(value, NOW) == seconds

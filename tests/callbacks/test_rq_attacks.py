@@ -1,4 +1,4 @@
-"""Whoever can write to Redis can put jobs into RQ's queue; none of them runs anything."""
+"""A writer to Redis can add jobs to RQ's queue, but none of them runs code."""
 
 import json
 import threading
@@ -21,38 +21,38 @@ OURS = Taken("job-0-" + "0" * 32, 1)
 LAST = Taken("job-0-" + "f" * 32, 7)
 
 
-class Hands:
-    """A running RQ worker, one delivery at a time, and what it was made to deliver."""
+class Runner:
+    """A running RQ worker with one thread, and its deliveries."""
 
     def __init__(self, url: str) -> None:
         self.client = open_redis(url)
         self.client.flushall()
         self.attempts = AttemptQueue(self.client, "test", KEY)
         self.delivered: list[Taken] = []
-        self._heard = threading.Event()
-        self._hands = RqRunner(self.attempts, self.client, self._deliver, max_concurrent=1)
-        self._hands.start()
+        self._has_last = threading.Event()
+        self._runner = RqRunner(self.attempts, self.client, self._deliver, max_concurrent=1)
+        self._runner.start()
 
     def _deliver(self, taken: Taken) -> None:
         self.delivered.append(taken)
         if taken == LAST:
-            self._heard.set()
+            self._has_last.set()
 
     def finish(self) -> None:
-        """Everything that was queued before has been looked at."""
+        """Returns once everything queued before has been processed, and stops the worker."""
         self.attempts.put([LAST])
-        assert self._heard.wait(20)
-        self._hands.stop()
+        assert self._has_last.wait(20)
+        self._runner.stop()
         self.client.close()
 
 
 @pytest.fixture
-def hands(redis_server: EmbeddedRedis) -> Hands:
-    return Hands(redis_server.url)
+def runner(redis_server: EmbeddedRedis) -> Runner:
+    return Runner(redis_server.url)
 
 
-def forge(hands: Hands, job: SignedJob) -> None:
-    hands.attempts.queue.enqueue_job(job)
+def forge(runner: Runner, job: SignedJob) -> None:
+    runner.attempts.queue.enqueue_job(job)
 
 
 def plain_job(client: redis.Redis, function: str, *args: object, **options: Any) -> SignedJob:
@@ -63,42 +63,42 @@ def plain_job(client: redis.Redis, function: str, *args: object, **options: Any)
     return job
 
 
-def test_a_forged_function_is_not_run(hands: Hands, tmp_path: Path) -> None:
-    """`os.system` in a record of RQ's, with and without a signature copied from a real job."""
+def test_a_forged_function_is_not_run(runner: Runner, tmp_path: Path) -> None:
+    """`os.system` in a record of RQ, with and without a signature copied from a real job."""
     mark = tmp_path / "ran"
-    forge(hands, plain_job(hands.client, "os.system", f"touch {mark}"))
-    real = signed_job(OURS, derived_key(KEY, "test"), hands.client, JSONSerializer)
-    forge(hands, plain_job(hands.client, "os.system", f"touch {mark}", *real.args[1:]))
-    forge(hands, plain_job(hands.client, "pathlib.Path.touch", str(mark)))
-    hands.finish()
+    forge(runner, plain_job(runner.client, "os.system", f"touch {mark}"))
+    real = signed_job(OURS, derived_key(KEY, "test"), runner.client, JSONSerializer)
+    forge(runner, plain_job(runner.client, "os.system", f"touch {mark}", *real.args[1:]))
+    forge(runner, plain_job(runner.client, "pathlib.Path.touch", str(mark)))
+    runner.finish()
     assert not mark.exists()
-    assert hands.delivered == [LAST]
+    assert runner.delivered == [LAST]
 
 
-def test_a_tampered_payload_is_not_delivered(hands: Hands) -> None:
-    """Another job id, another attempt, another RQ id, another namespace's signature."""
-    real = signed_job(OURS, derived_key(KEY, "test"), hands.client, JSONSerializer)
+def test_a_tampered_payload_is_not_delivered(runner: Runner) -> None:
+    """Another job id, attempt or RQ id, and the signature of another namespace."""
+    real = signed_job(OURS, derived_key(KEY, "test"), runner.client, JSONSerializer)
     job_id, attempt, mac = real.args
-    forge(hands, plain_job(hands.client, FUNCTION, "job-0-" + "1" * 32, attempt, mac, id=real.id))
-    forge(hands, plain_job(hands.client, FUNCTION, job_id, 2, mac, id=f"cb-{job_id}-2"))
-    forge(hands, plain_job(hands.client, FUNCTION, job_id, attempt, mac, id="another"))
-    forge(hands, signed_job(OURS, derived_key(KEY, "other"), hands.client, JSONSerializer))
-    hands.finish()
-    assert hands.delivered == [LAST]
+    forge(runner, plain_job(runner.client, FUNCTION, "job-0-" + "1" * 32, attempt, mac, id=real.id))
+    forge(runner, plain_job(runner.client, FUNCTION, job_id, 2, mac, id=f"cb-{job_id}-2"))
+    forge(runner, plain_job(runner.client, FUNCTION, job_id, attempt, mac, id="another"))
+    forge(runner, signed_job(OURS, derived_key(KEY, "other"), runner.client, JSONSerializer))
+    runner.finish()
+    assert runner.delivered == [LAST]
 
 
-def test_a_genuine_payload_brings_nothing_along(hands: Hands, tmp_path: Path) -> None:
-    """RQ's own callbacks and webhooks, hung on a job whose signature is right, are cut off."""
-    real = signed_job(OURS, derived_key(KEY, "test"), hands.client, JSONSerializer)
+def test_rq_callbacks_of_a_genuine_payload_are_removed(runner: Runner, tmp_path: Path) -> None:
+    """Callbacks and webhooks of RQ in a job whose signature is right."""
+    real = signed_job(OURS, derived_key(KEY, "test"), runner.client, JSONSerializer)
     real.webhooks = [Webhook("http://127.0.0.1:9/", job_status="finished")]
     real._success_callback_name = RqCallback("os.getpid").name
-    forge(hands, real)
-    restored = SignedJob.fetch(real.id, connection=hands.client, serializer=JSONSerializer)
+    forge(runner, real)
+    restored = SignedJob.fetch(real.id, connection=runner.client, serializer=JSONSerializer)
     assert isinstance(restored, SignedJob)
     assert (restored.webhooks, restored.success_callback) == ([], None)
     assert restored.failure_callback is None
-    hands.finish()
-    assert hands.delivered == [OURS, LAST]
+    runner.finish()
+    assert runner.delivered == [OURS, LAST]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_a_genuine_payload_brings_nothing_along(hands: Hands, tmp_path: Path) ->
         json.dumps([FUNCTION, None, [["j"], 1, "m"], {}]).encode(),
     ],
 )
-def test_data_of_any_form_is_refused(redis_server: EmbeddedRedis, data: bytes) -> None:
-    """With one error, before anything of it is used."""
+def test_malformed_data_is_rejected(redis_server: EmbeddedRedis, data: bytes) -> None:
+    """With one error, before any of it is used."""
     client = open_redis(redis_server.url)
     job = SignedJob("cb-j-1", connection=client, serializer=JSONSerializer)
     job.data = data
@@ -128,8 +128,8 @@ def test_data_of_any_form_is_refused(redis_server: EmbeddedRedis, data: bytes) -
     client.close()
 
 
-def test_the_job_holds_a_record_id_only(redis_server: EmbeddedRedis) -> None:
-    """Neither URL nor secret nor body goes through RQ."""
+def test_the_job_has_a_record_id_only(redis_server: EmbeddedRedis) -> None:
+    """No URL, secret or body goes through RQ."""
     client = open_redis(redis_server.url)
     job = signed_job(OURS, derived_key(KEY, "test"), client, JSONSerializer)
     function, instance, args, kwargs = json.loads(job.data)
@@ -139,11 +139,11 @@ def test_the_job_holds_a_record_id_only(redis_server: EmbeddedRedis) -> None:
     client.close()
 
 
-def test_commands_written_to_redis_are_ignored(hands: Hands) -> None:
+def test_commands_written_to_redis_are_ignored(runner: Runner) -> None:
     """RQ's `shutdown` would end the process."""
-    for key in hands.client.scan_iter("rq:worker:*"):
+    for key in runner.client.scan_iter("rq:worker:*"):
         name = key.decode().removeprefix("rq:worker:")
-        hands.client.publish(f"rq:pubsub:{name}", json.dumps({"command": "shutdown"}))
-    hands.client.set("rq:suspended", 1)
-    hands.finish()
-    assert hands.delivered == [LAST]
+        runner.client.publish(f"rq:pubsub:{name}", json.dumps({"command": "shutdown"}))
+    runner.client.set("rq:suspended", 1)
+    runner.finish()
+    assert runner.delivered == [LAST]

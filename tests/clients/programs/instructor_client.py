@@ -1,4 +1,4 @@
-"""instructor. The demo model writes no JSON but what it repeats, so it is asked to repeat some."""
+"""instructor. The demo model can only repeat JSON, so it is asked to."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""lm-eval, on the command line: a task of its own, in batches of four prompts."""
+"""lm-eval, on the command line: its own task, in batches of four prompts."""
 
 import importlib.metadata
 import json
