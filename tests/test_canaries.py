@@ -18,7 +18,7 @@ from contract.connection import connect
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
-from tests.callbacks.office import offices
+from tests.callbacks.callbacks_process import callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, fleet, until
@@ -96,8 +96,8 @@ async def running_parts() -> AsyncIterator[tuple[Parts, str]]:
         api_key, _ = await ApiKeys(client, keys).create(KeyTerms(tenant="t"))
         await client.aclose()
         settings = make_settings(server.url, callback_allow=("127.0.0.1",), breaker_open_s=0.05)
-        office = offices(server.url, 1, retry_delays_s=(0.05, 0.05))
-        async with fleet(server.url, 1, MODEL) as [worker], office:
+        process = callbacks_processes(server.url, 1, retry_delays_s=(0.05, 0.05))
+        async with fleet(server.url, 1, MODEL) as [worker], process:
             with running_gateway(settings) as url:
                 headers = {"authorization": f"Bearer {api_key}"}
                 async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:

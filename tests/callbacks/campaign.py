@@ -23,7 +23,7 @@ from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingP
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
-from tests.callbacks.office import Office, offices
+from tests.callbacks.callbacks_process import CallbacksProcess, callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always, half_of_the_time
 from tests.fakes import HashModelOptions, encode_text
 from tests.fleet import TENANT, fleet, until
@@ -40,7 +40,7 @@ class Plan:
     down_s: float  # how long `/down` refuses everything, from the first job on
     slow_s: float = 0.5
     num_workers: int = 2
-    num_offices: int = 2
+    num_processes: int = 2
     pace_s: float = 0.02  # between two submissions
     seed: int = 1
 
@@ -95,7 +95,7 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
     async with (
         Receiver(behaviours) as receiver,
         fleet(redis_url, plan.num_workers, HashModelOptions()),
-        offices(redis_url, plan.num_offices) as running,
+        callbacks_processes(redis_url, plan.num_processes) as running,
     ):
         paths: dict[str, str] = {}
         killing = asyncio.create_task(_kill(redis_url, running, plan, rng))
@@ -111,14 +111,16 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
     return _report(plan, receiver, paths, ends, num_dead, time.monotonic() - started_s)
 
 
-async def _kill(redis_url: str, running: list[Office], plan: Plan, rng: random.Random) -> None:
+async def _kill(
+    redis_url: str, running: list[CallbacksProcess], plan: Plan, rng: random.Random
+) -> None:
     """Kills one process after another by kill -9, at random moments, and replaces each."""
     every_s = plan.num_jobs * plan.pace_s / max(1, plan.num_kills)
     for _ in range(plan.num_kills):
         await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
         victim = rng.randrange(len(running))
         running[victim].kill()
-        running[victim] = Office(redis_url)
+        running[victim] = CallbacksProcess(redis_url)
 
 
 async def _submit(functions: Functions, url: str) -> str:

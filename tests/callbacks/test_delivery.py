@@ -19,7 +19,7 @@ from contract.jobs import FinishReason, Job, JobStatus
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
 from infra.embedded_redis import EmbeddedRedis
-from tests.callbacks.office import office_settings
+from tests.callbacks.callbacks_process import quick_settings
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fleet import until
@@ -36,7 +36,7 @@ async def service(redis_server: EmbeddedRedis, **settings: Any) -> AsyncIterator
     """A relay and an RQ worker in this process, stopped at exit."""
     stopping = asyncio.Event()
     running = asyncio.create_task(
-        CallbackService(office_settings(redis_server.url, **settings)).run(stopping)
+        CallbackService(quick_settings(redis_server.url, **settings)).run(stopping)
     )
     try:
         yield

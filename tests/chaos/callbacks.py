@@ -1,6 +1,6 @@
 """`batchway callbacks` with a short ladder: `python -m tests.chaos.callbacks SETTINGS_JSON`.
 
-Beyond `tests.callbacks.office` it minds the lifeline: a campaign that is killed leaves none.
+Unlike `tests.callbacks.callbacks_process` it has a lifeline, so that it ends with its campaign.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from infra.lifeline import end_with_parent
-from tests.callbacks.office import office_settings
+from tests.callbacks.callbacks_process import quick_settings
 from workers.callbacks.service import run_callbacks
 
 if __name__ == "__main__":
@@ -20,6 +20,6 @@ if __name__ == "__main__":
         datefmt="%H:%M:%S",
     )
     fields = msgspec.json.decode(sys.argv[1])
-    settings = office_settings(fields.pop("redis_url"), **fields)
+    settings = quick_settings(fields.pop("redis_url"), **fields)
     end_with_parent(settings.drain_s)
     sys.exit(asyncio.run(run_callbacks(settings)))

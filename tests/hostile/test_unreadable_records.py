@@ -101,8 +101,8 @@ async def stack(server: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Stack]:
     for name in ("worker-1", "worker-2"):
         worker = json.dumps({"redis_url": role_url(server.url, "worker"), "drain_s": 1.0})
         stack.start(name, "worker", ["tests.hash_worker", worker], **model)
-    office = json.dumps({"redis_url": role_url(server.url, "callbacks"), "drain_s": 1.0})
-    stack.start("callbacks", "callbacks", ["tests.callbacks.office", office])
+    settings = json.dumps({"redis_url": role_url(server.url, "callbacks"), "drain_s": 1.0})
+    stack.start("callbacks", "callbacks", ["tests.callbacks.callbacks_process", settings])
     gateway = ["infra", "gateway", "--namespace=test", "--port=0", "--drain-s=1"]
     allow = {"BATCHWAY_CALLBACK_ALLOW": "127.0.0.1"}
     stack.start("gateway", "gateway", gateway, **allow)

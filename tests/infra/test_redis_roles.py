@@ -29,7 +29,7 @@ from contract.library import LIBRARY, library_source
 from infra.embedded_redis import EmbeddedRedis
 from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
-from tests.callbacks.office import offices
+from tests.callbacks.callbacks_process import callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.clock import TEST_CLOCK
 from tests.fakes import encode_text
@@ -246,7 +246,7 @@ async def test_a_request_goes_all_the_way_under_the_roles(server: EmbeddedRedis)
     async with (
         Receiver({"/well": always(Answer())}) as receiver,
         fleet(role_url(server.url, "worker"), 1),
-        offices(role_url(server.url, "callbacks"), 1),
+        callbacks_processes(role_url(server.url, "callbacks"), 1),
     ):
         with running_gateway(settings) as url:
             async with httpx.AsyncClient(base_url=url, timeout=30) as http:

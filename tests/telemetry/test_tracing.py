@@ -14,7 +14,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.telemetry.tracing import Tracing
 from infra.embedded_redis import EmbeddedRedis
-from tests.callbacks.office import offices
+from tests.callbacks.callbacks_process import callbacks_processes
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -83,7 +83,7 @@ async def test_one_trace_leads_from_the_request_to_the_callback(
     with running_gateway(settings) as url:
         async with (
             fleet(redis_server.url, 1, model, engine={"max_num_batched_tokens": 64}),
-            offices(redis_server.url, 1),
+            callbacks_processes(redis_server.url, 1),
             httpx.AsyncClient(base_url=url, timeout=30) as http,
         ):
             await Caller(functions, redis_client, keys).num_workers(1)

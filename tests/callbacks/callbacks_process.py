@@ -1,6 +1,6 @@
-"""A real `batchway callbacks` process with a short ladder: `python -m tests.callbacks.office JSON`.
+"""A real `batchway callbacks` process with short retry delays.
 
-What a campaign cannot wait for, minutes and hours, is scaled down here; nothing else differs.
+`python -m tests.callbacks.callbacks_process JSON`. Only the delays differ from production.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from workers.callbacks.service import run_callbacks
 SHORT_RUNGS_S = (0.2, 0.3, 0.5) + (1.0,) * 200
 
 
-def office_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
+def quick_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
     fields: dict[str, Any] = {
         "redis_url": redis_url,
         "namespace": "test",
-        "key": "the key of all offices",
+        "key": "the key of all processes",
         "allow": AllowList.parse(["127.0.0.1"]),
         "retry_delays_s": SHORT_RUNGS_S,
         "timeout_s": 3.0,
@@ -34,15 +34,15 @@ def office_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
     return CallbackSettings(**(fields | overrides))
 
 
-class Office:
-    """One process, in a session of its own."""
+class CallbacksProcess:
+    """One process, in its own session."""
 
     def __init__(self, redis_url: str, **settings: Any) -> None:
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
-                "tests.callbacks.office",
+                "tests.callbacks.callbacks_process",
                 json.dumps({"redis_url": redis_url, **settings}),
             ],
             stdin=subprocess.DEVNULL,
@@ -55,7 +55,7 @@ class Office:
         self._process.wait()
 
     async def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Sends SIGTERM; returns the exit status."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -63,16 +63,19 @@ class Office:
 
 
 @contextlib.asynccontextmanager
-async def offices(redis_url: str, number: int, **settings: Any) -> AsyncIterator[list[Office]]:
-    """So many processes; the list may change, and what is in it at exit is ended."""
-    running = [Office(redis_url, **settings) for _ in range(number)]
+async def callbacks_processes(
+    redis_url: str, number: int, **settings: Any
+) -> AsyncIterator[list[CallbacksProcess]]:
+    """Runs `number` processes. Callers may replace items of the list; its processes are stopped
+    at exit."""
+    running = [CallbacksProcess(redis_url, **settings) for _ in range(number)]
     try:
         yield running
     finally:
-        await asyncio.gather(*(office.stop() for office in running))
+        await asyncio.gather(*(process.stop() for process in running))
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     fields = json.loads(sys.argv[1])
-    sys.exit(asyncio.run(run_callbacks(office_settings(fields.pop("redis_url"), **fields))))
+    sys.exit(asyncio.run(run_callbacks(quick_settings(fields.pop("redis_url"), **fields))))
