@@ -1,4 +1,4 @@
-"""What grammars of JSON schemas let through, judged by the `jsonschema` package."""
+"""Outputs that grammars of JSON schemas accept, judged by the `jsonschema` package."""
 
 import gzip
 import json
@@ -31,7 +31,8 @@ def matcher_of(schema: Any) -> Matcher:
 
 
 def draw_output(matcher: Matcher, random_: random.Random) -> str | None:
-    """A random output; mostly what ends something, so that it ends. None where it gets too long."""
+    """Draws an output that the grammar accepts. Prefers tokens that lead to an end; returns None
+    if the output gets too long."""
     ends = {EOS_ID, *b'"}],0123456789'}
     token_ids: list[int] = []
     while not matcher.is_complete and len(token_ids) < MAX_TOKENS:
@@ -56,7 +57,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def test_outputs_of_published_schemas_are_valid() -> None:
-    """JSONSchemaBench: what is not refused yields only valid outputs; refusals have a reason."""
+    """JSONSchemaBench: accepted schemas yield only valid outputs, and rejections have a reason."""
     schemas = read("jsonschemabench.json.gz")
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -88,9 +89,9 @@ def test_outputs_of_published_schemas_are_valid() -> None:
     assert counts["failed"] == 0
 
 
-def test_the_published_test_suite_accepts_nothing_invalid() -> None:
-    """Draft 2020-12 of JSON-Schema-Test-Suite: no invalid instance passes, but for details of dates
-    and host names that validators check as an option, and for U+FEFF as white space."""
+def test_invalid_instances_of_the_published_suite_are_rejected() -> None:
+    """JSON-Schema-Test-Suite, draft 2020-12. Exceptions: details of dates and host names that
+    validators check optionally, and U+FEFF as white space."""
     counts: Counter[str] = Counter()
     wrong = []
     for file, groups in read("json-schema-test-suite.json.gz").items():
@@ -114,7 +115,8 @@ def test_the_published_test_suite_accepts_nothing_invalid() -> None:
 
 
 def does_accept(matcher: Matcher, value: Any) -> bool:
-    """Whether the instance, as `json.dumps` writes it, is a whole output."""
+    """Whether the grammar accepts the instance, in the format of `json.dumps`, as a whole
+    output."""
     for token_id in encode_text(json.dumps(value, ensure_ascii=False)):
         try:
             matcher.consume(token_id)

@@ -17,7 +17,7 @@ COMMANDS = (
 
 
 def command_options(command: str) -> list[argparse.Action]:
-    """All options of a command but `--help` and those for tests and children."""
+    """All options of a command except `--help` and those for tests and child processes."""
     parser = build_parser()
     for word in command.split():
         parser = _choices(parser)[word]

@@ -1,4 +1,4 @@
-"""Looks at real processes, and waits for what they do."""
+"""Inspects real processes, and waits for their actions."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Returns once the condition holds; fails the test after a while."""
+    """Returns once the condition holds; fails the test after a timeout."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, f"not so within {timeout_s:.0f} s"
@@ -16,12 +16,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended and that nobody has waited for does not."""
+    """Whether a process runs. A zombie does not."""
     return any_alive([pid])
 
 
 def any_alive(pids: Collection[int]) -> bool:
-    """Whether one of them runs, by one look."""
+    """Whether one of them runs, by one scan of the process table."""
     table = _table()
     return any(table.get(pid, (0, "Z"))[1][0] != "Z" for pid in pids)
 
@@ -36,7 +36,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, '' where there is none."""
+    """The command line of a process, '' if there is none."""
     return _ps("-ww", "-o", "args=", "-p", str(pid)).strip()
 
 
@@ -51,7 +51,8 @@ def _ps(*arguments: str) -> str:
 
 
 def check_ctrl_c(module: str, option: str, announces: str, num_children: int) -> None:
-    """Interrupts a long run once it prints `announces`: exit status 130, and no process is left."""
+    """Interrupts a run once it prints `announces`. Its exit status must be 130, and no process
+    may remain."""
     run = subprocess.Popen(
         [sys.executable, "-m", module, option],
         stdin=subprocess.DEVNULL,

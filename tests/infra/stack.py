@@ -1,4 +1,4 @@
-"""`batchway up` as a process, with all that it prints."""
+"""`batchway up` as a process, with its output."""
 
 import contextlib
 import os
@@ -64,7 +64,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Where it serves, once it does."""
+        """Its address, once it serves."""
         return self.wait_for("batchway is ready: ").split()[3]
 
     def children(self) -> list[int]:
@@ -72,7 +72,7 @@ class Stack:
         return descendants(self.process.pid)
 
     def pid_of(self, part: str) -> int:
-        """The process whose command line holds a text."""
+        """The process whose command line contains a text."""
         [pid] = [pid for pid in self.children() if part in command_of(pid)]
         return pid
 
@@ -94,12 +94,12 @@ class Stack:
         return status
 
     def assert_left_nothing(self, children: list[int]) -> None:
-        """No process, no socket, no temporary folder."""
+        """No process, socket or temporary folder remains."""
         wait_until(lambda: not any_alive(children))
         wait_until(lambda: list(self.temp_dir.iterdir()) == [])
 
     def close(self) -> None:
-        """Ends what still runs, as an impatient person does: Ctrl-C, and again after a while."""
+        """Ends it by Ctrl-C if it still runs, and by another after a timeout."""
         children = self.children()
         for patience_s in (5, 30):
             if self.process.poll() is None:
@@ -119,7 +119,7 @@ def running_stack(
     model: HashModelOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[Stack]:
-    """`batchway up` on the hash model; ended at exit at the latest."""
+    """Runs `batchway up` on the hash model; ends it at exit."""
     options = msgspec.json.encode(model or HashModelOptions()).decode()
     hash_model = (
         "--engine-module=tests.hash_engine",
@@ -134,14 +134,14 @@ def running_stack(
 
 @contextlib.contextmanager
 def running_demo_stack(*arguments: str) -> Iterator[Stack]:
-    """`batchway up` as a newcomer starts it, on the demo model, with a small KV cache."""
+    """Runs `batchway up` on the demo model, as a newcomer does, with a small KV cache."""
     with _running(["--kv-cache-gib=0.25", *arguments], {}) as stack:
         yield stack
 
 
 @contextlib.contextmanager
 def running_stack_without_settings() -> Iterator[Stack]:
-    """`batchway up` on the demo model and a free port, and nothing else said."""
+    """Runs `batchway up` on the demo model and a free port, with no other option."""
     with _running([], {}) as stack:
         yield stack
 

@@ -1,4 +1,4 @@
-"""Alerts fire where they should and nowhere else, by Prometheus' own test of rules."""
+"""Alerts fire on the right series only, checked by `promtool test rules`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ GATEWAYS = ("a:8000", "b:8000")  # a job's counts stand alike on the page of eac
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of one a minute, by series without `instance`, in promtool's notation."""
+    """Series without `instance` and their samples, one a minute, in promtool's notation."""
 
     alert: str
     fires: Mapping[str, str]
@@ -45,12 +45,12 @@ def of_m(metric: str, **labels: str) -> str:
 
 
 def of_lane(metric: str, **labels: str) -> str:
-    """A series of its lane `interactive`."""
+    """A series of the model `m` and the lane `interactive`."""
     return of_m(metric, lane="interactive", **labels)
 
 
 def first_tokens(in_a_second: str, all_: str) -> dict[str, str]:
-    """How many came within a second, and in all."""
+    """Histogram buckets: first tokens within a second, and all."""
     bounds = {"1": in_a_second, "2": all_, "+Inf": all_}
     bucket = "time_to_first_token_seconds_bucket"
     return {of_lane(bucket, le=bound): values for bound, values in bounds.items()}
@@ -174,14 +174,14 @@ CASES = (
 
 
 def promtool(*arguments: str) -> None:
-    """Raises AssertionError with what it says where it finds fault."""
+    """Raises AssertionError with promtool's output if it reports an error."""
     assert PROMTOOL is not None
     ran = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def series_of(case: Case, samples: Mapping[str, str]) -> list[dict[str, str]]:
-    """As both gateways tell them."""
+    """The samples, as both gateways export them."""
     found = []
     for name, values in samples.items():
         base, _, labels = name.rstrip("}").partition("{")
@@ -193,7 +193,7 @@ def series_of(case: Case, samples: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def labels_of(case: Case) -> list[dict[str, str]]:
-    """Of the one alert, or of one for each gateway where the gateway is what it is about."""
+    """The labels of the one alert, or of one for each gateway if the alert is about gateways."""
     rule = next(rule for rule in rules() if rule["alert"] == case.alert)
     labels = {**case.labels, **rule["labels"]}
     if case.alert == "BatchwayGatewayDown":
@@ -204,7 +204,7 @@ def labels_of(case: Case) -> list[dict[str, str]]:
 
 
 def summary_of(alert: str, labels: Mapping[str, str]) -> str:
-    """As Prometheus tells it."""
+    """The alert's summary with its labels filled in."""
     [rule] = [rule for rule in rules() if rule["alert"] == alert]
     summary = rule["annotations"]["summary"]
     return re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], summary)
@@ -213,7 +213,7 @@ def summary_of(alert: str, labels: Mapping[str, str]) -> str:
 def run_case(
     case: Case, samples: Mapping[str, str], fired: Sequence[Mapping[str, str]], folder: Path
 ) -> None:
-    """Fails where other alerts fire than those with these labels."""
+    """Fails unless exactly the alerts with these labels fire."""
     alerts = [
         {"exp_labels": labels, "exp_annotations": {"summary": summary_of(case.alert, labels)}}
         for labels in fired
@@ -233,18 +233,16 @@ def test_an_alert_fires_once_for_all_gateways(case: Case, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
-def test_an_alert_keeps_silent_below_its_bound(case: Case, tmp_path: Path) -> None:
-    """Where its series are there, and say that all is well enough."""
+def test_an_alert_does_not_fire_below_its_threshold(case: Case, tmp_path: Path) -> None:
     run_case(case, case.is_silent, [], tmp_path)
 
 
-def test_every_alert_is_tried() -> None:
-    """None is added without a case of its own."""
+def test_every_alert_has_a_case() -> None:
     assert [case.alert for case in CASES] == [rule["alert"] for rule in rules()]
 
 
-def test_prometheus_understands_every_query(tmp_path: Path) -> None:
-    """Those of the dashboard too, as rules that record."""
+def test_every_query_is_valid_promql(tmp_path: Path) -> None:
+    """Those of the dashboard too, as recording rules."""
     recorded = [
         {"record": f"query:{number}", "expr": re.sub(r"\$\w+", "5m", query)}
         for number, query in enumerate(queries().values())

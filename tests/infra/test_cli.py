@@ -1,4 +1,4 @@
-"""The command line: what it says, what it refuses, and how."""
+"""The command line: its output and its errors."""
 
 import argparse
 import importlib.util
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The real command, without a REDIS_URL of the one who runs the tests."""
+    """Runs the real command without the caller's REDIS_URL."""
     base = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     return subprocess.run(
         [sys.executable, "-m", "infra", *arguments],
@@ -48,13 +48,12 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_the_default_of_every_option(command: str) -> None:
-    """An option without its default would have to be looked up in the code."""
     for option in command_options(command):
         assert "(default: " in str(option.help), option.option_strings
 
 
-def test_help_loads_nothing_heavy() -> None:
-    """It imports neither torch nor what only gateways have: workers are installed without these."""
+def test_help_imports_no_heavy_package() -> None:
+    """Neither torch nor the gateway's packages, because workers are installed without these."""
     program = (
         "import sys, infra.cli, infra.parser; infra.parser.build_parser().format_help(); "
         "heavy = ('torch', 'transformers', 'fastapi', 'starlette', 'pydantic', 'numpy'); "
@@ -64,9 +63,9 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_up_loads_nothing_heavy_before_its_parts_start() -> None:
-    """It binds and starts them; the web framework is for the gateway's process to import. Here it
-    refuses an address that is open to strangers, which it does once it binds."""
+def test_up_imports_no_heavy_package_before_its_parts_start() -> None:
+    """Only the gateway's process needs the web framework. Here `up` binds and stops, because
+    other hosts could connect without a key."""
     program = (
         "import sys, infra.cli, infra.up; code = infra.cli.main(['up', '--host=0.0.0.0']); "
         "heavy = ('torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'); "
@@ -108,10 +107,10 @@ def test_the_version_is_printed() -> None:
         ((), "the following arguments are required: COMMAND"),
     ],
 )
-def test_bad_values_are_named(
+def test_errors_name_the_bad_value(
     arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 2; the option, what it must be, and what was given."""
+    """With exit status 2, the option and what it must be."""
     with pytest.raises(SystemExit) as end:
         parse(*arguments)
     assert end.value.code == 2
@@ -119,24 +118,23 @@ def test_bad_values_are_named(
 
 
 def test_a_bad_redis_url_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
-    """It may hold a password."""
+    """It may contain a password."""
     with pytest.raises(SystemExit):
         parse("worker", "--redis-url", "https://user:secret@host")
     assert "secret" not in capsys.readouterr().err
 
 
-def test_a_bad_variable_is_refused_like_a_bad_option(
+def test_variables_are_checked_like_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variables that stand for options pass the same checks."""
     monkeypatch.setenv("BATCHWAY_DRAIN_S", "soon")
     with pytest.raises(SystemExit):
         parse("up")
     assert "--drain-s: must be a number of at least 0, not 'soon'" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
-    """Exit status 2, nothing started, no traceback."""
+def test_a_port_in_use_is_an_error() -> None:
+    """Exit status 2, nothing started, one sentence without a traceback."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for command in (("up",), ("gateway", "--redis-url", "redis://127.0.0.1:1")):
@@ -150,29 +148,29 @@ def test_a_port_in_use_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("command", ["up", "gateway"])
 def test_calls_from_other_hosts_need_a_key(command: str) -> None:
-    """Listening beyond loopback without BATCHWAY_API_KEY is refused."""
+    """Listening beyond loopback without BATCHWAY_API_KEY is an error."""
     done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "BATCHWAY_API_KEY" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["gateway", "worker"])
-def test_parts_need_to_know_their_redis(command: str) -> None:
-    """Only `up` starts one."""
+def test_parts_need_a_redis_url(command: str) -> None:
+    """Only `up` starts a server."""
     done = run_cli(command)
     assert done.returncode == 2
     assert "REDIS_URL" in done.stderr
 
 
 def test_a_data_directory_needs_the_embedded_redis(tmp_path: Path) -> None:
-    """It would silently hold nothing."""
+    """Otherwise it would be unused."""
     done = run_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "--data-dir" in done.stderr
 
 
-def test_a_redis_that_does_not_answer_is_one_sentence() -> None:
-    """`up` against an address where nothing listens."""
+def test_an_absent_redis_is_an_error() -> None:
+    """`up` with an address where nothing listens."""
     done = run_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "no Redis to work with: Redis does not answer" in done.stderr
@@ -180,7 +178,7 @@ def test_a_redis_that_does_not_answer_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(("command", "status"), [("gateway", 2), ("worker", 2), ("up", 1)])
-def test_a_redis_that_evicts_keys_is_refused(command: str, status: int) -> None:
+def test_a_redis_that_evicts_keys_is_an_error(command: str, status: int) -> None:
     """One sentence: what is wrong and what to set."""
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
@@ -193,10 +191,10 @@ def test_a_redis_that_evicts_keys_is_refused(command: str, status: int) -> None:
 
 @pytest.mark.parametrize("command", ["gateway", "worker", "callbacks"])
 @pytest.mark.parametrize("is_given_one", [True, False])
-def test_another_object_store_than_the_namespace_s_is_refused(
+def test_another_object_store_for_a_namespace_is_an_error(
     command: str, is_given_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sentence with both names; the first one that is given a store sets it."""
+    """The first part with a store sets it. The error names both."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second") if is_given_one else ""
     monkeypatch.setenv("BATCHWAY_CALLBACK_KEY", "0123456789abcdef")
     with EmbeddedRedis() as server:
@@ -216,7 +214,7 @@ def test_another_object_store_than_the_namespace_s_is_refused(
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is absent, and the line that installs it."""
+    """With the command that installs it."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)
@@ -228,7 +226,7 @@ def test_a_missing_extra_is_named(
 
 
 def test_up_installs_with_one_extra() -> None:
-    """`serve` has every module that `up` looks for, and the Redis that it starts."""
+    """`serve` has every module that `up` imports, and Redis."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -238,8 +236,8 @@ def test_up_installs_with_one_extra() -> None:
 
 
 @pytest.mark.parametrize("option", ["--object-store", "--data-dir"])
-def test_a_folder_that_cannot_be_made_is_one_sentence(option: str) -> None:
-    """What cannot be used, and why; nothing is left running."""
+def test_a_folder_that_cannot_be_created_is_an_error(option: str) -> None:
+    """It names the folder and the reason. No process is left running."""
     done = run_cli("up", "--port=0", option, "/dev/null/x")
     assert done.returncode in (1, 2)
     assert "Not a directory" in done.stderr
@@ -247,7 +245,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(option: str) -> None:
 
 
 def test_the_key_is_no_option() -> None:
-    """`ps` shows every command line on the machine."""
+    """`ps` shows every command line of the machine."""
     assert "api-key" not in build_parser().format_help()
     for command in COMMANDS:
         with pytest.raises(SystemExit):
@@ -258,15 +256,15 @@ def test_the_key_is_no_option() -> None:
     ("model", "name"),
     [("org/some-model", "some-model"), ("/models/llama/", "llama"), ("x", "x")],
 )
-def test_a_model_is_served_under_its_last_part(model: str, name: str) -> None:
+def test_the_served_name_is_the_last_part_of_the_model(model: str, name: str) -> None:
     """Unless a name is given, or it is the demo model."""
     assert options.served_name(parse("worker", "--model", model)) == name
     assert options.served_name(parse("worker")) == "demo"
     assert options.served_name(parse("worker", "--served-model-name", "a/b")) == "a/b"
 
 
-def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
-    """What is not given is the engine's default, whatever that is."""
+def test_options_reach_the_engine() -> None:
+    """Options that are not given have the engine's defaults."""
     plain = options.engine_options(parse("worker", "--model", "m"))
     assert plain == EngineOptions(model_path="m")
     given = options.engine_options(
@@ -286,7 +284,7 @@ def test_options_reach_the_engine_and_the_rest_stays_its_own() -> None:
         (("--engine=vllm", "--nodes=2", "--node-rank=2", "--master=host:1"), "must be below 2"),
     ],
 )
-def test_nodes_are_refused_by_name(words: tuple[str, ...], complaint: str) -> None:
+def test_errors_name_wrong_options_of_nodes(words: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=complaint):
         options.engine_options(parse("worker", *words))
 
@@ -299,7 +297,7 @@ def test_a_master_is_a_host_and_a_port(master: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
-    """With what LeaderWorkerSet sets in a pod."""
+    """With the variables that LeaderWorkerSet sets in a pod."""
     blocks = code_blocks((ROOT / "docs" / "scaling.md").read_text())
     [manifest] = [yaml.safe_load(b.text) for b in blocks if b.language == "yaml"]
     spec = manifest["spec"]["leaderWorkerTemplate"]
@@ -315,8 +313,8 @@ def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
     assert parsed.drain_s < spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_a_node_needs_no_redis_but_an_interpreter(tmp_path: Path) -> None:
-    """The second of two: what it lacks is said before anything is started."""
+def test_a_second_node_needs_an_interpreter_but_no_redis(tmp_path: Path) -> None:
+    """The error precedes any start."""
     node = ("--engine=vllm", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:1")
     done = run_cli("worker", *node, f"--engine-python={tmp_path}/python")
     assert done.returncode == 2
@@ -324,7 +322,7 @@ def test_a_node_needs_no_redis_but_an_interpreter(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_up_gets_the_same_options() -> None:
-    """What `up` passes on parses to the same engine and the same name."""
+    """The arguments that `up` passes on yield the same engine and name."""
     words = ("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead")
     given = parse("up", "--model=org/m", "--torch-only", "--quantization=int8", *words)
     again = parse("worker", *options.model_arguments(given))
@@ -337,14 +335,14 @@ def test_a_worker_of_up_gets_the_same_options() -> None:
     "command", ["jobs list", "keys list", "drain --worker none", "callbacks dead list"]
 )
 def test_operators_commands_need_a_redis(command: str, tmp_path: Path) -> None:
-    """Where none is named and no `batchway up` runs, they say so."""
+    """REDIS_URL or a running `batchway up`."""
     done = run_cli(*command.split(), TMPDIR=str(tmp_path))
     assert done.returncode == 2
     assert "no Redis given" in done.stderr
 
 
-def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
-    """Their addresses are told; one that has ended is not counted."""
+def test_one_of_several_running_stacks_must_be_named(tmp_path: Path) -> None:
+    """The error lists their addresses, without those that have ended."""
     for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
         folder = tmp_path / f"batchway-{number}"
         folder.mkdir()
@@ -364,8 +362,8 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
         ("two words", "the Hugging Face Hub gives no such model"),
     ],
 )
-def test_a_wrong_model_is_refused_before_anything_starts(model: str, complaint: str) -> None:
-    """By one sentence."""
+def test_a_wrong_model_is_an_error_before_anything_starts(model: str, complaint: str) -> None:
+    """In one sentence."""
     done = run_cli("up", "--port=0", "--model", model, HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     assert complaint in done.stderr

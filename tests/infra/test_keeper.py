@@ -1,4 +1,4 @@
-"""How often a part is started again, what a child's lines look like, and who notices a death."""
+"""How often a part is restarted, how a child's output is shown, and how children end."""
 
 import asyncio
 import io
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 def child_of(program: str, output: TextIO, *, pass_fds: Sequence[int] = ()) -> Child:
-    """A child that runs a line of Python; its lines end up in `output`."""
+    """A child that runs a line of Python and writes to `output`."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     if pass_fds:
         environ[LIFELINE_VARIABLE] = str(pass_fds[0])
@@ -32,15 +32,15 @@ def child_of(program: str, output: TextIO, *, pass_fds: Sequence[int] = ()) -> C
     return Child("part", command, environ, Console(output, {}), pass_fds=pass_fds)
 
 
-def test_pauses_grow_and_then_it_is_enough() -> None:
-    """Five quick deaths in a row are borne."""
+def test_pauses_between_restarts_grow_until_the_last() -> None:
+    """At most five restarts in a row."""
     restarts = Restarts()
     pauses = [restarts.next_pause_s(lived_s=1.0) for _ in range(6)]
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
 
 
-def test_a_long_life_makes_up_for_early_deaths() -> None:
-    """A part that ran for a minute begins anew."""
+def test_a_long_run_resets_the_restarts() -> None:
+    """After a minute."""
     restarts = Restarts()
     for _ in range(5):
         restarts.next_pause_s(lived_s=0.0)
@@ -51,22 +51,22 @@ def test_a_long_life_makes_up_for_early_deaths() -> None:
     ("status", "words"),
     [(1, "exit status 1"), (-9, "signal SIGKILL"), (-200, "signal 200")],
 )
-def test_an_exit_status_is_put_in_words(status: int, words: str) -> None:
-    """Signals by name, where they have one."""
+def test_an_exit_status_is_described(status: int, words: str) -> None:
+    """Signals have their names, if known."""
     assert describe_status(status) == words
 
 
 @pytest.mark.parametrize("status", [2, 3])
 async def test_permanent_failures_are_not_retried(status: int) -> None:
-    """Wrong options and a refused model end the part at once."""
+    """Wrong options, and a model that the worker rejects."""
     output = io.StringIO()
     child = child_of(f"raise SystemExit({status})", output)
     with pytest.raises(PartLost, match=rf"part cannot run \(exit status {status}\)"):
         await keep_running(child, Console(output, {}))
 
 
-async def test_every_line_of_a_child_carries_its_name() -> None:
-    """Long lines, broken characters and a last line without its end included."""
+async def test_every_line_of_a_child_has_its_name() -> None:
+    """Also long lines, malformed characters and a last line without a line end."""
     output = io.StringIO()
     program = "import os; os.write(1, b'one\\n'); os.write(2, b'x' * 200_000 + b'\\n\\xff end')"
     child = child_of(program, output)
@@ -80,7 +80,7 @@ async def test_every_line_of_a_child_carries_its_name() -> None:
 
 
 async def test_a_child_that_ignores_the_signal_is_killed() -> None:
-    """Its budget is kept, and said."""
+    """After its drain budget. The kill is logged."""
     output = io.StringIO()
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -97,7 +97,7 @@ async def test_a_child_that_ignores_the_signal_is_killed() -> None:
 
 
 async def test_a_child_ends_when_its_lifeline_is_cut() -> None:
-    """SIGTERM first; SIGKILL where that is not heard."""
+    """By SIGTERM, then by SIGKILL."""
     program = (
         "import signal, time; from infra.lifeline import end_with_parent; "
         "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
@@ -111,8 +111,8 @@ async def test_a_child_ends_when_its_lifeline_is_cut() -> None:
     assert output.getvalue() == "part     | told\n"
 
 
-def test_colour_is_for_terminals_that_want_it() -> None:
-    """Not in a file, and not where NO_COLOR is set."""
+def test_only_terminals_get_colour() -> None:
+    """And only if NO_COLOR is not set."""
     for stream, environ, is_coloured in (
         (Terminal(), {}, True),
         (Terminal(), {"NO_COLOR": "1"}, False),
@@ -123,8 +123,8 @@ def test_colour_is_for_terminals_that_want_it() -> None:
         assert stream.getvalue().endswith(" text\n")
 
 
-def test_a_reader_that_leaves_stops_nothing() -> None:
-    """`batchway up | head` goes on serving."""
+def test_a_closed_output_pipe_stops_nothing() -> None:
+    """`batchway up | head` continues to serve."""
     done = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""`batchway keys`, and the addresses that a key opens."""
+"""`batchway keys`, and the addresses that need a key."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def empty_redis(redis_server: EmbeddedRedis) -> str:
-    """The URL of a server that holds nothing."""
+    """The URL of an empty server."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     return redis_server.url
@@ -33,7 +33,7 @@ def keys_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Any:
-    """Runs `batchway keys …` on an empty server; returns status, output and complaints."""
+    """Runs `batchway keys …` on the empty server; returns status, output and errors."""
     monkeypatch.setenv("REDIS_URL", empty_redis)
     monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
 
@@ -45,8 +45,8 @@ def keys_of(
     return run
 
 
-def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> None:
-    """The list never holds it; states follow."""
+def test_a_key_is_created_listed_rotated_and_revoked(keys_of: Any) -> None:
+    """Only `create` and `rotate` show the key. The list shows its state."""
     limits = ("--requests-per-minute=60", "--tokens-per-minute=9000", "--concurrent-tokens=5000")
     status, out, _ = keys_of(
         *("create", "--tenant=acme", "--scopes=inference,jobs:read", "--lanes=batch"),
@@ -79,8 +79,8 @@ def test_a_key_is_made_shown_once_listed_rotated_and_revoked(keys_of: Any) -> No
     assert [k["weight"] for k in listed] == [4, 4]
 
 
-def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) -> None:
-    """`--json OUT` beside what is printed."""
+def test_only_the_owner_can_read_a_key_file(keys_of: Any, tmp_path: Path) -> None:
+    """`--json OUT` writes it besides printing."""
     path = tmp_path / "key.json"
     status, out, _ = keys_of("create", "--tenant=acme", "--json", str(path))
     assert status == 0
@@ -100,7 +100,7 @@ def test_a_key_in_a_file_is_for_its_owner_alone(keys_of: Any, tmp_path: Path) ->
 def test_an_impossible_command_gives_one_sentence(
     keys_of: Any, arguments: tuple[str, ...], status: int, complaint: str
 ) -> None:
-    """Exit status 1 for a key that is not there, 2 for options that cannot work."""
+    """Exit status 1 for a missing key, 2 for invalid options."""
     found, _, told = keys_of(*arguments)
     assert found == status
     assert complaint in told
@@ -120,26 +120,26 @@ def test_an_impossible_command_gives_one_sentence(
         ("--expires=0", "over 0"),
     ],
 )
-def test_wrong_terms_are_named(
+def test_errors_name_wrong_terms(
     option: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before Redis is asked."""
+    """Before any request to Redis."""
     with pytest.raises(SystemExit) as end:
         cli.main(["keys", "create", "--tenant=acme", option])
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_short_pepper_is_refused(keys_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a gateway refuses it."""
+def test_a_short_pepper_is_an_error(keys_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a gateway."""
     monkeypatch.setenv("BATCHWAY_KEY_PEPPER", "short")
     assert keys_of("list")[0] == 2
 
 
-async def test_a_key_in_redis_opens_other_addresses(
+async def test_a_key_in_redis_allows_other_addresses(
     empty_redis: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line asks before it binds."""
+    """`up` checks before it binds."""
     monkeypatch.delenv("BATCHWAY_API_KEY", raising=False)
     settings = cli._gateway_settings(
         build_parser().parse_args(["gateway", "--namespace=test"]), empty_redis

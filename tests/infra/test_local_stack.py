@@ -1,4 +1,4 @@
-"""`batchway up` from end to end: it serves, it mends itself, and it leaves nothing behind."""
+"""`batchway up` from end to end: it serves, restarts its parts, and leaves nothing behind."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ ENDLESS = HashModelOptions(step_s=0.02, eos_rate=0.0)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
-    """Ready, an answer, a signal: gateway, workers and Redis go, with exit status 0."""
+    """After an answer: gateway, workers and Redis end, with exit status 0."""
     with running_stack("--workers=2") as stack:
         assert stack.complete().status_code == 200
         stack.wait_for("worker-2 | ")
@@ -34,8 +34,9 @@ def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
 
 
 def test_printed_commands_work_and_operators_commands_find_the_stack() -> None:
-    """The welcome holds the address, the model and no secret; every other line has a name. Without
-    REDIS_URL, commands take its Redis, its namespace and its gateway."""
+    """The welcome has the address, the model and no secret; every other line starts with a
+    part's name. Without REDIS_URL, commands use the running stack's Redis, namespace and
+    gateway."""
     with running_stack("--namespace=apart") as stack:
         url = stack.url
         curl = stack.wait_for("curl ")
@@ -58,8 +59,8 @@ def test_printed_commands_work_and_operators_commands_find_the_stack() -> None:
         assert names == {"batchway", "callbacks", "gateway", "worker-1"}
 
 
-def test_a_key_is_asked_for_and_never_shown() -> None:
-    """The lines to copy name its variable; the gateway has it, the worker has not."""
+def test_a_key_is_required_and_never_shown() -> None:
+    """The printed commands name its variable. The gateway has it, the worker has not."""
     key = "a-key-for-this-test"
     environ = {"BATCHWAY_API_KEY": key, "BATCHWAY_ALLOWED_HOSTS": "api.example.com"}
     with running_stack(environ=environ) as stack:
@@ -73,9 +74,9 @@ def test_a_key_is_asked_for_and_never_shown() -> None:
         assert not any(key in line for line in stack.lines)
 
 
-def test_a_killed_parent_takes_its_children_along() -> None:
-    """kill -9 leaves no gateway, no worker, no engine, no Redis, no folder; a worker that meets no
-    Redis any more tries to say goodbye for as long as it may drain."""
+def test_children_end_with_a_killed_parent() -> None:
+    """kill -9 leaves no gateway, worker, engine, Redis or folder. A worker without Redis tries
+    to leave properly until its drain budget ends."""
     with running_stack("--drain-s=5") as stack:
         assert stack.complete().status_code == 200
         children = stack.children()
@@ -86,7 +87,7 @@ def test_a_killed_parent_takes_its_children_along() -> None:
 
 
 def test_a_running_request_outlives_the_first_signal() -> None:
-    """The caller gets the whole answer; then everything ends."""
+    """The caller gets the whole answer, then everything ends."""
     with running_stack(model=ENDLESS) as stack:
         request = Stream(stack, max_tokens=100)
         children = stack.children()
@@ -97,7 +98,7 @@ def test_a_running_request_outlives_the_first_signal() -> None:
 
 
 def test_a_second_signal_kills() -> None:
-    """Nobody has to wait for a long answer."""
+    """Without waiting for a long answer."""
     with running_stack("--max-model-len=512", model=ENDLESS) as stack:
         request = Stream(stack, max_tokens=480)
         children = stack.children()
@@ -110,8 +111,7 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_a_part_that_dies_is_started_again() -> None:
-    """kill -9 of one part after the other: each comes back at the same address, and requests are
-    served."""
+    """After kill -9 of each part in turn, requests are served at the same address."""
     parts = {"worker-1": "infra worker", "gateway": "infra gateway", "redis": "redis.sock"}
     with running_stack() as stack:
         assert stack.complete().status_code == 200
@@ -124,7 +124,7 @@ def test_a_part_that_dies_is_started_again() -> None:
 
 
 def is_back(stack: Stack, part: str, killed: int) -> bool:
-    """Whether requests are served again, with another process in the place of the killed one."""
+    """Whether requests are served again by a new process."""
     try:
         return stack.complete().status_code == 200 and stack.pid_of(part) != killed
     except (httpx.TransportError, ValueError):
@@ -132,7 +132,7 @@ def is_back(stack: Stack, part: str, killed: int) -> bool:
 
 
 def test_a_model_that_cannot_be_served_ends_everything() -> None:
-    """One sentence says why, and there is no endless restarting."""
+    """With one sentence, without endless restarts."""
     with running_stack(model=HashModelOptions(refuses="the folder holds no model")) as stack:
         assert stack.wait() == 1
         stack.wait_for("the folder holds no model")
@@ -162,8 +162,8 @@ def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
         assert stack.end() == 0
 
 
-def test_a_running_job_goes_on_after_a_restart(tmp_path: Path) -> None:
-    """Ended in the middle of an answer, durable: the next run finishes it, token for token."""
+def test_a_running_job_continues_after_a_restart(tmp_path: Path) -> None:
+    """With a data directory. The next run finishes it, token for token."""
     kept = (f"--data-dir={tmp_path}", "--durability=durable", "--drain-s=0")
     body = {"model": MODEL, "prompt": "go on", "max_tokens": 200, "temperature": 0}
     body |= {"return_token_ids": True}
@@ -188,7 +188,7 @@ def test_a_running_job_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_the_durable_profile_writes_before_it_answers(tmp_path: Path) -> None:
-    """appendfsync always; without a directory to keep it would be an empty promise."""
+    """By `appendfsync always`. It requires a data directory."""
     with running_stack(f"--data-dir={tmp_path}", "--durability=durable") as stack:
         assert stack.complete().status_code == 200
         [path] = stack.temp_dir.glob("batchway-*/redis.sock")
@@ -201,7 +201,7 @@ def test_the_durable_profile_writes_before_it_answers(tmp_path: Path) -> None:
 
 
 class Stream(threading.Thread):
-    """A streamed request that has begun; counts the tokens that arrive."""
+    """A running streamed request; counts the tokens received."""
 
     def __init__(self, stack: Stack, max_tokens: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Alerts, dashboard and compose file ask for what the code exports, and nothing else."""
+"""Alerts, dashboard and compose file use exported metrics only."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 
 def queries() -> dict[str, str]:
-    """Every expression, by where it stands."""
+    """Every expression, by its place."""
     found = {rule["alert"]: rule["expr"] for rule in rules()}
     for panel in panels():
         for target in panel.get("targets", []):
@@ -58,8 +58,8 @@ def exported_names() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("where", queries())
-def test_a_query_asks_for_what_is_exported(where: str) -> None:
-    """Names of series, labels of selectors, labels that are grouped by; brackets are closed."""
+def test_queries_use_exported_names_and_labels(where: str) -> None:
+    """In selectors and groupings. Brackets are closed."""
     query = queries()[where]
     for name in _NAME.findall(query):
         assert name in exported_names(), f"{where} asks for {name}"
@@ -73,7 +73,7 @@ def test_a_query_asks_for_what_is_exported(where: str) -> None:
 
 
 def test_fleet_counts_are_not_summed_over_gateways() -> None:
-    """They stand alike on every gateway's page: a query that adds instances up would multiply."""
+    """Every gateway exports the same counts, so a sum would multiply them."""
     own = {name for name, metric in METRICS.items() if metric.source == "gateway"}
     own -= {"webhook_deliveries_total", "corrections_total"}
     for where, query in queries().items():
@@ -82,14 +82,13 @@ def test_fleet_counts_are_not_summed_over_gateways() -> None:
             assert "max without (instance" in query, where
 
 
-def test_every_metric_is_looked_at() -> None:
-    """What nobody looks at need not be counted."""
+def test_every_metric_is_used_by_a_query() -> None:
     asked = {of_series(name) for query in queries().values() for name in _NAME.findall(query)}
     assert asked == set(METRICS)
 
 
 def test_alerts_have_unique_names_and_explanations() -> None:
-    """A name, a severity and a summary each; docs/guide.md says what to do about it."""
+    """And a severity and a summary."""
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():
@@ -99,7 +98,7 @@ def test_alerts_have_unique_names_and_explanations() -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    """Each has a place of its own on a grid of 24 columns."""
+    """On a grid of 24 columns."""
     taken: set[tuple[int, int]] = set()
     for panel in panels():
         place = panel["gridPos"]
@@ -113,8 +112,8 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_compose_mounts_files_that_are_there() -> None:
-    """The metrics profile uses these very files."""
+def test_compose_mounts_existing_files() -> None:
+    """Those of the metrics profile."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     mounts = [
         volume.split(":")[0]
@@ -130,8 +129,7 @@ def test_compose_mounts_files_that_are_there() -> None:
     )
 
 
-def test_the_guide_knows_every_alert_and_asks_for_what_there_is() -> None:
-    """Whoever is woken finds the alert's name; no advice names a metric that is none."""
+def test_the_guide_explains_every_alert_by_existing_metrics() -> None:
     guide = (ROOT / "docs" / "guide.md").read_text()
     assert all(f"`{rule['alert']}`" in guide for rule in rules())
     named = re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\{[^}]*\})?`", guide)

@@ -1,4 +1,4 @@
-"""How many workers: a table of cases, and how decisions follow each other."""
+"""The number of workers: a table of cases, and sequences of decisions."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ POLICY = PoolPolicy(
 
 
 def view(num_desired: int = 0, *, at: float = 0.0, **fields: object) -> PoolView:
-    """A moment at which all that were asked for are ready, unless said otherwise."""
+    """What the pool observes. By default all requested workers are ready."""
     given: dict[str, object] = {"queued_tokens": {}, "num_ready": num_desired} | fields
     return PoolView(now_s=at, num_desired=num_desired, **given)  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def view(num_desired: int = 0, *, at: float = 0.0, **fields: object) -> PoolView
 def test_waiting_and_running_jobs_need_workers(
     queued: dict[str, int], load: float, num: int
 ) -> None:
-    """Before limits: tokens over what one computes in the time that they may wait."""
+    """Before limits: tokens divided by what a worker computes within the lane's wait target."""
     assert num_needed(POLICY, view(1, queued_tokens=queued, load=load)) == num
 
 
@@ -65,8 +65,8 @@ def test_waiting_and_running_jobs_need_workers(
         (view(3, tokens_per_s=10.0, queued_tokens={"standard": 2400}), 4, "out"),
     ],
 )
-def test_a_decision_on_what_is_seen(seen: PoolView, num: int, reason: str) -> None:
-    """Out at once, by at most as many as are ready; in only later."""
+def test_decisions(seen: PoolView, num: int, reason: str) -> None:
+    """The pool grows at once, by at most as many workers as are ready. It shrinks later."""
     decision = decide(POLICY, seen)
     assert (decision.num_workers, decision.reason) == (num, reason)
 
@@ -75,13 +75,13 @@ def test_a_decision_on_what_is_seen(seen: PoolView, num: int, reason: str) -> No
     ("policy", "num"), [(replace(POLICY, min_workers=2), 2), (replace(POLICY, max_workers=1), 1)]
 )
 def test_limits_hold(policy: PoolPolicy, num: int) -> None:
-    """Nothing waits and a million waits."""
+    """With no waiting token and with a million."""
     queued = {"interactive": 10**6} if policy.max_workers == 1 else {}
     assert decide(policy, view(num, queued_tokens=queued)).num_workers == num
 
 
 def follow(*seen: PoolView, policy: PoolPolicy = POLICY) -> list[Decision]:
-    """One decision after the other, each with the memory of the one before."""
+    """A sequence of decisions, each with the memory of the previous one."""
     decisions: list[Decision] = []
     for one in seen:
         memory = decisions[-1].memory if decisions else PoolMemory()
@@ -89,8 +89,8 @@ def follow(*seen: PoolView, policy: PoolPolicy = POLICY) -> list[Decision]:
     return decisions
 
 
-def test_fewer_only_when_fewer_would_have_done_for_a_while() -> None:
-    """A gap between two bursts keeps its workers, and another burst starts the wait anew."""
+def test_the_pool_shrinks_only_after_a_quiet_period() -> None:
+    """A new burst restarts the period."""
     burst = {"interactive": 15_000}
     decisions = follow(
         view(3, at=0),
@@ -103,8 +103,8 @@ def test_fewer_only_when_fewer_would_have_done_for_a_while() -> None:
     assert [decision.num_workers for decision in decisions] == [3, 3, 3, 3, 3, 0]
 
 
-def test_a_pool_shrinks_to_the_most_that_was_needed_lately() -> None:
-    """Not to what is needed in the quiet moment when the time is up."""
+def test_the_pool_shrinks_to_the_recent_maximum() -> None:
+    """Not to the need at the end of the period."""
     decisions = follow(
         view(4, at=0, load=2.4),
         view(4, at=200, load=0.8),
@@ -117,7 +117,7 @@ def test_a_pool_shrinks_to_the_most_that_was_needed_lately() -> None:
 
 
 def test_surplus_workers_are_retired() -> None:
-    """Told to take no more; of those that start, none has to be told."""
+    """They are drained. Workers that still start are ended without."""
     _, four = follow(view(4, at=0, load=0.9), view(4, at=300, load=0.9))
     _, starting = follow(view(4, at=0, num_ready=1), view(4, at=300, num_ready=1, load=0.5))
     assert (four.num_workers, four.num_to_retire, four.reason) == (2, 2, "in")
@@ -125,7 +125,7 @@ def test_surplus_workers_are_retired() -> None:
 
 
 def test_a_crash_loop_stops_the_starts() -> None:
-    """Three in a row, and only what is ready stays; after a while one may try again."""
+    """After three failures in a row only ready workers stay. Later one worker is tried."""
     queued = {"interactive": 10**6}
     failed = (100.0, 400.0, 700.0)
 
@@ -152,7 +152,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
 
 
 def test_a_waiting_job_has_an_eta() -> None:
-    """A cold start less what of it has passed; nothing once a worker is there."""
+    """The rest of a cold start; 0 once a worker is ready."""
     queued = {"batch": 1}
     first, later, overdue, there = follow(
         view(0, at=0, queued_tokens=queued),
@@ -165,7 +165,7 @@ def test_a_waiting_job_has_an_eta() -> None:
 
 
 def test_the_backlog_is_reported() -> None:
-    """For alarms: seconds of work, and the worst lane over its target."""
+    """For alarms: seconds of work, and the largest ratio of a lane's wait to its target."""
     seen = view(2, queued_tokens={"interactive": 20_000, "batch": 100_000})
     decision = decide(POLICY, seen)
     assert decision.backlog_s == 60.0
@@ -183,7 +183,6 @@ def test_the_backlog_is_reported() -> None:
         {"crashes": 0},
     ],
 )
-def test_a_policy_that_cannot_work_is_refused(fields: dict[str, object]) -> None:
-    """Where it is made."""
+def test_an_invalid_policy_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"\w+"):
         replace(POLICY, **fields)  # type: ignore[arg-type]

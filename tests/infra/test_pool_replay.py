@@ -1,4 +1,4 @@
-"""A trace against the pool's arithmetic: what it costs, and whom it makes wait."""
+"""A trace replayed against the pool's policy: its cost, and the waits."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def fixed(num: int) -> PoolPolicy:
     return PoolPolicy(wait_targets_s={"interactive": 5.0}, min_workers=num, max_workers=num)
 
 
-def test_fixed_pools_cost_what_they_cost() -> None:
-    """Enough workers let nobody wait; their price is their number times the time."""
+def test_fixed_pools_cost_workers_times_duration() -> None:
+    """With enough workers no request waits."""
     two, three = play(STEADY, 2, fixed(2)), play(STEADY, 3, fixed(3))
     assert two.num_missed == three.num_missed == 0
     assert two.num_requests == 240
@@ -33,23 +33,23 @@ def test_fixed_pools_cost_what_they_cost() -> None:
     assert three.gpu_hours == pytest.approx(1.5 * two.gpu_hours)
 
 
-def test_from_zero_the_first_wait_for_a_cold_start() -> None:
-    """Those that came in it are late; a pool that is warm makes nobody wait."""
+def test_from_zero_the_first_requests_wait_for_the_cold_start() -> None:
+    """With a warm pool none does."""
     cold, warm = play(STEADY, 0), play(STEADY, 2)
     assert cold.num_missed >= 110
     assert 55 <= cold.p99_wait_s <= 61
     assert warm.num_missed == 0
 
 
-def test_nothing_is_paid_while_nothing_comes() -> None:
-    """An hour between two bursts costs the time until the pool is empty, not an hour."""
+def test_an_idle_hour_costs_almost_nothing() -> None:
+    """Only the time until the pool is empty."""
     once, twice = play(STEADY, 2), play(with_gap(STEADY, 3600.0), 2)
     assert twice.gpu_hours < 2 * once.gpu_hours + 0.15
     assert twice.gpu_hours < play(with_gap(STEADY, 3600.0), 1, fixed(1)).gpu_hours
 
 
-def test_a_trace_is_read_as_it_is_published(tmp_path: Path) -> None:
-    """Dates with seven digits after the second, or seconds; sorted, from second 0 on."""
+def test_published_traces_are_read(tmp_path: Path) -> None:
+    """Dates with seven digits of a second, or seconds. Requests are sorted and start at 0 s."""
     path = tmp_path / "trace.csv"
     path.write_text(
         "T,C,G\n2023-11-16 18:15:50.9951690,396,109\n2023-11-16 18:15:46.6805900,374,44\n"
@@ -63,7 +63,7 @@ def test_a_trace_is_read_as_it_is_published(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each setting, and one for each fixed pool."""
+    """A row for each setting, and for each fixed pool."""
     path = tmp_path / "trace.csv"
     rows = "".join(f"{one.at_s},{one.prompt_tokens},{one.output_tokens}\n" for one in STEADY[:20])
     path.write_text("t,c,g\n" + rows)

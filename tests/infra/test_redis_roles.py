@@ -1,4 +1,4 @@
-"""The users of Redis: each part does its work under its own, and nothing else."""
+"""The users of Redis: each part has the permissions that it needs, and no others."""
 
 import contextlib
 import itertools
@@ -71,20 +71,20 @@ def role_url(server_url: str, name: str) -> str:
     return server_url.replace("unix://", f"unix://{name}:{PASSWORD}@")
 
 
-def say(client: redis.Redis, *words: str) -> Any:
-    """One command; redis-py leaves it untyped."""
+def run_command(client: redis.Redis, *words: str) -> Any:
+    """Runs a command; redis-py does not annotate it."""
     return client.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
 def make_users(client: redis.Redis, namespace: str) -> None:
     for name, role in REDIS_ROLES.items():
         rules = ["reset", f">{PASSWORD}", *acl_rules(role, namespace)]
-        say(client, "ACL SETUSER", name, *rules)
+        run_command(client, "ACL SETUSER", name, *rules)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EmbeddedRedis]:
-    """A server of its own, with the library loaded by the role that may."""
+    """A separate server. The housekeeper has loaded the library."""
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as admin:
         make_users(admin, "test")
         with redis.Redis.from_url(role_url(server.url, "housekeeper")) as housekeeper:
@@ -109,22 +109,20 @@ def name_of(user: redis.Redis) -> str:
 def test_roles_cannot_run_scripts_or_change_the_server(
     server: EmbeddedRedis, user: redis.Redis
 ) -> None:
-    """Sixty commands, none of which any part needs: refused by the rules, and when tried.
-
-    Some are shut off in this server for everybody, which it says first.
-    """
+    """Sixty commands that no part needs. Redis denies each by the rules and when called. Some
+    are disabled in this server for all users, which Redis checks first."""
     assert len(COMMANDS) >= 60
     with redis.Redis.from_url(server.url) as admin:
         for command in COMMANDS:
             words = command.replace("'", "").split(" ")
-            verdict = say(admin, "ACL DRYRUN", name_of(user), *words)
+            verdict = run_command(admin, "ACL DRYRUN", name_of(user), *words)
             assert b"no permissions" in verdict, command
             with pytest.raises(ResponseError, match=r"no permissions|command not allowed"):
-                say(user, *words)
+                run_command(user, *words)
 
 
 def test_only_the_housekeeper_loads_functions(user: redis.Redis) -> None:
-    """What it loads all others run; that they may not replace."""
+    """Other roles run them, but cannot replace them."""
     is_housekeeper = name_of(user) == "housekeeper"
     if is_housekeeper:
         user.function_load(library_source(), replace=True)
@@ -133,8 +131,7 @@ def test_only_the_housekeeper_loads_functions(user: redis.Redis) -> None:
         user.function_load(library_source(), replace=True)
 
 
-def test_each_calls_its_own_functions_alone(user: redis.Redis) -> None:
-    """Every other function is refused by its name."""
+def test_each_role_calls_only_its_functions(user: redis.Redis) -> None:
     own = REDIS_ROLES[name_of(user)].functions.split()
     for function in sorted(set(FUNCTIONS) - set(own)):
         for call in (user.fcall, user.fcall_ro):
@@ -143,36 +140,36 @@ def test_each_calls_its_own_functions_alone(user: redis.Redis) -> None:
 
 
 def test_roles_cannot_touch_other_keys(user: redis.Redis) -> None:
-    """Other namespaces, other programs' keys, and channels of neither."""
+    """Of other namespaces and programs, nor their channels."""
     foreign = (Keys("other").job("x"), "x")
     for key in foreign:
         with pytest.raises(NoPermissionError):
-            say(user, "HSET", key, "a", "b")
+            run_command(user, "HSET", key, "a", "b")
     with pytest.raises(NoPermissionError):
-        say(user, "PUBLISH", "elsewhere", "x")
+        run_command(user, "PUBLISH", "elsewhere", "x")
     with pytest.raises(NoPermissionError):
-        say(user, "SUBSCRIBE", Keys("other").events_channel("x"))
+        run_command(user, "SUBSCRIBE", Keys("other").events_channel("x"))
 
 
 def test_only_operators_may_write_api_keys(user: redis.Redis) -> None:
-    """Gateways may look at API keys, only the operator may make them, others not even look."""
+    """Gateways may read them, other roles may not."""
     keys, name = Keys("test"), name_of(user)
     looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
     changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
     for command in looks if name not in ("gateway", "operator") else []:
         with pytest.raises(NoPermissionError):
-            say(user, *command)
+            run_command(user, *command)
     for command in changes if name != "operator" else []:
         with pytest.raises(NoPermissionError):
-            say(user, *command)
+            run_command(user, *command)
 
 
-def test_the_dashboard_changes_nothing(server: EmbeddedRedis) -> None:
-    """No key of it is writable, no command of it writes."""
+def test_the_dashboards_role_is_read_only(server: EmbeddedRedis) -> None:
+    """It has no writable key and no writing command."""
     role = REDIS_ROLES["dashboard"]
     rules = acl_rules(role, "test")
     with redis.Redis.from_url(server.url) as admin:
-        writing = set(say(admin, "ACL CAT", "write"))
+        writing = set(run_command(admin, "ACL CAT", "write"))
     assert all(rule.startswith("%R~") for rule in rules if "~" in rule)
     assert not {command.encode() for command in role.commands.split()} & writing
 
@@ -182,7 +179,7 @@ def test_the_dashboard_changes_nothing(server: EmbeddedRedis) -> None:
 
 @dataclass
 class RoleClients:
-    """A client that makes every call under a user whose role has that function, in turns."""
+    """A client that makes each call as one of the users whose role has the function, in turns."""
 
     redis_url: str
     turns: dict[str, Iterator[str]]  # the roles of each function, for ever
@@ -215,7 +212,7 @@ class RoleClients:
 def test_every_function_runs_under_every_role_that_has_it(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's walk, with each call made by another user: no command or key is missing."""
+    """The protocol's random walk, with another user for each call. No permission is missing."""
     owned = {(name, f) for name in NAMES for f in REDIS_ROLES[name].functions.split()}
     owners = {f: sorted(name for name in NAMES if (name, f) in owned) for f in FUNCTIONS}
     turns: dict[str, Iterator[str]] = {f: itertools.cycle(names) for f, names in owners.items()}
@@ -223,7 +220,7 @@ def test_every_function_runs_under_every_role_that_has_it(
     with redis.Redis.from_url(server.url) as admin:
         make_users(admin, "world")
         for name in NAMES:
-            say(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
+            run_command(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
         monkeypatch.setattr(small_world, "connect", lambda url: RoleClients(url, turns, calls))
         try:
             for seed in range(8):
@@ -236,12 +233,11 @@ def test_every_function_runs_under_every_role_that_has_it(
 
 @pytest.mark.e2e
 @pytest.mark.anyio
-async def test_a_request_goes_all_the_way_under_the_roles(server: EmbeddedRedis) -> None:
-    """Gateway, worker and callbacks as processes and threads of their own, each as its own user;
-    nothing that they ask of Redis is refused, but what they may do without.
-    """
+async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedRedis) -> None:
+    """Gateway, worker and callbacks, each with its own user. Redis denies only commands that
+    they can do without."""
     with redis.Redis.from_url(server.url) as admin:
-        say(admin, "ACL LOG", "RESET")
+        run_command(admin, "ACL LOG", "RESET")
     settings = make_settings(role_url(server.url, "gateway"))
     async with (
         Receiver({"/well": always(Answer())}) as receiver,
@@ -272,7 +268,7 @@ async def heard(receiver: Receiver) -> bool:
 
 
 async def submit_with_callback(server: EmbeddedRedis, target: str) -> None:
-    """As a gateway does; under the gateway's user."""
+    """Submits a job as the gateway's user."""
     client = connect(role_url(server.url, "gateway"))
     job = Job(
         id=new_job_id(),
@@ -292,8 +288,7 @@ async def submit_with_callback(server: EmbeddedRedis, target: str) -> None:
         await client.aclose()
 
 
-def test_the_command_makes_the_users(server: EmbeddedRedis) -> None:
-    """Each line, given to a server as it is printed, makes a user that works."""
+def test_the_printed_commands_create_working_users(server: EmbeddedRedis) -> None:
     command = [sys.executable, "-m", "infra", "redis-roles", "--namespace", "shown"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     lines = [line for line in shown.splitlines() if line.startswith("ACL SETUSER")]
@@ -301,24 +296,24 @@ def test_the_command_makes_the_users(server: EmbeddedRedis) -> None:
     with redis.Redis.from_url(server.url) as admin:
         for line in lines:
             words = shlex.split(line)[2:]
-            say(admin, "ACL SETUSER", f"shown-{words[0]}", *words[1:])
+            run_command(admin, "ACL SETUSER", f"shown-{words[0]}", *words[1:])
             made = admin.acl_getuser(f"shown-{words[0]}")
             assert "on" in made["flags"]
             assert len(made["keys"]) > 5
             assert len(made["passwords"]) == 1
 
 
-def test_a_namespace_is_taken_as_it_is_written() -> None:
-    """Characters that mean something in a pattern mean themselves."""
+def test_special_characters_of_a_namespace_are_escaped() -> None:
+    """In key patterns."""
     rules = acl_rules(REDIS_ROLES["pool"], "a[b]?")
     assert r"~{bw:a\[b\]\?:0}:worker:*" in rules
 
 
 @pytest.mark.parametrize("name", ["gateway", "worker", "callbacks"])
-def test_different_object_stores_are_found_under_a_role(
+def test_different_object_stores_are_detected_under_a_role(
     server: EmbeddedRedis, name: str, tmp_path: Path
 ) -> None:
-    """The first part leaves the name of its store in Redis, and every other is held to it."""
+    """The first part writes the name of its store to Redis; others must have the same."""
     first, second = (str(tmp_path / part) for part in ("first", "second"))
     for folder in (first, second):
         Path(folder).mkdir()
@@ -331,8 +326,8 @@ def test_different_object_stores_are_found_under_a_role(
         admin.delete(Keys("test").of("object_store"))
 
 
-def test_every_single_key_is_in_the_rules_of_those_that_need_it(server: EmbeddedRedis) -> None:
-    """A family that is one key and is written as many, or the other way, gives no right at all."""
+def test_rules_of_single_keys_match_those_keys(server: EmbeddedRedis) -> None:
+    """A single key written as a family, or the reverse, would give no permission."""
     keys = Keys("test")
     singles = {
         name: getattr(keys, name)
@@ -344,17 +339,17 @@ def test_every_single_key_is_in_the_rules_of_those_that_need_it(server: Embedded
         for role_name, role in REDIS_ROLES.items():
             for name, family in families.items():
                 if family in f"{role.keeps} {role.reads}".split():
-                    verdict = say(admin, "ACL DRYRUN", role_name, "EXISTS", singles[name])
+                    verdict = run_command(admin, "ACL DRYRUN", role_name, "EXISTS", singles[name])
                     assert b"key" not in (verdict or b""), (role_name, name)
 
 
 @pytest.mark.anyio
-async def test_a_denied_command_is_named_with_its_user(server: EmbeddedRedis) -> None:
-    """A command of its own, one inside a function, and a channel: an error that no retry rides out,
-    with a sentence that quotes no argument."""
+async def test_errors_name_a_denied_command_and_its_user(server: EmbeddedRedis) -> None:
+    """For a command, one inside a function, and a channel. The error is not retried and quotes
+    no argument."""
     with redis.Redis.from_url(server.url) as admin:
         rules = [rule for rule in acl_rules(REDIS_ROLES["gateway"], "test") if rule != "+zadd"]
-        say(admin, "ACL SETUSER", "poor", "reset", f">{PASSWORD}", *rules)
+        run_command(admin, "ACL SETUSER", "poor", "reset", f">{PASSWORD}", *rules)
     client = connect(role_url(server.url, "poor"))
     job = Job(
         id=new_job_id(),
@@ -379,7 +374,7 @@ async def test_a_denied_command_is_named_with_its_user(server: EmbeddedRedis) ->
 
 
 async def follow(client: redis.asyncio.Redis, channel: str) -> None:
-    """As a worker follows its channels."""
+    """Reads a channel as a worker does."""
     with broker_errors(client, "SUBSCRIBE"):
         async with client.pubsub() as pubsub:
             await pubsub.subscribe(channel)
@@ -390,12 +385,12 @@ async def follow(client: redis.asyncio.Redis, channel: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("part", ["gateway", "worker", "callbacks"])
-def test_a_part_that_redis_denies_a_command_ends_or_logs_it(
+def test_a_part_with_too_few_permissions_does_not_start(
     server: EmbeddedRedis, part: str, tmp_path: Path
 ) -> None:
-    """No part starts under a user that may not do its work: one sentence, status 2."""
+    """One sentence, exit status 2."""
     with redis.Redis.from_url(server.url) as admin:
-        say(admin, "ACL SETUSER", "deaf", "reset", "on", f">{PASSWORD}", "+ping", "+select")
+        run_command(admin, "ACL SETUSER", "deaf", "reset", "on", f">{PASSWORD}", "+ping", "+select")
     model = ["--model", str(tmp_path)] if part == "worker" else []
     done = subprocess.run(
         [sys.executable, "-m", "infra", part, "--namespace", "test", *model],

@@ -1,4 +1,5 @@
-"""scripts/setup where something is missing: one sentence says what, and nothing counts as done.
+"""scripts/setup if something is missing: one sentence says what, and setup is repeated next
+time. `tests.first_run` tests it in empty clones.
 
 What it does where nothing is missing, `tests.first_run` tries out in empty clones.
 """
@@ -17,7 +18,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What scripts/setup reads of a clone."""
+    """The files of a clone that scripts/setup reads."""
     folder = tmp_path / "clone"
     (folder / "scripts").mkdir(parents=True)
     for name in ("pyproject.toml", "scripts/setup", "scripts/environment.py"):
@@ -27,7 +28,7 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clone_with_pip(clone: Path) -> Path:
-    """A clone whose .venv has the pip of the Python that runs the tests, and nothing else."""
+    """A clone whose .venv has only the pip of the Python that runs the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone / ".venv"], check=True)
     [site] = (clone / ".venv" / "lib").glob("*/site-packages")
     [own] = (Path(sys.prefix) / "lib").glob("*/site-packages")
@@ -36,7 +37,7 @@ def clone_with_pip(clone: Path) -> Path:
 
 
 def failed_setup(clone: Path, **environ: str) -> str:
-    """What it says at last, without any setting of pip but those that are given."""
+    """The error of scripts/setup, with the given pip settings only."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     done = subprocess.run(
         ["bash", str(clone / "scripts" / "setup")],
@@ -51,8 +52,8 @@ def failed_setup(clone: Path, **environ: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_without_a_package_index_the_network_is_named(clone_with_pip: Path) -> None:
-    """With what to check, and the place of the whole log."""
+def test_an_absent_package_index_is_an_error(clone_with_pip: Path) -> None:
+    """It says what to check, and where the whole log is."""
     said = failed_setup(clone_with_pip, PIP_INDEX_URL=NOWHERE, PIP_RETRIES="1")
 
     assert said.startswith("scripts/setup: torch==2.13.0: pip cannot reach a package index.")
@@ -61,14 +62,14 @@ def test_without_a_package_index_the_network_is_named(clone_with_pip: Path) -> N
 
 
 def test_errors_of_pip_are_quoted(clone_with_pip: Path) -> None:
-    """Its own line about the error."""
+    """Its line with the error."""
     said = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
 
     assert "torch==0.0.1: ERROR: No matching distribution found for torch==0.0.1." in said
 
 
-def test_an_old_python_is_named(clone: Path, tmp_path: Path) -> None:
-    """With its version and the one that is wanted."""
+def test_an_old_python_is_an_error(clone: Path, tmp_path: Path) -> None:
+    """It names its version and the required one."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("bash", "dirname"):
@@ -82,8 +83,8 @@ def test_an_old_python_is_named(clone: Path, tmp_path: Path) -> None:
     assert said == "scripts/setup: batchway needs Python 3.11 or later; here is Python 3.9.2."
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(clone: Path) -> None:
-    """Before anything is downloaded."""
+def test_an_unwritable_folder_is_an_error(clone: Path) -> None:
+    """Before any download."""
     (clone / ".venv").write_text("in the way")
 
     said = failed_setup(clone)

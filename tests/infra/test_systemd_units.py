@@ -1,4 +1,4 @@
-"""The units of docs/gpu-machine.md: systemd takes them, and what they run exists."""
+"""The units of docs/gpu-machine.md: systemd accepts them, and their commands exist."""
 
 import configparser
 import re
@@ -18,7 +18,7 @@ PROGRAM = "/opt/batchway/.venv/bin/batchway"
 
 
 def units() -> dict[str, str]:
-    """The page's units by their file's name."""
+    """The page's units, by file name."""
     found = {}
     for block in code_blocks(PAGE.read_text()):
         if block.language == "ini":
@@ -49,7 +49,7 @@ def test_every_part_has_a_unit() -> None:
 
 @pytest.mark.parametrize("name", sorted(UNITS))
 def test_a_unit_runs_a_command_that_exists(name: str) -> None:
-    """As nobody special, and with more time to end than it asks for."""
+    """As an unprivileged user. Its stop timeout exceeds the drain."""
     program, *arguments = shlex.split(service(name)["ExecStart"])
     options = build_parser().parse_args(arguments)
     assert program == PROGRAM
@@ -60,8 +60,8 @@ def test_a_unit_runs_a_command_that_exists(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 @pytest.mark.parametrize("name", sorted(UNITS))
-def test_systemd_takes_a_unit(name: str, tmp_path: Path) -> None:
-    """Its own check has nothing to say; the program is one that is here."""
+def test_systemd_accepts_a_unit(name: str, tmp_path: Path) -> None:
+    """`systemd-analyze verify` prints nothing. The program is replaced by an installed one."""
     path = tmp_path / name.replace("@", "@0")
     path.write_text(UNITS[name].replace(PROGRAM, sys.executable))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`batchway jobs list`, `show`, `cancel` and `delete` on a real Redis, as operators type them."""
+"""`batchway jobs list`, `show`, `cancel` and `delete` on a real Redis."""
 
 import json
 
@@ -16,10 +16,10 @@ from tests.infra.test_jobs_command import run_cli
 pytestmark = pytest.mark.anyio
 
 
-async def test_jobs_are_found_cancelled_and_deleted(
+async def test_jobs_are_listed_cancelled_and_deleted(
     redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Each by its id, in the tenant's name; what cannot be done ends with status 1."""
+    """By id and tenant. Impossible commands exit with status 1."""
     first = make_job()
     await functions.submit(first, make_submission(metadata={"run": "7"}))
     [claimed] = await claim(functions)

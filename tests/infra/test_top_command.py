@@ -39,7 +39,7 @@ async def run_a_job(url: str) -> None:
 
 
 async def test_a_snapshot_shows_lanes_and_workers(url: str, worker: FakeWorker) -> None:
-    """As a table where nobody watches, and as JSON."""
+    """As a table if the output is no terminal, and as JSON."""
     await run_a_job(url)
     shown = await asyncio.to_thread(top, url, "--once")
     assert shown.returncode == 0, shown.stderr
@@ -52,10 +52,8 @@ async def test_a_snapshot_shows_lanes_and_workers(url: str, worker: FakeWorker) 
     assert told["is_broker_up"]
 
 
-async def test_a_picture_is_drawn_without_anything_from_elsewhere(
-    url: str, worker: FakeWorker, tmp_path: Path
-) -> None:
-    """An SVG of the second look; no font or script is fetched by who opens it."""
+async def test_the_svg_needs_no_other_files(url: str, worker: FakeWorker, tmp_path: Path) -> None:
+    """No font or script. It shows the second snapshot."""
     picture = tmp_path / "top.svg"
     done = await asyncio.to_thread(top, url, "--svg", str(picture), "--interval-s", "0.2")
     assert done.returncode == 0, done.stderr
@@ -65,8 +63,8 @@ async def test_a_picture_is_drawn_without_anything_from_elsewhere(
     assert "url(" not in text.replace("url(#", "")
 
 
-async def test_an_unanswerable_question_is_an_error(url: str) -> None:
-    """No gateway, no key: one sentence each, exit status 2."""
+async def test_a_gateway_without_an_answer_is_an_error(url: str) -> None:
+    """No gateway, no key, or no HTTP address: one sentence, exit status 2."""
     for address, key, said in (
         ("http://127.0.0.1:1", KEY, "does not answer"),
         (url, "", "answers 401"),
