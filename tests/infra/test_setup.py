@@ -1,7 +1,6 @@
-"""scripts/setup if something is missing: one sentence says what, and setup is repeated next
-time. `tests.first_run` tests it in empty clones.
+"""scripts/setup if something is missing: one sentence says what, and the next run repeats setup.
 
-What it does where nothing is missing, `tests.first_run` tries out in empty clones.
+`tests.first_run` runs it in empty clones.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Ten times the load that can be carried: `python -m tests.overload --factor F --seconds S`.
+"""Overload by a factor of ten: `python -m tests.overload --factor F --seconds S`.
 
 Exit status 1 where something is broken or a goal is missed; see docs/reliability.md.
 """

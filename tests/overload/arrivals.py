@@ -1,4 +1,4 @@
-"""Who asks for what, and when: ten tenants on three lanes, one of which floods.
+"""Draws requests and their arrivals: ten tenants on three lanes, one of which floods.
 
 Draws only; leaves sending to callers. Rates are shares of the measured capacity.
 """
@@ -29,7 +29,7 @@ MAX_JOB_TOKENS = _PROMPT[1] + MAX_OUTPUT
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: what of whom. Its output has exactly `num_output` tokens."""
+    """One request of a tenant. Its output has exactly `num_output` tokens."""
 
     tenant: str
     lane: str
@@ -38,7 +38,7 @@ class Ask:
 
 
 def draw(rng: random.Random, tenant: str, lanes: Mapping[str, float]) -> Ask:
-    """A request of one tenant, in a lane by its share."""
+    """A request of one tenant, in a random lane by the lanes' shares."""
     [lane] = rng.choices(list(lanes), list(lanes.values()))
     prompt_ids = tuple(rng.randrange(32, 127) for _ in range(rng.randint(*_PROMPT)))
     return Ask(tenant, lane, prompt_ids, rng.randint(MIN_OUTPUT, MAX_OUTPUT))
@@ -47,10 +47,8 @@ def draw(rng: random.Random, tenant: str, lanes: Mapping[str, float]) -> Ask:
 def arrivals(
     rng: random.Random, capacity_per_s: float, factor: float, duration_s: float
 ) -> Iterator[tuple[float, Ask]]:
-    """Poisson arrivals of so many times the capacity: the light tenants' load, the flood's rest.
-
-    With LIGHT_LOAD as the factor, light tenants are alone.
-    """
+    """Poisson arrivals at `factor` times the capacity: the light tenants' load, the rest the
+    flood's."""
     rate = factor * capacity_per_s
     at_s = 0.0
     while (at_s := at_s - math.log(1 - rng.random()) / rate) < duration_s:

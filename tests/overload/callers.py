@@ -1,4 +1,4 @@
-"""Callers over HTTP: calls that stream, jobs that wait; one in so many follows Retry-After, once.
+"""Callers over HTTP: streaming calls, queued jobs; a share follows Retry-After once.
 
 Notes what came of each; leaves judging to the report.
 """
@@ -23,7 +23,7 @@ _TIER = {"interactive": "priority", "standard": "default"}
 
 @dataclass(slots=True)
 class Call:
-    """One try. Seconds; `sent_s` is Unix time, `lag_s` how late the caller itself was."""
+    """One attempt. Times in seconds; `sent_s` is Unix time, `lag_s` the caller's own delay."""
 
     ask: Ask
     sent_s: float
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass
 class Callers:
-    """All calls of a campaign. `urls` are the gateways', `api_keys` one for each tenant."""
+    """All calls of a campaign. `urls` are the gateways', `api_keys` has one for each tenant."""
 
     urls: list[str]
     api_keys: Mapping[str, str]
@@ -64,11 +64,12 @@ class Callers:
         self._rng = random.Random(f"{self.seed} callers")
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
+        """Cancels all running calls."""
         await end(*self._tasks)
 
     async def send_all(self, asks: Iterator[tuple[float, Ask]]) -> None:
-        """Each at its time, whatever became of those before; returns with the last one sent."""
+        """Sends each request at its time, without waiting for earlier ones. Returns after the
+        last is sent."""
         start_s = time.monotonic()
         for at_s, ask in asks:
             wait_s = start_s + at_s - time.monotonic()
@@ -77,12 +78,12 @@ class Callers:
             self._begin(ask, lag_s=max(0.0, -wait_s))
 
     async def until_answered(self) -> None:
-        """Returns once all that was begun is answered to the end, second tries too."""
+        """Returns once all calls are complete, second attempts included."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
     async def call(self, ask: Ask, *, lag_s: float = 0.0, is_second: bool = False) -> Call:
-        """One try, to the end of its answer."""
+        """One attempt, to the end of its response."""
         call = Call(ask, time.time(), lag_s, is_second)
         self.calls.append(call)
         path, body = _request(ask)
@@ -94,7 +95,7 @@ class Callers:
                 call.answer_s = time.monotonic() - started_s
                 note_head(call, answer)
                 if call.status == 200:
-                    await hear(call, answer, started_s)
+                    await read_stream(call, answer, started_s)
                 elif call.status == 202:
                     call.job_id = (await answer.read_json())["id"]
                     call.is_whole = True
@@ -119,7 +120,7 @@ class Callers:
 
 
 def _request(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """Path and body."""
+    """Path and body of a request."""
     body: dict[str, Any] = {
         "model": MODEL,
         "prompt": list(ask.prompt_ids),
@@ -145,8 +146,8 @@ def note_head(call: Call, answer: Answer) -> None:
             call.admission_s = float(duration) / 1000
 
 
-async def hear(call: Call, answer: Answer, started_s: float) -> None:
-    """Reads a stream; its tokens are counted, its end is noted."""
+async def read_stream(call: Call, answer: Answer, started_s: float) -> None:
+    """Reads a stream; counts its tokens and records its end."""
     async for line in answer.lines():
         if line == "data: [DONE]":
             call.is_whole = True

@@ -1,4 +1,4 @@
-"""One overload: calibration, light tenants alone, ten times the capacity, and what comes after."""
+"""One overload: calibration, light tenants alone, ten times the capacity, and afterwards."""
 
 import asyncio
 import contextlib
@@ -33,9 +33,8 @@ _REST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class OverloadOptions:
-    """`factor` times the capacity arrives for `seconds`. As long, the light tenants were alone
-    before; `after_s` are watched when it is over. Before all, `num_unloaded` jobs come singly.
-    """
+    """First `num_unloaded` jobs run one by one, then light tenants alone for `seconds`, then
+    `factor` times the capacity for `seconds`, then light tenants for `after_s`."""
 
     factor: float = 10.0
     seconds: float = 60.0
@@ -47,7 +46,7 @@ class OverloadOptions:
 async def run_overload(
     options: OverloadOptions, say: Callable[[str], None] = silent
 ) -> OverloadReport:
-    """Runs to the end, or to its cancellation; leaves no process behind."""
+    """Runs to the end or until cancelled; leaves no process behind."""
     async with running_system() as system:
         callers = Callers(system.urls, system.api_keys, options.seed)
         async with contextlib.aclosing(callers):
@@ -89,8 +88,8 @@ class _Overload:
         )
 
     async def _unloaded(self) -> None:
-        """One call at a time: what admission takes where nothing else is to be done. A gateway's
-        first call, which reads what it keeps from then on, comes before the phase."""
+        """One call at a time, to measure admission without load. Each gateway's first call,
+        which fills its caches, comes before the phase."""
         with self._phase("unloaded", settles=True):
             rng = random.Random(f"{self.options.seed} unloaded")
             for _ in range(self.options.num_unloaded):
@@ -99,7 +98,7 @@ class _Overload:
                 await self._until_all_ended()
 
     async def _calibrate(self) -> float:
-        """Output tokens per second of a closed loop that keeps every slot busy."""
+        """Measures output tokens per second of a closed loop that keeps every slot busy."""
         duration_s = max(4 * _SETTLING_S, self.options.seconds / 2)
         rng = random.Random(f"{self.options.seed} calibration")
         with self._phase("calibration", settles=True) as phase:
@@ -115,7 +114,8 @@ class _Overload:
         return phase.goodput(await self._ended())
 
     async def _overload(self, capacity_per_s: float) -> None:
-        """The flood comes and goes; light tenants stay, and those come back who were told to."""
+        """The flood starts and ends. Light tenants continue, and rejected callers come back when
+        told."""
         options = self.options
         self.callers.comes_until_s = time.time() + options.seconds + options.after_s
         await self._open_loop("overload", options.factor, capacity_per_s, options.seconds)
@@ -146,7 +146,7 @@ class _Overload:
         await until(none_open, _REST_TIMEOUT_S)
 
     async def _ended(self) -> list[Ended]:
-        """What lies in Redis of every job that was accepted."""
+        """Reads all accepted jobs from Redis."""
         found = []
         for call in self.callers.calls:
             if call.is_admitted:
@@ -182,7 +182,7 @@ class _Overload:
             await end(task)
 
     async def _watch(self) -> None:
-        """Takes down the memory of Redis, and says how far it is."""
+        """Records the memory of Redis, and reports progress."""
         next_s = 0.0
         while True:
             self.memory_bytes.append(await self._used_memory())

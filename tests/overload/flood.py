@@ -25,7 +25,7 @@ from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings
 from tests.overload.arrivals import Ask
-from tests.overload.callers import Call, hear, note_head
+from tests.overload.callers import Call, note_head, read_stream
 from tests.overload.posting import Broken, posting
 from tests.overload.report import REASONS
 
@@ -42,7 +42,7 @@ _TIERS = {"standard": "default", "interactive": "priority"}  # the lanes of call
 
 @dataclass(frozen=True, slots=True)
 class FloodOptions:
-    """`lane` is the one that the jobs name; '': none."""
+    """`lane` is the lane that the jobs name, '' for none."""
 
     num_jobs: int = 20_000
     num_calls: int = 400
@@ -52,7 +52,7 @@ class FloodOptions:
 
 @dataclass
 class FloodReport:
-    """`took_s`: until the last job was answered. `memory_bytes` is what Redis used at most."""
+    """`took_s` lasts until the last job was answered. `memory_bytes` is Redis's maximum."""
 
     options: FloodOptions
     took_s: float
@@ -67,7 +67,7 @@ class FloodReport:
         return [*self.faults(), *self.misses()]
 
     def faults(self) -> list[str]:
-        """What may not be on any machine."""
+        """Violations on any machine."""
         found = []
         every = {"jobs": self.jobs, "calls": self.calls, "interactive": self.interactive}
         for kind, calls in every.items():
@@ -84,7 +84,7 @@ class FloodReport:
         return found
 
     def misses(self) -> list[str]:
-        """Goals that this run has missed."""
+        """Goals that this run missed."""
         late = [s for s in self.ttfts(self.interactive) if s > INTERACTIVE_TARGET_S + STEP_S]
         return [f"{len(late)} interactive calls waited up to {max(late):.1f} s"] if late else []
 
@@ -123,7 +123,7 @@ class FloodReport:
 
 
 async def run_flood(options: FloodOptions, say: Callable[[str], None] = silent) -> FloodReport:
-    """Runs to the last answer, or to its cancellation; leaves no process behind."""
+    """Runs to the last response or until cancelled; leaves no process behind."""
     with running_stack_without_settings() as stack:
         url = await asyncio.to_thread(lambda: stack.url)
         [socket] = stack.temp_dir.glob("batchway-*/redis.sock")
@@ -184,14 +184,14 @@ class _Flood:
         (self.interactive if lane == "interactive" else self.calls).append(call)
 
     async def _call_interactively(self) -> None:
-        """Until the flood is over. Each call begins in time, whatever became of those before."""
+        """Calls at fixed intervals until the flood is over, without waiting for earlier calls."""
         async with asyncio.TaskGroup() as group:
             while not self.is_over:
                 group.create_task(self._call("interactive", INTERACTIVE_TOKENS))
                 await asyncio.sleep(_INTERACTIVE_EVERY_S)
 
     async def _ask(self, lane: str, num_tokens: int, *, is_job: bool = False) -> Call:
-        """One try, to the end of its answer."""
+        """One attempt, to the end of its response."""
         call = Call(Ask("default", lane, (), num_tokens), time.time(), 0.0)
         body: dict[str, Any] = {
             "model": "demo",
@@ -212,7 +212,7 @@ class _Flood:
                 call.answer_s = time.monotonic() - started_s
                 note_head(call, answer)
                 if call.status == 200:
-                    await hear(call, answer, started_s)
+                    await read_stream(call, answer, started_s)
         except Broken as broken:
             call.reason = str(broken)
         return call

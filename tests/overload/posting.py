@@ -1,4 +1,4 @@
-"""One POST on a connection of its own, over HTTP/1.0, where the end of the answer is its close.
+"""One POST on its own connection, over HTTP/1.0, where closing the connection ends the response.
 
 A generator of load must cost less than what it loads: a pool of connections costs more for each
 call the more there are.
@@ -14,24 +14,24 @@ from urllib.parse import urlsplit
 
 
 class Broken(Exception):
-    """The connection broke, or nothing came in time."""
+    """The connection broke, or a timeout passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The head of an answer; its names are lower-case."""
+    """The head of a response; header names are lower-case."""
 
     status: int
     headers: Mapping[str, str]
     _reader: asyncio.StreamReader
 
     async def lines(self) -> AsyncIterator[str]:
-        """Of the body, without their ends. Raises Broken."""
+        """Lines of the body without line ends. Raises Broken."""
         while line := await _line(self._reader):
             yield line.decode().rstrip("\r\n")
 
     async def read_json(self) -> Any:
-        """The whole body. Raises Broken."""
+        """Reads the whole body. Raises Broken."""
         return json.loads("".join([line async for line in self.lines()]))
 
 
@@ -39,7 +39,7 @@ class Answer:
 async def posting(
     url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str = ""
 ) -> AsyncIterator[Answer]:
-    """Sends, and reads the head. Raises Broken, also from within."""
+    """Sends the request and reads the head. Raises Broken, also while the response is read."""
     parts = urlsplit(url)
     data = json.dumps(body).encode()
     key = f"authorization: Bearer {api_key}\r\n" if api_key else ""

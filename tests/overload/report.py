@@ -1,4 +1,4 @@
-"""What an overload came to, held against what is promised: faults, and goals that were missed."""
+"""The results of an overload, compared with the guarantees: faults, and missed goals."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ _BYTES_BEYOND = 8 * 2**20  # two gateways with up to 128 connections each, and t
 
 @dataclass(slots=True)
 class Phase:
-    """Unix seconds; what is counted lies between."""
+    """Begin and end in Unix seconds."""
 
     name: str
     begin_s: float
@@ -49,7 +49,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An accepted job as it lies in Redis; times by its clock."""
+    """An accepted job as stored in Redis; times by its clock."""
 
     ask: Ask
     is_good: bool
@@ -61,8 +61,8 @@ class Ended:
     num_output: int
 
     def num_tokens_in(self, phase: Phase) -> int:
-        """Computed in it: the prompt with the first token, the others evenly from there to the
-        end."""
+        """Tokens computed in a phase: the prompt's with the first token, the others evenly
+        distributed from there to the end."""
         num_gaps = max(1, self.num_output - 1)
         gap_s = (self.finished_s - self.first_token_s) / num_gaps
         times_s = [self.first_token_s + gap_s * number for number in range(self.num_output)]
@@ -72,7 +72,7 @@ class Ended:
 
 @dataclass
 class OverloadReport:
-    """`memory_bytes`: used by Redis at the start and at most."""
+    """`memory_bytes` is what Redis used at the start, and its maximum."""
 
     factor: float
     seconds: float
@@ -104,8 +104,8 @@ class OverloadReport:
         return _known(call.ttft_s for call in calls)
 
     def light_waits(self, phase: str) -> list[float]:
-        """From the queue to the first token, of those who wait for an answer: gateways and callers
-        left out, so that a busy machine shows less."""
+        """Times from submission to first token, of light tenants' calls. Gateways and callers
+        are left out, so a busy machine has less effect."""
         return [
             one.first_token_s - one.created_s
             for one in self.ended
@@ -116,11 +116,11 @@ class OverloadReport:
 
     @property
     def light_ttft_ratios(self) -> dict[str, float]:
-        """Of all lanes whose callers wait together (''), and of each."""
+        """By lane; '' means all lanes with waiting callers together."""
         return {lane: self._light_ttft_ratio(lane) for lane in ("", "interactive", "standard")}
 
     def _light_ttft_ratio(self, lane: str) -> float:
-        """p99 under overload to p99 alone; 0 where nothing was measured."""
+        """p99 under overload divided by p99 alone; 0 if nothing was measured."""
         alone = percentile(self.light_ttfts("light tenants alone", lane), 0.99)
         loaded = percentile(self.light_ttfts("overload", lane), 0.99)
         return loaded / alone if alone and loaded else 0.0
@@ -132,8 +132,8 @@ class OverloadReport:
 
     @property
     def tokens(self) -> Counter[str]:
-        """That were computed under overload, by lane: of who was at it when it began or ended, a
-        part."""
+        """Tokens computed under overload, by lane. Jobs that began before or ended later count
+        in part."""
         by_lane: Counter[str] = Counter()
         for one in self.ended:
             by_lane[one.ask.lane] += one.num_tokens_in(self.phases["overload"])
@@ -141,13 +141,13 @@ class OverloadReport:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of these tokens, by lane."""
+        """Shares of these tokens, by lane."""
         total = self.tokens.total()
         return {lane: num / total for lane, num in sorted(self.tokens.items())}
 
     @property
     def is_share_kept(self) -> bool:
-        """Whether batch had its guaranteed share, but for the one job that it may be behind."""
+        """Whether batch had its guaranteed share, except for one job."""
         tokens = self.tokens
         return tokens["batch"] + MAX_JOB_TOKENS >= BATCH_SHARE * tokens.total()
 
@@ -156,7 +156,7 @@ class OverloadReport:
 
     @property
     def return_share(self) -> float:
-        """Of those who came when told, after the overload: how many were admitted."""
+        """The share of admitted calls among those that came back when told, after the overload."""
         tries = self.second_tries("afterwards")
         return sum(call.is_admitted for call in tries) / max(1, len(tries))
 
@@ -167,13 +167,13 @@ class OverloadReport:
 
     @property
     def memory_bound_bytes(self) -> int:
-        """What may be in use with all these jobs kept; refused ones leave nothing."""
+        """The limit of memory with all these jobs stored. Rejected jobs use none."""
         return self.memory_bytes[0] + _BYTES_BEYOND + _BYTES_PER_JOB * len(self.ended)
 
     # --- judgement ----------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """What may not be on any machine."""
+        """Violations on any machine."""
         found = list(self.audit)
         for (status, reason), num in sorted(self._answers(self.calls).items()):
             if status not in (200, 202) and REASONS.get(reason) != status:
@@ -190,7 +190,7 @@ class OverloadReport:
         return found
 
     def misses(self) -> list[str]:
-        """Goals that this run has missed."""
+        """Goals that this run missed."""
         admission = percentile(self._admissions("unloaded"), 0.99)
         interactive = percentile(self.interactive_ttfts, 0.99)
         goals = (
@@ -281,7 +281,7 @@ def _admitted(calls: Sequence[Call]) -> str:
 
 
 def _ms(values: Sequence[float]) -> str:
-    """p50, p99 and the number of them."""
+    """p50, p99 and the number of values."""
     p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
     if p50 is None or p99 is None:
         return "-"

@@ -1,4 +1,4 @@
-"""What is overloaded: two gateways, one worker whose step takes a fixed time, one Redis.
+"""The system under overload: two gateways, one worker with a fixed step time, one Redis.
 
 Bounds, quotas and shares are those that an operator would set who expects this.
 """
@@ -54,7 +54,7 @@ class System:
 
 @contextlib.asynccontextmanager
 async def running_system() -> AsyncIterator[System]:
-    """Starts all parts and waits for them; ended at exit."""
+    """Starts all parts and waits until they are ready; ends them at exit."""
     with tempfile.TemporaryDirectory(prefix="bw-overload-") as directory:
         batching = Path(directory) / "batching.yaml"
         batching.write_text(BATCHING)

@@ -24,7 +24,7 @@ from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings
 from tests.overload.arrivals import Ask
-from tests.overload.callers import Call, hear, note_head
+from tests.overload.callers import Call, note_head, read_stream
 from tests.overload.posting import Broken, posting
 
 _LANE = "standard"
@@ -131,7 +131,7 @@ class _Tenants:
         return await self._ask("light", _CALL_TOKENS)
 
     async def _ask(self, tenant: str, num_tokens: int, *, is_job: bool = False) -> Call:
-        """One try, to the end of its answer."""
+        """One attempt, to the end of its response."""
         call = Call(Ask(tenant, _LANE, (), num_tokens), time.time(), 0.0)
         body: dict[str, Any] = {
             "model": "demo",
@@ -151,7 +151,7 @@ class _Tenants:
             async with posting(self.url + path, body, timeout_s=_TIMEOUT_S, api_key=key) as answer:
                 note_head(call, answer)
                 if call.status == 200:
-                    await hear(call, answer, started_s)
+                    await read_stream(call, answer, started_s)
         except Broken as broken:
             call.reason = str(broken)
         return call

@@ -20,7 +20,7 @@ ENDED = Ended(ASK, True, "succeeded", 1.0, 1.5, 2.0, 3, 4)
 
 
 def report_of(*calls: Call, **fields: object) -> OverloadReport:
-    """Of a run whose only phase of interest is the overload."""
+    """A report with an overload phase only."""
     base = OverloadReport(
         factor=10.0,
         seconds=10.0,
@@ -36,9 +36,10 @@ def report_of(*calls: Call, **fields: object) -> OverloadReport:
 
 
 @pytest.mark.timeout(300)
-async def test_ten_times_the_capacity_is_refused_in_order() -> None:
-    """What is accepted ends once and whole, the rest is told why and when to come; every lane gets
-    its part, light tenants come in, memory stays bounded, and who comes when told is let in."""
+async def test_guarantees_hold_at_ten_times_the_capacity() -> None:
+    """Accepted jobs end once and completely; the others get a reason and Retry-After. Every lane
+    gets its share, light tenants are admitted, memory is limited, and callers that come back
+    when told are admitted."""
     report = await run_overload(OverloadOptions(seconds=6.0, after_s=12.0, num_unloaded=10))
 
     assert report.faults() == []
@@ -64,30 +65,29 @@ async def test_ten_times_the_capacity_is_refused_in_order() -> None:
         (dataclasses.replace(GOOD, num_tokens=3), "3 of 4 tokens"),
     ],
 )
-def test_an_impossible_reply_is_reported(call: Call, word: str) -> None:
-    """This run can fail: each kind of answer that is not in the table, and each broken stream."""
+def test_undocumented_answers_and_broken_streams_are_faults(call: Call, word: str) -> None:
     assert report_of(GOOD).faults() == []
     assert any(word in sentence for sentence in report_of(GOOD, call).faults())
 
 
-def test_top_shows_jobs_memory_and_audit() -> None:
-    """An accepted job that did not succeed, memory beyond its bound, a broken invariant."""
+def test_failed_jobs_memory_and_audit_are_faults() -> None:
+    """An accepted job that did not succeed, memory above its limit, a broken invariant."""
     expired = dataclasses.replace(ENDED, is_good=False, status="expired")
     assert report_of(GOOD, ended=[ENDED, expired]).faults() == ["1 accepted jobs are expired"]
     assert "Redis used" in report_of(GOOD, memory_bytes=(2**20, 2**25)).faults()[0]
     assert report_of(GOOD, audit=["I5"]).faults() == ["I5"]
 
 
-def test_tokens_count_where_they_were_computed() -> None:
-    """Of a job that began before the overload, or goes on after it, those in between."""
+def test_tokens_count_in_the_phase_that_computed_them() -> None:
+    """For jobs that began before the overload or ended after it."""
     asks = dataclasses.replace(ENDED, first_token_s=-1.0, finished_s=2.0)
     assert report_of(ended=[asks]).tokens["interactive"] == 3
     asks = dataclasses.replace(ENDED, first_token_s=9.0, finished_s=12.0)
     assert report_of(ended=[asks]).tokens["interactive"] == ENDED.num_prompt + 1
 
 
-def test_a_lane_below_its_minimum_share_is_reported() -> None:
-    """By more than the one job that it may be behind: a tenth of 1,000 tokens is 100."""
+def test_a_lane_below_its_minimum_share_is_a_missed_goal() -> None:
+    """Except for one job: a tenth of 1,000 tokens is 100."""
     rest = dataclasses.replace(ENDED, num_prompt=900, num_output=0)
     batch = dataclasses.replace(ENDED, ask=dataclasses.replace(ASK, lane="batch"))
     missed = "missed: share of the batch lane"

@@ -1,6 +1,5 @@
-"""Tenants of one lane with more work than fits: shares by weight over a fleet, and a light tenant's
-calls beside another's flood of queued jobs. Judged by counts and order, not by time.
-"""
+"""Tenants of one lane with more work than fits: shares by weight over a fleet, and a light
+tenant's calls beside another's queued jobs. Checked by counts and order, not by time."""
 
 import dataclasses
 from collections import Counter
@@ -38,8 +37,8 @@ def batching(tmp_path: Path) -> str:
 
 
 def shares_of(views: dict[str, list[JobView]]) -> dict[str, float]:
-    """Of the tokens of the jobs that ended while all tenants had work: from when all had ended that
-    began before the last tenant came, to when the first tenant had no job waiting."""
+    """Shares of tokens of the jobs that ended while all tenants had work: from the end of all
+    jobs that began before the last tenant's first, to when the first tenant had no queued job."""
     claimed = [[v.claimed_ms or 0 for v in all_] for all_ in views.values()]
     came_ms, to_ms = max(map(min, claimed)), min(map(max, claimed))
     every = [view for all_ in views.values() for view in all_]
@@ -55,8 +54,8 @@ def shares_of(views: dict[str, list[JobView]]) -> dict[str, float]:
 async def test_a_fleet_serves_tenants_by_their_weights(
     caller: Caller, redis_server: EmbeddedRedis, batching: str
 ) -> None:
-    """Three tenants, weights 1, 2 and 4, on two workers. The lightest comes first and takes all
-    places."""
+    """Weights 1, 2 and 4, on two workers. The tenant with the least weight comes first and fills
+    all places."""
     callers = {
         tenant: dataclasses.replace(caller, tenant=tenant, weight=weight)
         for tenant, weight in WEIGHTS.items()
@@ -84,8 +83,8 @@ async def test_a_fleet_serves_tenants_by_their_weights(
 async def test_light_calls_do_not_wait_for_a_flood_s_jobs(
     caller: Caller, redis_server: EmbeddedRedis, batching: str
 ) -> None:
-    """Ten calls end, one after another, before any job of the flood that holds all places; each
-    displaces one sequence at most, and the rest of the flood keeps its places."""
+    """Ten calls end, one after another, before any job of a flood that filled all places. Each
+    displaces at most one sequence."""
     light = dataclasses.replace(caller, tenant="light")
     async with fleet(redis_server.url, 1, SLOW, batching_path=batching, drain_s=0.0):
         flood = [await caller.submit(f"flood {i}", max_tokens=480) for i in range(200)]

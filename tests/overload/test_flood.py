@@ -1,4 +1,4 @@
-"""A short flood without settings; `python -m tests.overload.flood` is the long one.
+"""A short flood without settings; `python -m tests.overload.flood` is the long run.
 
 Asserted is what holds on any machine, however slow.
 """
@@ -19,9 +19,9 @@ REFUSED = Call(ASK, 1.0, 0.0, status=429, reason="lane_full", retry_after_s=1.0)
 
 
 @pytest.mark.timeout(400)
-async def test_a_flood_without_settings_is_refused_in_order() -> None:
-    """Some jobs are taken, the others and calls are told why and when to come; somebody who calls
-    in the interactive lane is answered, and Redis stays within its memory."""
+async def test_guarantees_hold_in_a_flood_without_settings() -> None:
+    """Some jobs are accepted; the others and calls get a reason and Retry-After. Calls in the
+    interactive lane are answered, and Redis stays within its memory."""
     report = await run_flood(FloodOptions(num_jobs=800, num_calls=40, job_tokens=100))
 
     assert report.faults() == []
@@ -46,14 +46,12 @@ def report_of(interactive: Call, **fields: int) -> FloodReport:
         (dataclasses.replace(GOOD, ttft_s=12.0), "waited up to 12.0 s"),
     ],
 )
-def test_an_impossible_reply_is_reported(call: Call, word: str) -> None:
-    """Each kind of answer that is not in the table, and an interactive call that waited long."""
+def test_undocumented_answers_and_long_waits_are_violations(call: Call, word: str) -> None:
     assert report_of(GOOD).violations == []
     assert any(word in sentence for sentence in report_of(call).violations)
 
 
-def test_a_redis_over_its_memory_or_without_a_limit_is_reported() -> None:
-    """Also where it has no maxmemory at all."""
+def test_a_redis_over_or_without_maxmemory_is_a_violation() -> None:
     for max_memory_bytes in (0, 1):
         report = report_of(GOOD, max_memory_bytes=max_memory_bytes)
         assert "Redis used" in report.violations[0]

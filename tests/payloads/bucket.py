@@ -1,4 +1,4 @@
-"""An S3 on loopback: moto's server, with one bucket."""
+"""S3 on loopback: moto's server, with one bucket."""
 
 import contextlib
 import secrets
@@ -29,7 +29,7 @@ def running_s3() -> Iterator[str]:
 
 
 def make_bucket(endpoint: str) -> str:
-    """A bucket's name."""
+    """Creates a bucket; returns its name."""
     bucket = f"batchway-{secrets.token_hex(6)}"
     session = boto3.session.Session(
         aws_access_key_id="testing", aws_secret_access_key="testing", region_name=REGION

@@ -1,4 +1,4 @@
-"""Both stores, each empty; what holds for one holds for the other."""
+"""Both kinds of store, empty."""
 
 import secrets
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from tests.payloads.bucket import CREDENTIALS, make_bucket, running_s3
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[tuple[str, str]]:
-    """The endpoint and a bucket there."""
+    """The endpoint and the name of a bucket."""
     with running_s3() as endpoint:
         yield endpoint, make_bucket(endpoint)
 
 
 @pytest.fixture
 def s3_setting(s3_bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """A store under a prefix of its own."""
+    """The setting of a store under a new prefix."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     endpoint, bucket = s3_bucket

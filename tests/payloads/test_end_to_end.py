@@ -41,7 +41,7 @@ async def submit(http: httpx.AsyncClient, prompt: str | list[str] = PROMPT, **fi
 
 
 async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
-    """The job once it has ended."""
+    """Waits for the job's end; returns the job."""
 
     async def has_ended() -> bool:
         answer = await http.get(f"/v1/jobs/{job_id}")
@@ -55,7 +55,7 @@ async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
 
 
 def jobs_in(directory: Path) -> list[str]:
-    """Ids of the jobs that have objects."""
+    """Ids of the jobs with objects."""
     return [path.name for path in directory.glob("job-*")]
 
 
@@ -80,7 +80,7 @@ async def test_long_prompts_and_results_are_in_the_object_store(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """Results and streams are those of a job that lies in Redis; the URL needs no key."""
+    """Results and streams equal those of a job stored in Redis. The result's URL needs no key."""
     setting = request.getfixturevalue("s3_setting") if kind == "s3" else str(tmp_path / "objects")
     fields = settings_of(setting)
     caller = Caller(functions, redis_client, keys)
@@ -131,7 +131,7 @@ async def test_a_lost_object_fails_its_job_alone(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """A damaged prompt fails its job with a reason, a missing result its reader; others go on."""
+    """A damaged prompt fails its job with a reason, a missing result the request for it."""
     fields = settings_of(str(tmp_path))
     caller = Caller(functions, redis_client, keys)
     with running_gateway(make_settings(redis_server.url, **fields)) as url:
@@ -159,14 +159,14 @@ async def test_a_lost_object_fails_its_job_alone(
     assert done["status"] == "succeeded"
 
 
-async def test_a_worker_without_the_object_store_refuses_to_start(
+async def test_a_job_fails_on_a_worker_with_another_object_store(
     tmp_path: Path,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """A worker with another directory cannot have the prompt: the job's error, not a crash."""
+    """If its prompt is in the store. The worker continues."""
     caller = Caller(functions, redis_client, keys)
     gateway = make_settings(redis_server.url, **settings_of(str(tmp_path / "one")))
     async with fleet(redis_server.url, 1, MODEL, **settings_of(str(tmp_path / "two"))):
@@ -186,7 +186,7 @@ async def test_a_result_of_a_killed_worker_is_written_again_by_the_next(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """The next worker has a higher epoch, and the record points to its object alone."""
+    """The next worker has a higher epoch; the record names its object."""
     fields = settings_of(str(tmp_path))
     caller = Caller(functions, redis_client, keys)
     with running_gateway(make_settings(redis_server.url, **fields)) as url:
@@ -210,14 +210,14 @@ async def test_a_result_of_a_killed_worker_is_written_again_by_the_next(
     assert found[0].result.key == f"{job_id}/result-2"
 
 
-async def test_objects_go_with_their_job(
+async def test_objects_are_deleted_with_their_job(
     tmp_path: Path,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """When its retention is over the sweep names it, and a worker deletes what it kept."""
+    """After its retention the sweep lists it, and a worker deletes its objects."""
     fields = settings_of(str(tmp_path))
     caller = Caller(functions, redis_client, keys)
     with running_gateway(make_settings(redis_server.url, job_retention_s=60.0, **fields)) as url:
@@ -244,14 +244,14 @@ async def test_objects_go_with_their_job(
                 store.get(found[0].result)
 
 
-async def test_a_refused_job_leaves_no_object(
+async def test_a_rejected_job_leaves_no_object(
     tmp_path: Path,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """The prompt is written before the job is submitted, and deleted where it is not taken."""
+    """The prompt is written before the submission, and deleted if that is rejected."""
     fields = settings_of(str(tmp_path), lane_bound_tokens=1500)
     caller = Caller(functions, redis_client, keys)
     async with fleet(redis_server.url, 1, MODEL):

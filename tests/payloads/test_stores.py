@@ -1,4 +1,4 @@
-"""Objects are written whole, read as written or not at all, and deleted with their job."""
+"""Objects are written atomically, verified when read, and deleted with their job."""
 
 import os
 import time
@@ -21,7 +21,7 @@ DATA = b"some bytes\x00\xff" * 1000
 
 
 def test_an_object_is_read_as_it_was_written(store: DirectoryStore | S3Store) -> None:
-    """By its reference, as often as one likes; a rewrite is another object."""
+    """By its reference, repeatedly. Writing again creates another object."""
     ref = store.put(prompt_key(JOB), DATA)
     assert (store.get(ref), store.get(ref)) == (DATA, DATA)
     assert ref.num_bytes == len(DATA)
@@ -32,14 +32,14 @@ def test_an_object_is_read_as_it_was_written(store: DirectoryStore | S3Store) ->
 
 
 def test_a_missing_object_is_lost(store: DirectoryStore | S3Store) -> None:
-    """Not unavailable: waiting does not help."""
+    """Not unavailable, because waiting would not help."""
     ref = store.put(prompt_key(JOB), DATA)
     with pytest.raises(PayloadLost, match="not there"):
         store.get(replace(ref, key=prompt_key(OTHER)))
 
 
-def test_a_job_is_deleted_with_its_objects_alone(store: DirectoryStore | S3Store) -> None:
-    """Prompt and results of every epoch; twice does no harm."""
+def test_a_deletion_removes_all_objects_of_one_job(store: DirectoryStore | S3Store) -> None:
+    """Prompt and results of every epoch. A repetition is harmless."""
     refs = [store.put(key, DATA) for key in (prompt_key(JOB), result_key(JOB, 1))]
     other = store.put(result_key(OTHER, 2), DATA)
     store.delete_job(JOB)
@@ -53,7 +53,7 @@ def test_a_job_is_deleted_with_its_objects_alone(store: DirectoryStore | S3Store
 def test_a_reference_to_another_store_is_an_error(
     store: DirectoryStore | S3Store, tmp_path: Path
 ) -> None:
-    """Two machines with the same path but no shared file system, or two buckets."""
+    """For example of another machine with the same path, or of another bucket."""
     ref = DirectoryStore(tmp_path / "another").put(prompt_key(JOB), DATA)
     with pytest.raises(PayloadLost, match="another store"):
         store.get(ref)
@@ -61,13 +61,12 @@ def test_a_reference_to_another_store_is_an_error(
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"{JOB}/../x", f"{JOB}/x", ""])
 def test_a_key_outside_the_store_reads_nothing(store: DirectoryStore | S3Store, key: str) -> None:
-    """Whoever can write to Redis cannot read files."""
+    """A writer to Redis must not be able to read files."""
     with pytest.raises(PayloadLost, match="invalid key"):
         store.get(ObjectRef(store.name, key, "0" * 64, 1))
 
 
-def test_a_directory_is_not_readable_by_others(tmp_path: Path) -> None:
-    """Prompts are nobody's business."""
+def test_objects_in_a_directory_are_not_readable_by_others(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "objects")
     store.put(prompt_key(JOB), DATA)
     paths = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
@@ -75,21 +74,21 @@ def test_a_directory_is_not_readable_by_others(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path: Path) -> None:
-    """And the message says why, without the path."""
+    """The error has the reason without the path."""
     (tmp_path / "file").write_text("")
     with pytest.raises(PayloadUnavailable, match=r"Not a directory|File exists"):
         DirectoryStore(tmp_path / "file" / "objects").put(prompt_key(JOB), DATA)
 
 
-def test_two_processes_agree_on_a_directory(tmp_path: Path) -> None:
-    """Whoever comes first names it."""
+def test_two_processes_use_the_same_name_for_a_directory(tmp_path: Path) -> None:
+    """The first one creates the name."""
     first, second = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
     assert first.name == second.name
     assert second.get(first.put(prompt_key(JOB), DATA)) == DATA
 
 
-def test_leftovers_of_crashes_are_removed_in_time(tmp_path: Path) -> None:
-    """Objects that no job knows of, by their age alone."""
+def test_old_objects_are_deleted(tmp_path: Path) -> None:
+    """Crashes may leave objects without a job. Only their age counts."""
     store = DirectoryStore(tmp_path)
     old, young = store.put(prompt_key(JOB), DATA), store.put(prompt_key(OTHER), DATA)
     long_ago_s = time.time() - 1000
@@ -100,8 +99,8 @@ def test_leftovers_of_crashes_are_removed_in_time(tmp_path: Path) -> None:
     assert store.get(young) == DATA
 
 
-def test_a_signed_url_of_a_directory_opens_one_object_for_a_while(tmp_path: Path) -> None:
-    """Nothing of it can be changed, and it expires."""
+def test_a_signed_url_of_a_directory_opens_one_object(tmp_path: Path) -> None:
+    """It expires, and no part of it can be changed."""
     store = DirectoryStore(tmp_path)
     ref = store.put(result_key(JOB, 1), DATA)
     parts = urlsplit(store.url(ref, ttl_s=60))
@@ -115,7 +114,7 @@ def test_a_signed_url_of_a_directory_opens_one_object_for_a_while(tmp_path: Path
 
 
 def test_a_presigned_url_of_s3_needs_no_credentials(s3_setting: str) -> None:
-    """Signed for so long; the server checks neither here, but the URL carries both."""
+    """It has an expiry and a signature. moto's server checks neither."""
     store = open_store(s3_setting)
     assert store is not None
     ref = store.put(result_key(JOB, 1), DATA)
@@ -127,7 +126,6 @@ def test_a_presigned_url_of_s3_needs_no_credentials(s3_setting: str) -> None:
 
 
 def test_an_s3_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that has no such bucket."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
@@ -141,7 +139,6 @@ def test_an_s3_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPat
     "setting",
     ["relative/path", "gs://bucket", "s3://", "s3://b?region=x", "s3://b?endpoint=a&endpoint=b"],
 )
-def test_a_setting_that_names_no_store_is_refused(setting: str) -> None:
-    """At the start, by the setting's form."""
+def test_a_malformed_setting_is_an_error(setting: str) -> None:
     with pytest.raises(ValueError, match="store is"):
         open_store(setting)

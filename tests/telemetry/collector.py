@@ -1,4 +1,4 @@
-"""A small receiver of OTLP over HTTP: keeps every span that processes send."""
+"""A small receiver of OTLP over HTTP that keeps every span."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class SpanSeen:
-    """One span as it came over the wire."""
+    """One received span."""
 
     service: str
     name: str
@@ -27,7 +27,7 @@ class SpanSeen:
 
 @dataclass
 class Collector:
-    """All that was received; `url` is what OTEL_EXPORTER_OTLP_ENDPOINT names."""
+    """All received spans. `url` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     url: str = ""
     spans: list[SpanSeen] = field(default_factory=list)
@@ -75,7 +75,7 @@ def running_collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""What counting costs: `python -m tests.telemetry.overhead`.
+"""The cost of metrics: `python -m tests.telemetry.overhead`.
 
 Three figures for each batch size: a decode step of the demo model, what the supervisor's meter
 takes for it, and what counting adds inside Redis to the append of its tokens. Both run beside the
@@ -51,7 +51,7 @@ def make_job(index: int) -> Job:
 
 
 def step_us(num_seqs: int, num_steps: int) -> float:
-    """A decode step of the demo model with so many sequences, on one core."""
+    """Microseconds of a decode step of the demo model with this many sequences, on one core."""
     from workers.model.loader import load_model
 
     path = str(demo_model_path())
@@ -66,7 +66,7 @@ def step_us(num_seqs: int, num_steps: int) -> float:
 
 
 def meter_us(num_seqs: int, num_steps: int) -> float:
-    """What the meter takes for a decode step with so many sequences."""
+    """Microseconds of the supervisor's meter for a decode step with this many sequences."""
     tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
     held = [
         HeldJob(Claimed(make_job(i), 1, 1, 1, "", 0, 60.0, False), tokenizer)
@@ -94,7 +94,7 @@ def meter_us(num_seqs: int, num_steps: int) -> float:
 
 
 async def append_us(source: str, num_jobs: int, num_calls: int) -> float:
-    """An append of one token for each of so many jobs: processor time of Redis."""
+    """Processor microseconds of Redis to append one token to each of this many jobs."""
     with EmbeddedRedis() as server:
         client, keys = connect(server.url, command_timeout_s=None), Keys("overhead")
         await client.function_load(source, replace=True)
@@ -118,7 +118,7 @@ async def append_us(source: str, num_jobs: int, num_calls: int) -> float:
 
 
 async def _cpu_s(client: Any) -> float:
-    """Of the thread that runs commands, whatever else the machine does."""
+    """Processor time of Redis's main thread."""
     spent = await client.info("cpu")
     return float(spent["used_cpu_user_main_thread"] + spent["used_cpu_sys_main_thread"])
 

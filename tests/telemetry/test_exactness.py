@@ -1,4 +1,4 @@
-"""Metrics say what happened: what the logs hold is what callers were told is what is counted."""
+"""Logs, responses and metrics have the same counts."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ def url(redis_server: EmbeddedRedis) -> Iterator[str]:
 
 
 def summed(shown: dict[Any, float], name: str, **labels: str) -> float:
-    """All series of a metric with these labels."""
+    """The sum of a metric's series with these labels."""
     return sum(
         value
         for (found, pairs), value in shown.items()
@@ -50,7 +50,7 @@ async def test_logs_answers_and_metrics_agree(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """Calls, jobs, cancels, and a worker killed in the middle: every token is counted once."""
+    """With calls, jobs, cancels and a killed worker: every token is counted once."""
     caller = Caller(functions, redis_client, keys)
     async with (
         fleet(redis_server.url, 1, SLOW) as [first],
@@ -135,8 +135,8 @@ async def test_a_worker_s_steps_reach_every_gateway(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """What an engine said is on the gateway's page once the worker has beaten or left; tokens of
-    decode steps and first tokens are together what the logs hold."""
+    """After a heartbeat or the worker's end. First tokens and gaps between tokens sum to the
+    logged tokens."""
     caller = Caller(functions, redis_client, keys)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         async with fleet(redis_server.url, 1, HashModelOptions(eos_rate=0.0)):
@@ -155,8 +155,8 @@ async def test_a_worker_s_steps_reach_every_gateway(
     assert summed(shown, "workers") == 0
 
 
-async def test_a_heartbeat_that_comes_twice_or_late_counts_once(functions: Functions) -> None:
-    """Totals follow what a worker says of itself, never down, for each worker by itself."""
+async def test_repeated_and_late_heartbeats_count_once(functions: Functions) -> None:
+    """Totals follow each worker's reports and never fall."""
 
     async def beat(incarnation: str, num: int) -> int:
         counted = {"num_preemptions_total": num}

@@ -1,4 +1,4 @@
-"""Metrics are counted once, named once, and shown as they were counted."""
+"""The definitions of metrics, their documentation and their format."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every line of a page: (name, labels) → value."""
+    """All samples of a /metrics page: (name, labels) → value."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -22,8 +22,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_redis_and_python_know_the_same_buckets() -> None:
-    """The functions sort latencies into the buckets that pages name."""
+def test_redis_and_python_have_the_same_buckets() -> None:
     source = (ROOT / "contract" / "lua" / "_totals.lua").read_text()
     found = re.search(r"LATENCY_BOUNDS_MS = \{([^}]*)\}", source)
     assert found is not None
@@ -31,8 +30,8 @@ def test_redis_and_python_know_the_same_buckets() -> None:
     assert [bound / 1000 for bound in bounds_ms] == list(LATENCY_BOUNDS_S)
 
 
-def test_every_field_that_redis_counts_is_a_metric() -> None:
-    """What the functions and the meter write is shown, and nothing that is shown is unwritten."""
+def test_every_metric_is_counted() -> None:
+    """By the functions in Redis, or by the workers."""
     lua = library_source()
     meter = (ROOT / "workers/supervisor/meter.py").read_text() + (
         ROOT / "workers/supervisor/leases.py"
@@ -44,8 +43,8 @@ def test_every_field_that_redis_counts_is_a_metric() -> None:
             assert f'"{metric.name}"' in meter, metric.name
 
 
-def test_a_page_shows_what_was_counted() -> None:
-    """Counters as they are; histograms cumulative, with their sum and count."""
+def test_a_page_has_all_counts() -> None:
+    """Counters unchanged; histograms cumulative, with sum and count."""
     counts = Counts()
     counts.add("num_preemptions_total", value=3)
     for seconds in (0.0005, 0.0010, 0.0011, 99.0):
@@ -66,14 +65,14 @@ def test_a_page_shows_what_was_counted() -> None:
 
 
 def test_fields_of_another_version_are_left_out() -> None:
-    """A worker that is newer than its gateway breaks no page."""
+    """A worker may be newer than its gateway."""
     fields = {"of_tomorrow_total:x": 1, "batch_size:sum:of:more": 2, "num_preemptions_total": 1}
     shown = samples(page(list(counted_families({"m": fields}, Source.ENGINES))).decode())
     assert list(shown.values()) == [1.0]
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """The rows of the tables of docs/metrics.md: name → (kind, labels)."""
+    """The tables of docs/metrics.md: name → (kind, labels)."""
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `batchway_(\w+)` \| (\w+) \| ([^|]*) \|", text, re.MULTILINE)
     assert len({name for name, *_ in rows}) == len(rows)
@@ -81,7 +80,7 @@ def documented() -> dict[str, tuple[str, str]]:
 
 
 def test_documented_metrics_are_exported() -> None:
-    """The same names, kinds and labels, in both directions."""
+    """With the same kinds and labels, and no others are exported."""
     exported = {
         metric.name: (metric.kind, ", ".join(f"`{label}`" for label in metric.all_labels))
         for metric in METRICS.values()

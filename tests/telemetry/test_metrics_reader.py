@@ -1,4 +1,4 @@
-"""What a page of metrics says when it is read again: sums, gains, quantiles."""
+"""Reading pages of metrics: sums, differences, quantiles."""
 
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
 from contract.telemetry.families import counted_families, fleet_families, page
@@ -18,7 +18,7 @@ def page_of(counts: Counts) -> MetricsSamples:
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
-    """Evenly between the bounds, as Prometheus has it; never beyond the last finite one."""
+    """Linearly interpolated as by Prometheus; never above the last finite bound."""
     buckets = [(1.0, 0.0), (2.0, 10.0), (4.0, 20.0), (float("inf"), 20.0)]
     assert quantile(buckets, 0.25) == 1.5
     assert quantile(buckets, 0.5) == 2.0
@@ -28,8 +28,8 @@ def test_a_quantile_lies_within_its_bucket() -> None:
     assert quantile([], 0.5) is None
 
 
-def test_a_look_is_of_the_time_since_the_last() -> None:
-    """Rates and percentiles of the window alone, gauges as they are now."""
+def test_rates_and_percentiles_are_of_the_window() -> None:
+    """Gauges are current."""
     counts = Counts()
     counts.add("generation_tokens_total", "standard", value=1000)
     counts.observe("time_to_first_token_seconds", "standard", value=9.0, times=50)
@@ -54,7 +54,7 @@ def test_a_look_is_of_the_time_since_the_last() -> None:
     assert engine.prompt_share == 0.75
 
 
-def test_the_first_look_is_of_all_time_and_knows_no_rates() -> None:
+def test_the_first_page_gives_percentiles_but_no_rates() -> None:
     """There is no earlier page to subtract."""
     counts = Counts()
     counts.observe("time_to_first_token_seconds", "standard", value=0.2)
@@ -63,8 +63,8 @@ def test_the_first_look_is_of_all_time_and_knows_no_rates() -> None:
     assert lane.ttft_s is not None
 
 
-def test_a_counter_that_fell_has_started_again() -> None:
-    """A Redis that was emptied shows what came since, nothing below 0."""
+def test_a_lower_counter_counts_from_zero() -> None:
+    """Redis may have been emptied."""
     big, small = Counts(), Counts()
     big.add("generation_tokens_total", "standard", value=1000)
     small.add("generation_tokens_total", "standard", value=7)

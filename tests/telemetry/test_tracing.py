@@ -1,4 +1,4 @@
-"""One trace from the request to the callback, over real processes and OTLP; without content."""
+"""One trace from the request to the callback, over real processes and OTLP, without content."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ CANARY = "canary-of-a-prompt"
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """Every part that starts from here on sends its spans there, at once."""
+    """All parts started from now on send their spans there at once."""
     with running_collector() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -38,7 +38,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A receiver of callbacks: its URL, and the headers of what came."""
+    """A receiver of callbacks: its URL, and the received headers."""
     heard: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +49,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -60,7 +60,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
     server.server_close()
 
 
-async def test_one_trace_leads_from_the_request_to_the_callback(
+async def test_one_trace_spans_request_worker_and_callback(
     collector: Collector,
     receiver: tuple[str, list[dict[str, str]]],
     redis_server: EmbeddedRedis,
@@ -68,8 +68,8 @@ async def test_one_trace_leads_from_the_request_to_the_callback(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """Gateway, worker and callbacks each add their spans under the caller's own; one for all of
-    decoding, with the statistics of its steps; no word of prompt or output."""
+    """The spans of gateway, worker and callbacks are below the caller's own. One span for all of
+    decoding has statistics of its steps. No span has a prompt or output."""
     hook, heard = receiver
     settings = make_settings(redis_server.url, callback_allow=("127.0.0.1",))
     model = HashModelOptions(eos_rate=0.0)
@@ -130,7 +130,7 @@ async def test_a_resumed_job_has_the_spans_of_both_its_workers(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """A drained worker says how far it came, the next one where it went on, in one trace."""
+    """In one trace: how far the drained worker came, and where the next one continued."""
     model = HashModelOptions(eos_rate=0.0, step_s=0.02)
     body = {"model": "m", "prompt": "go on", "max_tokens": 60, "stream": True}
     caller = Caller(functions, redis_client, keys)
@@ -164,8 +164,8 @@ async def test_a_resumed_job_has_the_spans_of_both_its_workers(
     assert early >= max(resumed_at) > 5
 
 
-def test_without_an_address_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default: there is no tracer, and closing closes nothing."""
+def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     tracing = Tracing("batchway-gateway")
     tracing.open()
