@@ -209,7 +209,7 @@ def test_another_object_store_than_the_namespace_s_is_refused(
     assert done.returncode == 2
     assert "the namespace 'default' keeps its objects in dir:" in done.stderr
     assert ("given dir:" if second else "given no object store") in done.stderr
-    assert "give all parts the same --object-store" in done.stderr
+    assert "give all processes the same --object-store" in done.stderr
     assert "Traceback" not in done.stderr
 
 
