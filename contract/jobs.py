@@ -218,7 +218,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Capabilities = Capabilities()
 
 
-_Literal = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_LITERAL_CHARS = 256
+_Literal = Annotated[str, msgspec.Meta(max_length=MAX_LITERAL_CHARS)]
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,16 +26,16 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_list_options(_add_kind(kinds, "list", "list a tenant's jobs, the youngest first"))
     _add_job(_add_kind(kinds, "show", "show a job: state and sizes, never text"))
-    _add_job(_add_kind(kinds, "cancel", "end a job, waiting or running"))
-    _add_job(_add_kind(kinds, "delete", "forget a job that has ended: prompt, output, log"))
-    calibration = _add(kinds, "calibration", "how true the predicted waits were, by lane")
+    _add_job(_add_kind(kinds, "cancel", "cancel a waiting or running job"))
+    _add_job(_add_kind(kinds, "delete", "delete an ended job: prompt, output, log"))
+    calibration = opts.add_action(kinds, "calibration", "compare predicted waits with actual ones")
     add_calibration_options(calibration)
-    summary = "jobs that killed engines"
+    summary = "jobs that crashed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add(actions, "list", "list the last thousand, the latest first")
-    _add_job(_add(actions, "show", "show one: sizes and hashes, never text"))
-    requeue = _add(actions, "requeue", "run one again, as a new job; a repeat does nothing")
+    opts.add_action(actions, "list", "list the last thousand, the latest first")
+    _add_job(opts.add_action(actions, "show", "show one: sizes and hashes, never text"))
+    requeue = opts.add_action(actions, "requeue", "run one again as a new job; idempotent")
     _add_job(requeue)
     requeue.add_argument(
         "--deadline-s",
@@ -61,17 +61,8 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
 
 
 def _add_kind(kinds: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser = _add(kinds, name, summary)
+    parser = opts.add_action(kinds, name, summary)
     add_tenant_option(parser)
-    return parser
-
-
-def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
-    opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
-    opts.add_json_option(parser)
     return parser
 
 

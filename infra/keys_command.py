@@ -45,13 +45,15 @@ class KeyUnknown(Exception):
 
 def add_keys_options(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    create = _add(actions, "create", "make a key and print it; it is shown this once")
+    create = opts.add_action(actions, "create", "create a key and print it, this once")
     _add_terms(create)
     _add_lifetime(create)
-    _add(actions, "list", "list all keys, without the keys themselves")
-    revoke = _add(actions, "revoke", "end a key; every gateway refuses it within 5 s")
+    opts.add_action(actions, "list", "list all keys, without the keys themselves")
+    revoke = opts.add_action(actions, "revoke", "end a key; every gateway refuses it within 5 s")
     _add_prefix(revoke)
-    rotate = _add(actions, "rotate", "make a key on the same terms, and let the old one run out")
+    rotate = opts.add_action(
+        actions, "rotate", "create a key on the same terms; the old one expires"
+    )
     _add_prefix(rotate)
     rotate.add_argument(
         "--overlap-s",
@@ -61,15 +63,6 @@ def add_keys_options(parser: argparse.ArgumentParser) -> None:
         help=f"how long the old key still works (default: {OVERLAP_S:g} s, a day)",
     )
     _add_lifetime(rotate)
-
-
-def _add(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
-    opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
-    opts.add_json_option(parser)
-    return parser
 
 
 def _add_terms(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ Over 300 lines: it is one list.
 import argparse
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from contract.redis_url import redis_url_of
 from infra.computing_options import (
@@ -112,6 +112,16 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
         help="write the result to this file as JSON, for you alone to read; - writes it to "
         "standard output instead of the table (default: no JSON)",
     )
+
+
+def add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Adds an action of an operator's command, with the options that all of them have."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    add_shared_options(parser, redis_default=OF_RUNNING_UP)
+    add_json_option(parser)
+    return parser
 
 
 def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str) -> None:

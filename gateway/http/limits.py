@@ -1,5 +1,6 @@
-"""Limits of a request, checked before routing: length of the head, Host header, length and time of
-the body."""
+"""Limits of a request, checked before routing: length of the head, Host header, length of the body.
+`connections.RequestGuard` limits the time of a body.
+"""
 
 import asyncio
 import re
@@ -25,7 +26,6 @@ class RequestLimits:
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
         self.max_body_bytes = settings.max_body_bytes
-        self.body_timeout_s = settings.body_timeout_s
         # `*` allows every host.
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
@@ -55,8 +55,8 @@ class RequestLimits:
 
 
 class Body:
-    """The body of one request. Raises ApiError if it is too long, by its Content-Length or by its
-    actual bytes, or too slow (the server's `receive` raises TimeoutError)."""
+    """The body of one request. Raises ApiError (413) if it is too long, by its Content-Length or by
+    its actual bytes."""
 
     def __init__(self, receive: Receive, limits: RequestLimits) -> None:
         self._receive = receive
@@ -78,10 +78,7 @@ class Body:
         """The next ASGI message."""
         if self._is_complete:
             return await self._receive()  # only http.disconnect can follow
-        try:
-            message = await self._receive()
-        except TimeoutError as exc:
-            raise self._too_slow() from exc
+        message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         self._is_complete = not message.get("more_body", False)
         if self._num_bytes > self._limits.max_body_bytes:
@@ -104,10 +101,6 @@ class Body:
     def _too_long(self) -> ApiError:
         message = f"the body has more than {self._limits.max_body_bytes} bytes"
         return ApiError(413, "body_too_large", message, headers={"connection": "close"})
-
-    def _too_slow(self) -> ApiError:
-        message = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-        return ApiError(408, "body_too_slow", message, headers={"connection": "close"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

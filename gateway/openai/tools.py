@@ -82,7 +82,7 @@ class WithTools(Constrained):
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _chooses_one_that_is_there(self) -> Self:
+    def _is_consistent(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise refusal("has two functions of one name", "tools")

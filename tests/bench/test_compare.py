@@ -143,7 +143,7 @@ def test_different_answers_are_counted(tmp_path: Path) -> None:
     assert num_unlike(done) == {"a": 0, "b": 1}
     found = summarise_heats(done)
     assert not found["is_alike"]
-    assert "not the first run's, token by token: b 1" in comparison_tables(found)
+    assert "differ from the first run's: b 1" in comparison_tables(found)
     options = argparse.Namespace(json=tmp_path / "out.json", png=None)
     assert report(found, options) == 1
     assert json.loads(options.json.read_text())["unlike_answers"] == {"a": 0, "b": 1}

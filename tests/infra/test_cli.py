@@ -207,7 +207,7 @@ def test_another_object_store_for_a_namespace_is_an_error(
     assert done.returncode == 2
     assert "the namespace 'default' keeps its objects in dir:" in done.stderr
     assert ("given dir:" if second else "given no object store") in done.stderr
-    assert "give all parts the same --object-store" in done.stderr
+    assert "give all processes the same --object-store" in done.stderr
     assert "Traceback" not in done.stderr
 
 

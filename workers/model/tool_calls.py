@@ -9,7 +9,9 @@ import json
 import re
 from typing import Any
 
-from contract.jobs import ToolFormat
+import msgspec
+
+from contract.jobs import MAX_LITERAL_CHARS, ToolFormat
 
 _NAME, _ARGUMENTS = "probe_of_format", {"first": "one", "second": 2}
 _TOOL = {
@@ -40,7 +42,7 @@ def read_tool_format(tokenizer: Any) -> tuple[str | None, ToolFormat | None]:
 
 class _Shown:
     """How the chat template renders calls. Raises what it raises, and ValueError for arguments that
-    are no JSON object."""
+    are no JSON object and for text too long to be published."""
 
     def __init__(self, tokenizer: Any) -> None:
         prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True)
@@ -59,6 +61,9 @@ class _Shown:
             between=_between(tokenizer, prompt),
             end=self.call[end:],
         )
+        literals = msgspec.structs.astuple(self.format)
+        if max(len(literal or "") for literal in literals) > MAX_LITERAL_CHARS:
+            raise ValueError("the text of a call is too long")
 
 
 def _parts(text: str, start: int) -> tuple[int, int, int]:

@@ -115,9 +115,12 @@ def test_one_call_without_tags_is_read_from_the_chat_template() -> None:
     assert parse_response('Say {"name": "a"}', spec, prefix="") == {"content": 'Say {"name": "a"}'}
 
 
-@pytest.mark.parametrize("template", [LIST, PLAIN, "{{ raise_exception('no') }}", None])
+LONG = TAGS.replace("<tool_call>", "<tool_call>" + "x" * 300)
+
+
+@pytest.mark.parametrize("template", [LIST, LONG, PLAIN, "{{ raise_exception('no') }}", None])
 def test_a_format_that_is_not_shown_is_not_guessed(template: str | None) -> None:
-    """A list of calls, a template without tools, one that refuses them, none at all."""
+    """A list of calls, a long opening, a template without tools, one that refuses them, none."""
     assert read_tool_format(FakeTokenizer(template)) == (None, None)
 
 
