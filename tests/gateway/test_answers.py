@@ -56,11 +56,11 @@ async def test_a_chat_is_streamed(worker: FakeWorker, client: openai.AsyncOpenAI
     assert chunks[-1].usage.total_tokens == len(PROMPT_IDS) + 13
 
 
-async def test_a_stream_is_plain_where_nobody_can_come_back(
+async def test_a_stream_without_an_idempotency_key_is_plain(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Without an idempotency key there are no ids and no comments: load generators parse each
-    chunk as `data:`. With a key both are sent, the id after the data."""
+    """It has no ids and no comments, because load generators parse each chunk as `data:`. With a
+    key both are sent, the id after the data."""
     for headers in ({}, {"idempotency-key": "plain"}):
         body = {"model": MODEL, "prompt": "ab", "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:

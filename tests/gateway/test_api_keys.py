@@ -96,7 +96,7 @@ async def test_every_route_names_the_scope_that_a_key_lacks(
             assert answer.status_code not in (401, 403), path
 
 
-async def test_a_key_is_for_its_lanes_alone(
+async def test_a_key_permits_only_its_lanes(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
     """Whether the lane is named or implied by the service tier."""
@@ -195,7 +195,7 @@ async def test_another_tenant_s_job_is_not_found(
     assert (await fresh.get(f"/v1/jobs/{job_id}", headers=ours)).json()["status"] == "queued"
 
 
-async def test_idempotency_keys_of_two_tenants_do_not_meet(
+async def test_idempotency_keys_of_two_tenants_are_separate(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
     """The same key, two jobs."""
@@ -284,7 +284,7 @@ async def test_guessed_prefixes_do_not_fill_the_memory(
     assert found == [letter * 8 for letter in "abcde"]
 
 
-async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
+async def test_keys_are_rejected_while_redis_is_away(redis_server: EmbeddedRedis) -> None:
     """503, because the gateway cannot check the key."""
     with running_gateway(make_settings("redis://127.0.0.1:1")) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -295,7 +295,7 @@ async def test_redis_away_lets_nobody_in(redis_server: EmbeddedRedis) -> None:
                 )
 
 
-async def test_required_keys_are_required_before_one_exists(
+async def test_keys_can_be_required_before_one_exists(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Beyond loopback, an empty Redis does not open the gateway."""
@@ -367,14 +367,14 @@ async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
     assert int(ttl_ms) == kept_s * 1000
 
 
-def test_a_retention_that_is_too_short_is_no_term() -> None:
+def test_a_retention_that_is_too_short_is_an_error() -> None:
     """A result that is deleted at once could not be read."""
     with pytest.raises(ValueError, match="a retention is 60 s or more"):
         KeyTerms(tenant="acme", retention_s=59.0)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.009, 100.5, float("nan"), float("inf")])
-def test_a_weight_out_of_bounds_is_no_term(weight: float) -> None:
+def test_a_weight_out_of_bounds_is_an_error(weight: float) -> None:
     """Also a weight that is not a number."""
     with pytest.raises(ValueError, match="a weight is a number from"):
         KeyTerms(tenant="acme", weight=weight)

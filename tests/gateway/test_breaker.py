@@ -13,7 +13,7 @@ def fail(breaker: Breaker) -> None:
         raise BrokerUnavailable("refused")
 
 
-def test_an_absence_is_logged_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
     """After 0, 1, 3, 7 … s, and when Redis answers again."""
     times_s = [0.0]
     breaker = Breaker(0.5, lambda: times_s[-1])

@@ -36,7 +36,7 @@ OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:
         "two of them": ((POST + OFFER + b"\r\n") * 2, b"POST /a "),
     }.values(),
 )
-async def test_a_request_ends_where_it_says(raw: bytes, said: bytes) -> None:
+async def test_a_request_ends_at_its_declared_length(raw: bytes, said: bytes) -> None:
     """The next request on the connection is parsed too."""
     async with connected() as client:
         await client.send(raw + LAST)
@@ -94,9 +94,9 @@ async def test_a_malformed_or_ambiguous_request_is_refused(raw: bytes) -> None:
     assert refusal.count(b"HTTP/1.1") == 1
 
 
-async def test_an_offer_of_another_protocol_costs_no_byte_of_the_body() -> None:
-    """Java's client offers HTTP/2 with its first POST. The offer is ignored, wherever the bytes
-    are split."""
+async def test_an_offer_to_upgrade_is_ignored() -> None:
+    """Java's client offers HTTP/2 with its first POST. No byte of the body is lost, wherever the
+    bytes are split."""
     raw = POST + OFFER + b"content-length: 5\r\n\r\nhello"
     for at in range(1, len(raw)):
         async with connected() as client:
@@ -105,7 +105,7 @@ async def test_an_offer_of_another_protocol_costs_no_byte_of_the_body() -> None:
             assert bodies(await client.rest()) == [b"POST /a hello", b"GET /last "], at
 
 
-async def test_an_offer_of_an_old_client_is_passed_over_too() -> None:
+async def test_an_offer_to_upgrade_in_http_1_0_is_ignored() -> None:
     """The request stays HTTP/1.0, so the connection is closed after it."""
     async with connected() as client:
         await client.send(POST.replace(b"1.1", b"1.0") + OFFER + b"content-length: 2\r\n\r\nab")
@@ -128,7 +128,7 @@ async def test_chunk_extensions_are_limited() -> None:
         assert REFUSED in await client.rest()
 
 
-async def test_a_long_body_in_many_pieces_is_no_long_head() -> None:
+async def test_a_long_body_does_not_count_as_head() -> None:
     """Bytes passed to the app do not count."""
     async with connected() as client:
         await client.send(POST + b"content-length: 100000\r\n\r\n")
@@ -138,7 +138,7 @@ async def test_a_long_body_in_many_pieces_is_no_long_head() -> None:
     assert len(said) == len(b"POST /a ") + 100_000
 
 
-async def test_a_bad_request_behind_a_stream_does_not_break_into_it() -> None:
+async def test_a_bad_pipelined_request_does_not_interrupt_a_stream() -> None:
     """The running response is completed; then the connection is closed."""
     has_begun, goes_on = asyncio.Event(), asyncio.Event()
     async with connected(streaming(has_begun, goes_on)) as client:
@@ -165,7 +165,7 @@ async def test_pipelined_requests_are_not_read_early() -> None:
         assert client.protocol.num_bytes < num_sent < 1_000_000
 
 
-async def test_a_broken_chunk_behind_the_start_of_an_answer_is_not_logged(
+async def test_a_malformed_chunk_during_a_response_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The connection is closed. The parser's error would quote the body."""
@@ -181,7 +181,7 @@ async def test_a_broken_chunk_behind_the_start_of_an_answer_is_not_logged(
     assert "canary" not in caplog.text
 
 
-async def test_an_answer_may_last_longer_than_a_connection_may_idle() -> None:
+async def test_a_response_may_take_longer_than_the_idle_timeout() -> None:
     """Also after an earlier response on the connection."""
     idle_s = 0.5
 

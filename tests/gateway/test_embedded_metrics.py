@@ -60,7 +60,7 @@ async def test_each_metric_line_has_the_increase() -> None:
     assert told == []
 
 
-def test_a_function_tells_and_a_server_does_not(
+def test_only_functions_log_metrics_by_default(
     redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On by default on Lambda; elsewhere only by a setting."""

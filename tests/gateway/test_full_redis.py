@@ -59,7 +59,7 @@ async def test_a_full_memory_refuses_calls_while_running_ones_end(own_redis: Emb
     await client.aclose()
 
 
-def test_a_full_redis_opens_no_breaker() -> None:
+def test_a_full_redis_does_not_open_the_breaker() -> None:
     """Redis still answers: existing jobs can be read."""
     breaker = Breaker(60.0)
     with pytest.raises(BrokerFull), breaker.guard():

@@ -109,7 +109,7 @@ async def test_hints_arrive_without_waiting_for_a_poll(
             assert (await call).json()["choices"][0]["text"] == "ab"
 
 
-async def test_a_broken_subscription_is_made_anew_once(
+async def test_a_broken_subscription_is_restored_once(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
 ) -> None:
     """A follower that arrives at that moment does not open a second connection."""

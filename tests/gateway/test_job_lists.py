@@ -80,9 +80,7 @@ async def test_a_list_is_read_page_by_page(
     assert created == sorted(created, reverse=True)
 
 
-async def test_jobs_are_found_by_what_they_are(
-    idle_worker: FakeWorker, http: httpx.AsyncClient
-) -> None:
+async def test_jobs_are_filtered(idle_worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """By state, lane, model, metadata and age."""
     done = await submit(http, lane="interactive", metadata={"run": "7", "team": "a"})
     await idle_worker.run(await idle_worker.claim())
@@ -216,7 +214,7 @@ async def test_a_job_is_forgotten_when_its_retention_is_over(
     assert not left & {"job", "log", "jobs", "kept"}
 
 
-async def test_a_job_is_deleted_with_all_that_it_held(
+async def test_a_deletion_removes_all_data_of_a_job(
     idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """409 before its end; then 404 on every route, and nothing is left in Redis."""

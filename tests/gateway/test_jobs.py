@@ -136,7 +136,7 @@ async def test_a_cancelled_job_ends_at_once_and_keeps_its_output(
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
 
 
-async def test_a_deadline_passes_where_no_worker_lives(
+async def test_a_job_without_workers_expires(
     redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
 ) -> None:
     """The gateway's sweep ends the job, and the follower gets the end."""
@@ -166,9 +166,7 @@ async def test_an_idempotency_key_attaches_or_refuses(
     assert bad.json()["error"]["param"] == "Idempotency-Key"
 
 
-async def test_a_call_becomes_a_job_where_asked(
-    worker: FakeWorker, http: httpx.AsyncClient
-) -> None:
+async def test_a_call_becomes_a_job_on_request(worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """`Prefer: respond-async`."""
     answer = await http.post("/v1/completions", json=BODY, headers={"prefer": "respond-async"})
     assert answer.status_code == 202
@@ -196,7 +194,7 @@ async def test_a_wrong_job_names_its_parameter(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_caller_that_goes_away_cancels_its_call(
+async def test_a_disconnect_cancels_the_call(
     idle_worker: FakeWorker, gateway_url: str, stream: bool
 ) -> None:
     """The worker learns of it by its next heartbeat."""

@@ -34,7 +34,7 @@ def app_of(routes: ASGIApp | None = None) -> FastAPI:
     return app
 
 
-async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
+async def test_a_disconnect_during_a_request_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing is logged as unexpected."""
@@ -60,7 +60,7 @@ async def test_a_caller_that_leaves_before_its_request_is_whole_is_no_error(
     assert [record for record in caplog.records if record.name.startswith("batchway")] == []
 
 
-async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
+async def test_an_unread_body_has_a_deadline_too() -> None:
     """A GET stream that announced a body, before there is anything to stream."""
     was_told_gone: list[bool] = []
 
@@ -83,7 +83,7 @@ async def test_a_body_that_nobody_waits_for_must_come_in_time_too() -> None:
     assert not was_told_gone
 
 
-async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
+async def test_a_body_announced_as_too_long_is_rejected_before_it_is_sent() -> None:
     """A client that waits for `100 Continue` gets the refusal at once."""
 
     async def routes(scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +99,7 @@ async def test_a_body_that_is_asked_for_and_too_long_is_not_taken_in() -> None:
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 2])
-async def test_a_stream_that_is_not_taken_is_given_up(num_taken: int) -> None:
+async def test_a_stream_that_cannot_be_sent_is_closed(num_taken: int) -> None:
     """Its job must not run on without a reader, whether the head, an event or the end fails."""
     sent: list[Message] = []
     was_told_gone: list[bool] = []
@@ -133,7 +133,7 @@ async def asked(app: FastAPI, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-async def test_a_middleware_from_outside_takes_effect() -> None:
+async def test_an_added_middleware_takes_effect() -> None:
     """It sees requests and responses with the gateway's own headers."""
     app = app_of()
     seen: list[str] = []
@@ -157,7 +157,7 @@ class Teapot(Exception):
 
 
 @pytest.mark.parametrize("handled", [Teapot, Exception, 500])
-async def test_an_exception_handler_from_outside_takes_effect(
+async def test_an_added_exception_handler_takes_effect(
     handled: int | type[Exception],
 ) -> None:
     """For other exceptions, and instead of the gateway's handler for unexpected ones."""
@@ -181,7 +181,7 @@ async def test_an_exception_handler_from_outside_takes_effect(
     assert answer.headers["x-request-id"]
 
 
-async def test_a_dependency_from_outside_takes_effect() -> None:
+async def test_an_overridden_dependency_takes_effect() -> None:
     """Overrides a dependency of the gateway's endpoints."""
     app = app_of()
     assert (await asked(app, "/v1/models")).status_code == 503  # there is no Redis

@@ -35,15 +35,15 @@ async def lose_event(
 
 
 @pytest.mark.parametrize("again", ["b", "B"])
-async def test_a_log_that_lost_its_end_is_waited_for_and_never_spliced(
+async def test_events_of_two_logs_are_never_joined(
     idle_worker: FakeWorker,
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     again: str,
 ) -> None:
-    """If the same event is written again, nothing is noticed. If another is, the stream resets
-    and starts again; a synchronous stream ends in an error."""
+    """If a log lost its end and the same event is written again, readers notice nothing. If
+    another is, the stream resets and starts again; a synchronous stream ends in an error."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": True}))
     claimed = await idle_worker.claim()
     job_id = claimed.job.id

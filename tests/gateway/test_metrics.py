@@ -96,7 +96,7 @@ async def test_a_resumed_stream_is_counted(http: httpx.AsyncClient, worker: Fake
     assert summed(shown, "open_streams") == 0
 
 
-async def test_figures_are_for_keys_with_the_scope(
+async def test_metrics_of_the_fleet_need_a_scope(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """They include all tenants, so an ordinary key may not read them."""
@@ -128,7 +128,7 @@ async def test_a_gateway_without_redis_serves_its_own_metrics() -> None:
     assert summed(shown, "http_requests_total", route="/livez") == 1
 
 
-def test_tenants_have_labels_of_their_own_up_to_a_bound() -> None:
+def test_the_number_of_tenants_with_own_labels_is_limited() -> None:
     """Beyond the limit tenants share one label, so the sums stay right."""
     metrics = GatewayMetrics()
     for i in range(3 * MAX_TENANTS):
@@ -183,7 +183,7 @@ async def test_corrections_are_shown_from_zero_on(
     assert summed(shown, "corrections_total", kind="tenant") == 2
 
 
-async def test_a_look_before_any_model_hides_none_that_comes(
+async def test_a_scrape_before_any_model_hides_no_later_model(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
     """A gateway that was scraped without any model accepts jobs for the first one at once."""

@@ -60,10 +60,10 @@ def nginx_url(gateway_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         process.communicate(timeout=20)
 
 
-async def test_events_pass_one_by_one_and_a_reader_that_leaves_ends_its_job(
+async def test_nginx_forwards_events_at_once_and_disconnects(
     idle_worker: FakeWorker, http: httpx.AsyncClient, nginx_url: httpx.URL
 ) -> None:
-    """The first token arrives before the second is computed."""
+    """The first token arrives before the second is computed. A reader's disconnect ends its job."""
     async with httpx.AsyncClient(base_url=nginx_url, timeout=20) as client:
         async with client.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as answer:
             claimed = await idle_worker.claim()
@@ -101,7 +101,7 @@ async def test_calls_reuse_connections_to_the_gateway(
     ],
     ids=["a head that does not end", "a body that does not end", "a length beside chunks"],
 )
-async def test_nginx_ends_what_no_gateway_should_see(
+async def test_nginx_rejects_malformed_requests_itself(
     http: httpx.AsyncClient, nginx_url: httpx.URL, raw: bytes, status: bytes
 ) -> None:
     """nginx closes the connection itself."""

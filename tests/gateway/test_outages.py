@@ -117,7 +117,7 @@ async def test_an_open_breaker_sends_nothing_to_redis(
             assert len(came) == num_tries
 
 
-async def test_hundreds_of_calls_at_a_time_wait_their_turn(
+async def test_hundreds_of_calls_share_few_connections(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
     """More calls than connections: none is rejected, and the breaker stays closed."""
@@ -129,7 +129,7 @@ async def test_hundreds_of_calls_at_a_time_wait_their_turn(
     await broker.aclose()
 
 
-async def test_a_redis_that_evicts_keys_is_refused_until_it_does_not(
+async def test_a_gateway_serves_once_redis_evicts_no_keys(
     own_redis: EmbeddedRedis,
 ) -> None:
     """The gateway runs already: /readyz and calls say what to set; then it serves."""
@@ -152,7 +152,7 @@ async def test_a_redis_that_evicts_keys_is_refused_until_it_does_not(
     await client.aclose()
 
 
-async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -> None:
+async def test_a_stream_survives_a_restart_of_redis(own_redis: EmbeddedRedis) -> None:
     """Each event before and after arrives once, in order."""
     with running_gateway(make_settings(own_redis.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -175,7 +175,9 @@ async def test_a_stream_rides_out_a_restart_of_redis(own_redis: EmbeddedRedis) -
             await client.aclose()
 
 
-async def test_an_absence_counts_from_the_last_word(own_redis: EmbeddedRedis) -> None:
+async def test_the_grace_of_an_outage_counts_from_the_last_message(
+    own_redis: EmbeddedRedis,
+) -> None:
     """A stream that received only hints for longer than the grace tolerates a restart too."""
     now_s = 0.0
     settings = make_settings(own_redis.url, poll_s=0.5, outage_grace_s=5.0)
@@ -222,7 +224,7 @@ async def test_a_drain_ends_streams_with_an_error_and_leaves_the_job(
     await client.aclose()
 
 
-def test_an_open_breaker_refuses_and_lets_one_try() -> None:
+def test_an_open_breaker_rejects_calls_and_then_lets_one_try() -> None:
     """Open for its time, then one call at a time; a success closes it."""
     now_s = 0.0
     breaker = Breaker(1.0, lambda: now_s)

@@ -39,7 +39,7 @@ async def ended(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_wait_that_is_over_answers_with_the_job(
+async def test_a_call_answers_with_its_job_after_the_wait(
     idle_worker: FakeWorker, http: httpx.AsyncClient, path: str, body: Any, stream: bool
 ) -> None:
     """202 with position and location; the job runs on."""
@@ -88,7 +88,9 @@ async def test_a_call_that_may_become_a_job_waits_for_a_worker(
         assert answer.status_code == 202
 
 
-async def test_leaving_within_the_wait_cancels(idle_worker: FakeWorker, gateway_url: str) -> None:
+async def test_a_disconnect_within_the_wait_cancels(
+    idle_worker: FakeWorker, gateway_url: str
+) -> None:
     """Nobody knows the job's id yet."""
     async with httpx.AsyncClient(base_url=gateway_url) as client:
         headers = {"prefer": "wait=60"}
@@ -98,7 +100,7 @@ async def test_leaving_within_the_wait_cancels(idle_worker: FakeWorker, gateway_
     assert await idle_worker.wait_until_ended(claimed) is JobStatus.CANCELLED
 
 
-async def test_a_job_that_was_handed_over_needs_no_caller(
+async def test_a_call_that_became_a_job_needs_no_caller(
     idle_worker: FakeWorker,
     http: httpx.AsyncClient,
     functions: Functions,
@@ -162,7 +164,7 @@ async def test_a_stream_at_the_time_limit_tells_where_to_resume(
     assert "event: succeeded" in rest.text
 
 
-async def test_the_official_client_reads_over_a_silence(
+async def test_the_official_client_ignores_heartbeats(
     idle_worker: FakeWorker, gateway_url: str
 ) -> None:
     """It ignores comments between chunks that have ids."""

@@ -82,7 +82,7 @@ async def test_a_list_of_one_prompt_is_that_prompt(
     assert (one.prompt_ids, one.prompt_list, one.params) == ((97, 98), (), other.params)
 
 
-async def test_each_choice_tells_of_its_own_prompt(
+async def test_each_choice_has_the_data_of_its_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """Echo, logprobs, prompt_logprobs and token ids equal those of the prompt alone."""
@@ -120,7 +120,7 @@ async def test_prompts_can_be_scored_without_output(
     assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 0, "total_tokens": 7}
 
 
-async def test_a_given_seed_is_that_of_every_prompt(
+async def test_a_given_seed_applies_to_every_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """So each prompt has the response that it has alone. Without a seed each prompt gets its
@@ -133,7 +133,7 @@ async def test_a_given_seed_is_that_of_every_prompt(
     assert own.of_prompt(0) == own
 
 
-async def test_a_default_cap_ends_where_the_context_does(
+async def test_the_default_of_max_tokens_is_computed_for_each_prompt(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """A long prompt does not shorten the output of a short one; the cost counts each maximum."""
@@ -146,7 +146,7 @@ async def test_a_default_cap_ends_where_the_context_does(
     assert worker.seen[0].params.max_tokens == 16
 
 
-async def test_all_choices_together_are_bounded(
+async def test_the_sum_of_all_choices_is_limited(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """128 choices, and as much output as eight choices of one prompt may have."""
@@ -182,7 +182,7 @@ async def test_a_job_with_several_prompts_has_one_log_and_one_result(
     assert len(worker.seen) == 1
 
 
-async def test_a_caller_that_goes_away_cancels_all_prompts(
+async def test_a_disconnect_cancels_all_prompts(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """One job is cancelled; the output of each prompt stays."""

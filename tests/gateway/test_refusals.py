@@ -153,7 +153,7 @@ async def test_stored_bytes_are_limited(
         assert (await http.post("/v1/jobs", json=JOB, headers=ours)).status_code == 202
 
 
-def test_bytes_are_bound_without_settings_and_settings_win() -> None:
+def test_stored_bytes_are_limited_by_default() -> None:
     """Eight times the memory of Redis, half of it for one tenant; 0: no limit."""
     assert make_settings("").stored_bounds(2**30) == (2**33, 2**32)
     assert make_settings("").stored_bounds(1) == (2**29, 2**28)
@@ -303,7 +303,7 @@ async def test_a_waiting_job_shows_its_position_and_eta(
     assert (shown["status"], shown["position"], shown["eta_s"]) == ("running", None, None)
 
 
-async def test_a_quote_answers_as_a_submission_and_queues_nothing(
+async def test_a_quote_gives_the_answer_of_a_submission_and_queues_nothing(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Prompt tokens, position and times; and the refusal if the job would be rejected."""
@@ -363,7 +363,7 @@ def test_bounds_of_lanes_are_read_strictly() -> None:
             parse_lane_bounds([wrong])
 
 
-def test_lanes_are_bound_without_settings_and_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens by the memory of Redis, seconds by the lane; 0 removes a limit, of one lane or all."""
     settings = make_settings("redis://x", sync_deadline_s=60.0)
     fitting = tokens_in(2**30)
@@ -385,7 +385,7 @@ def test_lanes_are_bound_without_settings_and_settings_win(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("lane", "num_taken"), [("interactive", 1), ("standard", 7)])
-async def test_without_settings_waits_are_bound(
+async def test_waits_are_limited_by_default(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis, lane: str, num_taken: int
 ) -> None:
     """Jobs of 100 tokens at 10 per second: 5 s in interactive, half of a call's deadline in
@@ -400,7 +400,7 @@ async def test_without_settings_waits_are_bound(
             assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
 
 
-async def test_without_settings_tokens_are_bound_by_the_memory_of_redis(
+async def test_tokens_are_limited_by_the_memory_of_redis_by_default(
     slow_worker: FakeWorker, redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """Jobs of 2,002 tokens: batch accepts as many as fit into two fifths of the memory at 32

@@ -46,7 +46,7 @@ def id_of(part: str) -> str | None:
 
 
 @pytest.mark.parametrize("options", [USAGE, {"logprobs": 2, "n": 2, "echo": True}])
-async def test_the_same_call_goes_on_at_any_gateway_from_every_event(
+async def test_a_call_resumes_at_any_gateway_from_every_event(
     worker: FakeWorker,
     http: httpx.AsyncClient,
     other_http: httpx.AsyncClient,
@@ -74,7 +74,7 @@ async def test_the_same_call_goes_on_at_any_gateway_from_every_event(
     assert len(worker.seen) == 1
 
 
-async def test_a_stream_that_breaks_midway_goes_on_at_another_gateway(
+async def test_a_broken_stream_resumes_at_another_gateway(
     idle_worker: FakeWorker, http: httpx.AsyncClient, other_http: httpx.AsyncClient
 ) -> None:
     """The job runs on meanwhile; nothing is repeated."""
@@ -181,7 +181,7 @@ async def test_on_disconnect_decides_about_the_job(
     assert attended is None, "nobody waits for it any more, or nobody had to"
 
 
-async def test_a_job_has_no_caller_to_lose(
+async def test_on_disconnect_of_a_job_can_only_be_continue(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """Jobs always continue; `cancel` is rejected by name."""
@@ -193,7 +193,7 @@ async def test_a_job_has_no_caller_to_lose(
     assert answer.json()["error"]["param"] == "body.on_disconnect"
 
 
-async def test_a_reader_that_stops_reading_is_cut_and_can_go_on(
+async def test_a_reader_that_stops_reading_is_disconnected_and_can_resume(
     idle_worker: FakeWorker,
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

@@ -56,7 +56,7 @@ async def keyed(keyed_url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_every_route_needs_the_key(keyed: httpx.AsyncClient, method: str, path: str) -> None:
     """401 without a key, with a wrong one, or with another scheme; something else with the key."""
     for value in (None, "Bearer wrong", f"Basic {KEY}", "Bearer", f"Bearer {KEY}x"):
         headers = {} if value is None else {"authorization": value}
@@ -68,7 +68,7 @@ async def test_every_route_wants_the_key(keyed: httpx.AsyncClient, method: str, 
     assert right.status_code != 401
 
 
-def test_few_routes_want_no_key() -> None:
+def test_only_these_routes_need_no_key() -> None:
     """A new route must be in this list or need the key."""
     without_key = {
         path
@@ -80,8 +80,7 @@ def test_few_routes_want_no_key() -> None:
     assert len(ROUTES) > 12
 
 
-async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
-    """Probes have none."""
+async def test_probes_need_no_key(keyed: httpx.AsyncClient) -> None:
     assert (await keyed.get("/livez")).status_code == 200
     assert (await keyed.get("/readyz")).status_code in (200, 503)
     assert (await keyed.get("/health")).status_code in (200, 503)
@@ -90,7 +89,9 @@ async def test_health_wants_no_key(keyed: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "", "a b", "localhost@x"]
 )
-async def test_a_rebound_name_is_refused(http: httpx.AsyncClient, host: str) -> None:
+async def test_without_a_key_only_loopback_names_are_served(
+    http: httpx.AsyncClient, host: str
+) -> None:
     """Without a key only loopback names are allowed."""
     answer = await http.get("/v1/models", headers={"host": host})
     assert answer.status_code == 400
@@ -98,7 +99,7 @@ async def test_a_rebound_name_is_refused(http: httpx.AsyncClient, host: str) -> 
         assert (await http.get("/livez", headers={"host": own})).status_code == 200
 
 
-def test_no_key_no_other_address(redis_server: EmbeddedRedis) -> None:
+def test_other_addresses_need_a_key(redis_server: EmbeddedRedis) -> None:
     """One sentence says what to do."""
     settings = make_settings(redis_server.url)
     with pytest.raises(UnsafeBinding, match="BATCHWAY_API_KEY"):
@@ -107,7 +108,7 @@ def test_no_key_no_other_address(redis_server: EmbeddedRedis) -> None:
     bind(settings, "0.0.0.0", 0, has_keys=True).close()
 
 
-async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.AsyncClient) -> None:
+async def test_a_long_body_is_rejected(http: httpx.AsyncClient) -> None:
     """413, with and without a Content-Length."""
     headers = {"content-type": "application/json"}
     raw = b'"' + b"x" * (300 * 1024) + b'"'
@@ -121,7 +122,7 @@ async def test_a_long_body_is_refused_by_length_and_as_it_comes(http: httpx.Asyn
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_a_request_id_comes_back_or_is_made(http: httpx.AsyncClient) -> None:
+async def test_a_request_id_is_returned_or_generated(http: httpx.AsyncClient) -> None:
     """Only if it is well-formed, because it is logged."""
     good = await http.get("/livez", headers={"x-request-id": "a-1.b:c_2"})
     assert good.headers["x-request-id"] == "a-1.b:c_2"

@@ -124,7 +124,7 @@ async def test_a_body_at_a_byte_a_second_is_answered_408(url: httpx.URL) -> None
     assert b'"body_too_slow"' in answer
 
 
-async def test_the_rest_of_a_refused_body_is_not_waited_for(url: httpx.URL) -> None:
+async def test_the_rest_of_a_rejected_body_is_not_awaited(url: httpx.URL) -> None:
     """The response does not need the body, and its remaining bytes do not keep the connection
     open."""
     async with connected(url) as client:
@@ -133,7 +133,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for(url: httpx.URL) -> N
     assert answer.startswith(b"HTTP/1.1 405 ")
 
 
-async def test_a_connection_is_kept_between_requests_but_not_for_ever(url: httpx.URL) -> None:
+async def test_an_idle_connection_is_closed(url: httpx.URL) -> None:
     """A used connection serves on; an idle one is closed."""
     async with connected(url) as client:
         for _ in range(3):
@@ -149,7 +149,7 @@ async def test_pipelined_requests_are_answered_before_the_wait_begins(url: httpx
         assert (await client.rest()).count(b'"alive"') == 3
 
 
-async def test_an_answer_may_take_longer_than_any_wait_for_the_client(
+async def test_a_response_may_take_longer_than_every_client_timeout(
     idle_worker: FakeWorker, url: httpx.URL
 ) -> None:
     """A long call is no idle connection."""
@@ -202,7 +202,7 @@ async def besiege(url: httpx.URL) -> None:
     assert all(words.startswith(b"HTTP/1.1 408 ") for words in said[2::3])
 
 
-async def test_an_address_has_so_many_connections(capped_url: httpx.URL) -> None:
+async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> None:
     """One more is answered 429 and closed. Other addresses have their own limit, and a closed
     connection makes room."""
     async with connected(capped_url, "127.0.0.7") as first:
@@ -237,7 +237,7 @@ async def test_an_address_has_so_many_connections(capped_url: httpx.URL) -> None
         ("a-socket", "a-socket"),
     ],
 )
-def test_a_client_with_many_addresses_counts_once(address: str, counted: str) -> None:
+def test_an_ipv6_network_counts_as_one_address(address: str, counted: str) -> None:
     """An IPv6 client usually has a whole network of addresses."""
     assert network_of(address) == counted
 
@@ -251,7 +251,7 @@ async def eventually_served(url: httpx.URL, source: str) -> None:
                 return
 
 
-async def test_a_key_has_so_many_calls_at_a_time(
+async def test_concurrent_calls_per_key_are_limited(
     idle_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
     """429 beyond the limit, until a response is complete or its reader has disconnected. Probes

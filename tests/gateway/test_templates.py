@@ -102,7 +102,7 @@ def test_a_hostile_template_is_refused(name: str) -> None:
         ChatTemplate(HOSTILE[name], {}).render(MESSAGES).encode()
 
 
-def test_templates_may_do_what_real_ones_do() -> None:
+def test_templates_may_use_common_features() -> None:
     """Repeat a short text, calculate, format."""
     template = (
         "{{ '=' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ '%s:%d' % ('a', 7) }}{{ messages[0].content }}"
@@ -118,7 +118,7 @@ def test_a_refusal_of_the_template_is_shortened() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_process_renders_for_one_after_the_other(templates: Templates) -> None:
+async def test_a_process_renders_one_request_after_another(templates: Templates) -> None:
     """One process; a refusal does not end it."""
     template = templates.of(
         "{{ bos }}{{ messages[0].content }}{% if messages[0].content == '7' %}"
@@ -154,7 +154,9 @@ async def test_templates_are_refused_what_the_sandbox_forbids(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", GREEDY)
-async def test_a_greedy_template_costs_its_request_alone(templates: Templates, name: str) -> None:
+async def test_a_template_over_its_limits_fails_only_its_request(
+    templates: Templates, name: str
+) -> None:
     with pytest.raises(TemplateFailed, match="too much memory"):
         await templates.of(GREEDY[name]).render(MESSAGES)
 
@@ -175,7 +177,7 @@ async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_process_that_died_meanwhile_costs_nothing(templates: Templates) -> None:
+async def test_a_dead_process_is_replaced(templates: Templates) -> None:
     """If its end is known when the next request arrives."""
     template = templates.of("{{ messages[0].content }}")
     await template.render(MESSAGES)
@@ -209,7 +211,7 @@ async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates
 
 
 @pytest.mark.anyio
-async def test_a_request_waits_so_long_for_those_before_it(templates: Templates) -> None:
+async def test_the_wait_for_earlier_requests_is_limited(templates: Templates) -> None:
     """Then it gets 503 with Retry-After."""
     template = templates.of(MOODY, replace(LIMITS, turn_s=0.01))
     pid = await stopped(template)
@@ -222,7 +224,7 @@ async def test_a_request_waits_so_long_for_those_before_it(templates: Templates)
 
 
 @pytest.mark.anyio
-async def test_a_stuck_template_holds_up_no_other(templates: Templates) -> None:
+async def test_a_stuck_template_delays_no_other(templates: Templates) -> None:
     """Each model's template has its own process."""
     stuck, other = templates.of(MOODY), templates.of(MOODY)
     pid = await stopped(stuck)

@@ -86,7 +86,7 @@ async def test_a_card_that_cannot_be_read_is_left_out(
     assert SPOILED in record.getMessage()
 
 
-async def test_a_card_that_is_mended_is_there_again(
+async def test_a_repaired_card_is_listed_again(
     redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     catalogue = Catalogue(redis_client, keys)
@@ -110,7 +110,7 @@ async def test_a_malformed_list_of_models_counts_as_empty(
     assert len(caplog.records) == 1
 
 
-async def test_a_spoiled_model_costs_no_other(
+async def test_a_damaged_model_affects_no_other(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     keys: Keys,

@@ -240,9 +240,7 @@ async def test_a_wrong_completion_names_its_parameter(
     assert error_of(answer) == (400, param, code)
 
 
-async def test_values_that_ask_for_nothing_are_accepted(
-    worker: FakeWorker, http: httpx.AsyncClient
-) -> None:
+async def test_nulls_and_defaults_are_accepted(worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """Clients send nulls and defaults, and earlier messages as they were received."""
     nothing = dict.fromkeys(("tools", "stop", "seed", "temperature", "max_tokens", "logit_bias"))
     message = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
@@ -256,7 +254,7 @@ async def test_values_that_ask_for_nothing_are_accepted(
 
 
 @pytest.mark.parametrize("headers", [{}, {"prefer": "respond-async"}])
-async def test_parameters_that_change_nothing_are_named(
+async def test_ignored_parameters_are_named(
     worker: FakeWorker, http: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
     """In responses of calls and jobs. A null parameter does not count."""
