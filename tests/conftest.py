@@ -20,12 +20,12 @@ from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
 
-# Without a GPU, Triton's kernels run in its interpreter; it must know before its first import.
+# Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# BATCHWAY_CPU_ISA=avx2 or avx512 runs the tests as on a processor that has no more than that. torch
-# and oneDNN have variables of their own, which they read when they are imported.
+# BATCHWAY_CPU_ISA=avx2 or avx512 limits the instruction set of the tests. torch and oneDNN have
+# their own variables, which they read when they are imported.
 _LIMITS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512_CORE")}
 if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
     os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = _LIMITS[_isa]
@@ -36,8 +36,8 @@ def pytest_collection() -> None:
     gc.disable()
 
 
-# Files whose tests share what takes long to make: `batchway up` on the demo model, and tiny models
-# of all families with what transformers says of them.
+# Files whose tests share slow fixtures: `batchway up` on the demo model, and tiny models of all
+# families with the results of transformers.
 _SHARING = (
     re.compile(r"tests/e2e/"),
     re.compile(r"tests/workers/model/test_(engine_parity|families|prompt_logprobs|runner|seq)"),

@@ -1,7 +1,7 @@
 """Exact fakes: a model whose next token is a hash of the prefix, and its tokenizer.
 
 The hash model keeps a paged KV cache and draws from what it reads back through the block table,
-so a block that is wrongly shared, stale or lost shows as a wrong token.
+so a wrongly shared, stale or lost block causes a wrong token.
 """
 
 import functools
@@ -45,11 +45,11 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     max_model_len: int = 512
     eos_rate: float = EOS_RATE  # probability of EOS_ID at each position
-    step_s: float = 0.0  # least duration of a step; the engine process of the tests waits it
-    refuses: str | None = None  # the loader refuses with this sentence
-    crash_id: int | None = None  # a sequence that holds this token crashes the step
-    hang_id: int | None = None  # a step with a sequence that holds this token never ends
-    bad_row_id: int | None = None  # a sequence that holds this token fails alone
+    step_s: float = 0.0  # least duration of a step, in the engine process of the tests
+    refuses: str | None = None  # the loader raises this error
+    crash_id: int | None = None  # a sequence with this token crashes the step
+    hang_id: int | None = None  # a step with a sequence with this token never ends
+    bad_row_id: int | None = None  # a sequence with this token fails alone
 
 
 class HashModel:
@@ -134,7 +134,7 @@ class HashModel:
         cached_ids = self._slot_ids(sequence, 0, end)[:start]
         cached = self._slots[cached_ids].tolist()
         assert cached == sequence.token_ids[:start], "the cache holds what was computed"
-        assert (self._prefixes[cached_ids] == hashes[:start]).all(), "behind the same prefix"
+        assert (self._prefixes[cached_ids] == hashes[:start]).all(), "with the same prefix"
         written_ids = self._slot_ids(sequence, start, end)
         self._slots[written_ids] = sequence.token_ids[start:end]
         self._prefixes[written_ids] = hashes[start:end]

@@ -3,8 +3,8 @@
     python3 -m tests.first_run serve      scripts/serve in an empty clone
     python3 -m tests.first_run wheel      pip install of the wheel with [serve], then batchway up
 
-Then, either way: the printed curl line, Ctrl-C, and a look at what is left. `--source` and `--ref`
-name another repository and commit than this one's HEAD. Needs Linux and the standard library.
+Both then run the printed curl command, press Ctrl-C, and check that nothing is left. `--source` and
+`--ref` name a repository and commit other than HEAD. Needs Linux and the standard library.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.infra.processes import wait_until
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
 DEFAULT_PORT = 8000
-NUM_SETUP_LINES = 8  # at most: progress, not pip's pages
+NUM_SETUP_LINES = 8  # at most: progress without pip's output
 FIRST_START_S = 1500.0  # torch may come over the network
 
 
@@ -51,7 +51,9 @@ class FirstRun:
         self.environ = bare_environ() | {
             "TMPDIR": str(self.temp_dir),
             "XDG_CACHE_HOME": str(folder / "cache"),  # no kernels from before
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),  # else torch leaves one in TMPDIR
+            "TORCHINDUCTOR_CACHE_DIR": str(
+                folder / "cache"
+            ),  # otherwise torch leaves a folder in TMPDIR
         }
 
     def serve(self) -> None:
@@ -111,7 +113,7 @@ class FirstRun:
             try:
                 if mark in path.read_bytes() + b"\0":
                     found.append(int(path.parent.name))
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # it has ended, or belongs to another user
                 continue
         return found
 

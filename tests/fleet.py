@@ -100,7 +100,7 @@ class Answer:
     text: dict[int, str] = field(default_factory=dict)
     finish_reason: dict[int, str | None] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
-    # Of each prompt, from its second token on.
+    # For each prompt, from its second token on.
     prompts: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
 

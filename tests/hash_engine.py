@@ -1,7 +1,7 @@
 """A real engine process with the hash model: `python -m tests.hash_engine --fd N --options JSON`.
 
-Takes what `workers.engine_process.engine_loop` takes. The model's own options come as JSON in the
-variable HASH_MODEL, which children inherit through a supervisor that knows nothing of it.
+Takes the options of `workers.engine_process.engine_loop`. The model's options are JSON in the
+variable HASH_MODEL, which the supervisor's children inherit.
 """
 
 import os

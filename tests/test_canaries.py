@@ -27,7 +27,7 @@ from tests.infra.processes import descendants
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
-FAILS, CRASHES = "\1", "\2"  # one row cannot be computed; the engine dies
+FAILS, CRASHES = "\1", "\2"  # a prompt with it fails its job; with it the engine crashes
 MODEL = HashModelOptions(bad_row_id=1, crash_id=2, step_s=0.01, eos_rate=0.0)
 FAR = "https://receiver.invalid/"  # a name that never resolves
 

@@ -18,7 +18,7 @@ EXTRAS = {
     "worker": ("worker", "aws", "tracing"),
     "dev": ("gateway", "worker", "callbacks", "lambda", "aws", "tracing", "top", "dev"),
 }
-# Its build, and so its hash, is the installation's choice.
+# The installation chooses its build, and so its hash.
 UNLOCKED = {"torch"}
 
 

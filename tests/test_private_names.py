@@ -1,7 +1,7 @@
 """The product uses documented names of these libraries only.
 
-A file named `*_compat.py` is left out: it holds what a library does not document, says why, and has
-a test of its own that says what breaks.
+Files named `*_compat.py` are excluded: they contain the uses of undocumented names, with reasons,
+and have a test that tells what breaks.
 """
 
 import ast
@@ -18,7 +18,7 @@ PACKAGES = (
     "batchway_client", "bench", "contract", "examples", "gateway", "infra", "training", "workers",
 )  # fmt: skip
 
-# The modules that each library's documentation imports from; those below them are not meant.
+# The modules that each library documents, without their submodules.
 DOCUMENTED = {
     "uvicorn": {"uvicorn"},
     "starlette": {
@@ -47,7 +47,7 @@ DOCUMENTED = {
     },
 }  # fmt: skip
 
-# Attributes of what this test does not check: named tuples, argparse, os and torch.
+# Attributes of libraries that this test does not check: named tuples, argparse, os and torch.
 _OTHERS = {
     "_ActionsContainer", "_ArgumentGroup", "_C", "_SubParsersAction", "_asdict", "_exit", "_fields",
     "_forward_hooks", "_forward_pre_hooks", "_has_mkldnn", "_is_mkldnn_bf16_supported",
@@ -75,7 +75,7 @@ class Source:
         self.name = name
         self.nodes = [*ast.walk(ast.parse(text))]
         self.meanings: dict[str, str] = {}
-        self.imports: list[tuple[str, str]] = []  # module, name; '' where all of it is imported
+        self.imports: list[tuple[str, str]] = []  # module, name; '' if the whole module is imported
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:

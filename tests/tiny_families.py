@@ -17,7 +17,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": EOS_ID,
     "pad_token_id": 2,
-    # Tied, a random model mostly says its last token again.
+    # With tied embeddings a random model mostly repeats its last token.
     "tie_word_embeddings": False,
 }
 _GPT2_NAMES: dict[str, Any] = {
@@ -155,7 +155,7 @@ PAGED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _MAMBA = _common("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-# Small enough that prompts of the tests reach into a second chunk of the scan.
+# So small that prompts of the tests reach a second chunk of the scan.
 _MAMBA_2: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -174,7 +174,7 @@ _LINEAR: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts": 4, **_MOE}
 _NO_GROUPS = ("intermediate_size", "num_key_value_heads")
 
-# Served one sequence at a time: these keep their attention or a state to themselves.
+# Served one sequence at a time, because of their own attention or state.
 SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", _GPT2_NAMES | {"rotary_dim": 8}),
     "codegen": ("CodeGenConfig", _GPT2_NAMES | {"rotary_dim": 8}),

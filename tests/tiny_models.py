@@ -1,6 +1,6 @@
 """Tiny decoders with random weights, made on the spot and saved as checkpoints.
 
-Lively on purpose: their greedy outputs vary, so that a wrong position, mask or neighbour shows.
+Their greedy outputs vary, so that a wrong position, mask or neighbour changes tokens.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.tiny_families import EOS_ID, FAMILIES, VOCAB_SIZE
 __all__ = ["EOS_ID", "FAMILIES", "VOCAB_SIZE"]
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-# Their own initial values: random ones would let a recurrent state die out, or explode.
+# Keep initial values: with random ones a recurrent state would vanish or explode.
 _SCAN_PARAMETERS = ("A_log", "dt_bias", ".D", "time_", "recurrent_param")
 
 

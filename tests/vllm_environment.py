@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-Release = Literal["newest", "oldest"]  # of those that are supported
+Release = Literal["newest", "oldest"]  # of the supported ones
 _SETUP: dict[Release, tuple[str, str, str]] = {
     "newest": ("BATCHWAY_VLLM", ".venv-vllm", "scripts/setup-vllm"),
     "oldest": ("BATCHWAY_VLLM_OLDEST", ".venv-vllm-oldest", "scripts/setup-vllm oldest"),

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EMULATOR = Path(sys.executable).with_name("aws-lambda-rie")  # where scripts/setup puts it
+EMULATOR = Path(sys.executable).with_name("aws-lambda-rie")  # installed by scripts/setup
 START_S = 60.0
 _PATH = "/2015-03-31/functions/function/invocations"
 

@@ -49,7 +49,7 @@ def transformed() -> dict[str, Any]:
 
     template = copy.deepcopy(written())
     for function in ("ApiFunction", "StreamFunction", "HousekeeperFunction"):
-        code = "s3://bucket/gateway.zip"  # what `sam package` would put here
+        code = "s3://bucket/gateway.zip"  # `sam package` replaces it
         template["Resources"][function]["Properties"]["CodeUri"] = code
     translator = Translator({}, Parser())
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ def test_the_artifact_contains_all_imports_of_the_functions() -> None:
     """They are imported where only the pinned packages and the copied files are available."""
     owners = importlib.metadata.packages_distributions()
     pinned = pins()
-    # Several distributions may share a name: opentelemetry's API is there, its SDK need not be.
+    # Several distributions may share a package name: of opentelemetry only the API is pinned.
     packages = {top for top, names in owners.items() if pinned & {normal(name) for name in names}}
     program = IMPORT_FROM.format(allowed=packages | set(_copied()), names=ENTRY_POINTS)
 
@@ -70,7 +70,7 @@ def test_the_artifact_contains_all_imports_of_the_functions() -> None:
 
 def test_the_artifact_is_small() -> None:
     """Under 50 MB unzipped with compiled files, measured on the installed packages."""
-    left_out = ("pydantic/v1/", "../")  # by the script: see above, and programs
+    left_out = ("pydantic/v1/", "../")  # by the script, and programs
     num_bytes = 0
     for name in pins():
         files = importlib.metadata.files(name)

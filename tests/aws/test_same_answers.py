@@ -121,7 +121,7 @@ async def test_both_deployments_show_a_job_equally(
     shown, events = f"/v1/jobs/{made['id']}", f"/v1/jobs/{made['id']}/events"
 
     async with httpx.AsyncClient(base_url=local_url, timeout=60) as http:
-        await http.get(events)  # it has ended then
+        await http.get(events)  # returns at the end of the job
         local_stream, local = await http.get(events), await http.get(shown)
     on_lambda = await api_function(rest_event("GET", shown))
     async with httpx.AsyncClient(base_url=stream_url, timeout=60) as http:

@@ -61,7 +61,7 @@ def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
     assert set(functions) == {"ApiFunction", "StreamFunction", "HousekeeperFunction"}
     for function in functions.values():
         assert function["Architectures"] == ["arm64"]
-        assert function["Runtime"] == "python3.13"  # SnapStart takes 3.12 and later
+        assert function["Runtime"] == "python3.13"  # SnapStart needs 3.12 or later
         assert function["VpcConfig"]["SubnetIds"] == {"Ref": "PrivateSubnetIds"}
     assert functions["ApiFunction"]["SnapStart"] == {"ApplyOn": "PublishedVersions"}
     assert "SnapStart" not in functions["StreamFunction"]

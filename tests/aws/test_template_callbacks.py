@@ -26,7 +26,7 @@ def test_callbacks_are_delivered_and_signed() -> None:
     assert made["GenerateStringKey"] == KEY_VARIABLE
     assert secrets[KEY_VARIABLE] == f"${{CallbackKeySecret}}:{KEY_VARIABLE}::"
     assert made["PasswordLength"] >= MIN_KEY_CHARS
-    # Whoever accepts a target and whoever goes there are told the same.
+    # Functions accept the targets that the callbacks task may reach.
     for function in ("ApiFunction", "StreamFunction"):
         theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
         for name in (AWS_VARIABLE, variable("object_store")):

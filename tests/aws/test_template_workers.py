@@ -25,7 +25,7 @@ def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
     assert int(command[command.index("--drain-s") + 1]) < container["StopTimeout"] == 120
     assert task["RequiresCompatibilities"][0]["Fn::If"] == ["IsManaged", "MANAGED_INSTANCES", "EC2"]
     service = of_type("AWS::ECS::Service")["WorkerService"]
-    assert "DesiredCount" not in service  # the pool's, not the stack's
+    assert "DesiredCount" not in service  # the pool sets it, not the stack
     capacity = of_type("AWS::ECS::CapacityProvider")
     managed = capacity["ManagedCapacity"]["ManagedInstancesProvider"]["InstanceLaunchTemplate"]
     assert managed["InstanceRequirements"]["AcceleratorNames"] == [{"Ref": "GpuName"}]

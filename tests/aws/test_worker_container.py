@@ -175,7 +175,7 @@ async def test_a_signal_reaches_the_worker(
     async with asyncio.timeout(30):
         while not agent.heard:  # noqa: ASYNC110 - another thread's state
             await asyncio.sleep(0.01)
-    # The child may not have its handler yet: it is told until it ends.
+    # The child may not have its handler yet, so the signal is repeated until it ends.
     while not running.done():
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)

@@ -1,6 +1,6 @@
 """A small server of OpenAI's completions that follows the script in each prompt's first id.
 
-It counts what it does. Time is a clock that only it and the sleeping caller move.
+It counts its responses. Only the server and the sleeping caller move the clock.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class ScriptedServer:
             if index == num // 2 and what in (FAIL, CANCEL, BREAK, CUT):
                 self.counts["cancelled" if what == CANCEL else "failed"] += 1
                 if what == BREAK:
-                    raise asyncio.CancelledError  # the connection ends without an end of chunks
+                    raise asyncio.CancelledError  # the connection ends before the last chunk
                 if what != CUT:
                     code = "cancelled" if what == CANCEL else "engine_error"
                     yield _event({"error": {"code": code, "message": "a secret"}})
@@ -90,7 +90,7 @@ class ScriptedServer:
             is_last = index == num - 1
             chunk = {"text": "\u2028x", "finish_reason": "length" if is_last else None}
             data = _event({"choices": [chunk]}, what == SPLIT)
-            if what == SPLIT:  # a line in two pieces: still one token
+            if what == SPLIT:  # one line in two parts is one token
                 yield data[:9]
                 data = data[9:]
             yield data

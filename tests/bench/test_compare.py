@@ -63,7 +63,7 @@ def test_strategies_run_in_turns_and_yield_the_model_s_tokens() -> None:
     ]
     best_per_s = max(len(workload.requests) / h.run.wall_s for h in done[:3])
     assert {h.rate_per_s for h in done if h.load} == {4 * best_per_s}
-    for number in (0, 1):  # the same arrivals for all, and others in the next round
+    for number in (0, 1):  # all have the same arrivals, which differ between rounds
         same = {_arrivals(heat) for heat in done if heat.load and heat.number == number}
         assert len(same) == 1
         assert all(arrival_s > 0 for arrival_s in same.pop())

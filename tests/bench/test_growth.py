@@ -47,7 +47,7 @@ def test_the_limit_counts_weights_once_and_the_context_of_every_stream(model: Pa
     for cell in growth.cells:
         kv_bytes = cell.memory_s * machine.bytes_per_s - shape.weight_bytes
         num_tokens = kv_bytes / shape.kv_bytes_per_token / cell.num_streams
-        assert cell.context <= num_tokens < cell.context + 20  # it grows a token a step
+        assert cell.context <= num_tokens < cell.context + 20  # it grows by a token per step
         assert cell.limit_s == max(cell.memory_s, cell.compute_s)
         assert cell.share == pytest.approx(cell.limit_s / cell.step_s)
         found[cell.num_streams, cell.context] = cell

@@ -59,7 +59,7 @@ class _Slots(BaseHTTPRequestHandler):
         self.end_headers()
         first = asked["prompt"][-1]
         events = [{"tokens": [first + i + 1], "stop": False} for i in range(asked["n_predict"])]
-        events[0]["tokens"] *= first < 100  # such a request loses a token
+        events[0]["tokens"] *= first < 100  # a request with such a token loses one
         for event in [*events, {"tokens": [], "stop": True}]:
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 

@@ -16,7 +16,7 @@ def test_both_are_measured_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every round counts all tokens, and every part of the server is reported."""
-    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # a server of its own is asked
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # unused: it starts its own server
     model, out = save_tiny_model("llama", tmp_path / "llama"), tmp_path / "out.json"
     arguments = ["--model", model, "--dtype", "float32", "--streams", 3, "--prompt-tokens", 8]
     arguments += ["--output-tokens", 6, "--rounds", 2, "--alone", 2, "--json", out]

@@ -1,7 +1,7 @@
 """Jobs on real workers, failing receivers, and callbacks processes that are killed.
 
-`scripts/callbacks-campaign --jobs 1000 --kills 50 --json OUT` runs it at length and reports; a
-short run is a test. What it holds: every end is delivered at least once, under one id.
+`scripts/callbacks-campaign --jobs 1000 --kills 50 --json OUT` is the long run; a test does a short
+one. Every final message must be delivered at least once, under one id.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Plan:
 
     num_jobs: int
     num_kills: int
-    down_s: float  # how long `/down` refuses everything, from the first job on
+    down_s: float  # how long `/down` rejects all, from the start
     slow_s: float = 0.5
     num_workers: int = 2
     num_processes: int = 2
@@ -52,7 +52,7 @@ class Report:
     num_jobs: int
     num_kills: int
     num_delivered: int
-    num_deliveries: int  # accepted ones, repeats included
+    num_deliveries: int  # accepted ones, with repetitions
     num_attempts: int
     num_forged: int
     num_with_two_ids: int  # jobs delivered under more than one id

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-# Hosts that spell loopback, metadata and private addresses in ways that some parser understands.
+# Spellings of loopback, metadata and private addresses that some parsers accept.
 _SPELLINGS = """
 127.0.0.1 127.1 127.0.1 127.00.00.01 0127.0.0.1 0177.0.0.1 0x7f.0.0.1 0x7f.1 0x7f000001 2130706433
 017700000001 0x7F.0x0.0x0.0x1 127.0.0.1. 127.0.0.1.. 127.255.255.255 0 0.0 0.0.0.0 0.0.0.1 00 0x0
@@ -29,7 +29,7 @@ metadata instance-data router.local nas.home.arpa [::1] [::] [::0] [0:0:0:0:0:0:
 [v1.x] [127.0.0.1] [localhost]
 """
 
-# Tricks on the way from text to host: userinfo, fragments, schemes, separators, control bytes.
+# URLs whose host parsers may misread: userinfo, fragments, schemes, separators, control bytes.
 _TRICKS = [
     # Not ASCII, but ASCII once their case is changed: long s, Kelvin, dotted I, dotless i.
     *(f"https://a{char}.example.com/" for char in "\u017f\u212a\u0130\u0131"),
@@ -122,7 +122,7 @@ def hostile_urls() -> Iterator[str]:
     yield from _TRICKS
 
 
-# What a name server may answer: each as the only answer, and hidden behind a public one.
+# Private answers of a name server; tests also combine them with a public one.
 PRIVATE_ANSWERS = (
     *("127.0.0.1", "10.0.0.7", "172.16.5.4", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
     *("0.0.0.0", "192.0.0.192", "224.0.0.1", "255.255.255.255", "168.63.129.16", "::1", "::"),

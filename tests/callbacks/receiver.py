@@ -32,7 +32,7 @@ class Answer:
     status: int = 204
     delay_s: float = 0.0
     headers: Mapping[str, str] = field(default_factory=dict)
-    endless: bool = False  # the answer goes on for as long as somebody reads it
+    endless: bool = False  # the response never ends
 
 
 Behaviour = Callable[[str], Answer]
@@ -57,7 +57,7 @@ class Receiver:
         self._tls = tls
         self.behaviours = dict(behaviours)
         self.messages: list[Message] = []
-        self.forged: list[str] = []  # what could not be verified
+        self.forged: list[str] = []  # names of verification errors
         self.news = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._port = 0

@@ -65,7 +65,7 @@ async def dead_letter(outbox: Outbox, job: Job) -> DeadLetter:
     """Waits for the job's dead letter."""
     async with asyncio.timeout(30):
         while not (found := await outbox.dead(job.tenant, job_id=job.id)):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # the process that buries it is no task of ours
+            await asyncio.sleep(0.02)  # another process sets no event
     return found[0]
 
 
@@ -174,7 +174,7 @@ async def test_a_slow_receiver_delays_no_other(
         for _ in range(8):
             await ended_job(functions, to_url(quick.url("/")))
         await quick.until(lambda: len(quick.accepted()) == 8)
-        assert len(slow.messages) == 2, "no more than its share at a time"
+        assert len(slow.messages) == 2, "max_per_target deliveries at a time"
 
 
 async def test_any_exception_of_an_attempt_leads_to_a_retry(

@@ -18,7 +18,7 @@ from workers.callbacks.webhook import WebhookSender
 pytestmark = pytest.mark.anyio
 
 NOBODY = AllowList()
-PUBLIC = "203.1.112.10"  # never connected to: see `no_connection`
+PUBLIC = "203.1.112.10"  # never reached: `Connections` stops the connection
 
 
 class Connections:
@@ -35,7 +35,7 @@ class Connections:
             raise ConnectionRefusedError("no connection leaves this test")
 
 
-_CONNECTIONS = Connections()  # an audit hook can never be removed, so there is one
+_CONNECTIONS = Connections()  # one only, because audit hooks cannot be removed
 
 
 @pytest.fixture

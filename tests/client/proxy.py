@@ -55,7 +55,7 @@ class BreakingProxy:
                         self.num_broken += 1
                         break
             for end in (there, caller):
-                with contextlib.suppress(OSError):  # it may have hung up, and the other one not
+                with contextlib.suppress(OSError):  # one end may be closed already
                     end.shutdown(socket.SHUT_RDWR)  # wakes the other direction too
 
 
@@ -63,7 +63,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(4096):
             target.sendall(data)
-    with contextlib.suppress(OSError):  # where the caller hung up without reading all, too
+    with contextlib.suppress(OSError):  # the caller may have disconnected
         target.shutdown(socket.SHUT_WR)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = Path(os.environ.get("BATCHWAY_CLIENTS", ROOT / ".clients"))
 PROGRAMS = Path(__file__).parent / "programs"
-LIMIT_S = 300.0  # of one client, most of it imports
+LIMIT_S = 300.0  # for one client, mostly for imports
 _READY = "ready-for-clients"
 _OPENAI_NODE = "openai@7.57.0"
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -148,7 +148,7 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
         job_id = (await http.post("/v1/jobs", json=submission)).json()["id"]
         while True:
             answer = await http.post(f"/v1/jobs/{job_id}/cancel")
-            if answer.status_code != 503:  # Redis is slow beside the load of all these
+            if answer.status_code != 503:  # Redis may be slow under this load
                 break
         assert answer.status_code == 200, answer.text
 

@@ -1,8 +1,8 @@
 """The documentation is correct: its code runs, and its links exist.
 
-In README.md and docs/async.md every block marked `bash` or `python` is run as it stands, in order,
-each in a process of its own, against one `batchway up` whose address replaces port 8000 of this
-machine. Other languages are never run. `<!-- not run: REASON -->` before a block leaves it out.
+In README.md and docs/async.md every block marked `bash` or `python` is run, in order, each in its
+own process, against one `batchway up` whose address replaces localhost:8000. Other languages are
+not run. `<!-- not run: REASON -->` before a block excludes it.
 """
 
 import os

@@ -68,8 +68,8 @@ def test_a_killed_reader_resumes_its_stream(stack: Stack, tmp_path: Path) -> Non
     second = rest.removesuffix("\n[succeeded]\n")
     assert text.startswith(first)
     assert text.endswith(second)
-    # What came with the last event may be printed twice: that is remembered once it is out. On a
-    # busy machine, where workers write seldom, an event has many chunks.
+    # The last event may be printed twice, because the position is saved after printing. On a busy
+    # machine, where workers write seldom, an event has many chunks.
     assert 0 <= len(first + second) - len(text) <= longest
 
 

@@ -22,8 +22,8 @@ __all__ = ["gateway_url"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
-# Their modules are exchanged only in part, or in shapes of their own: a dense one and two mixtures
-# of experts. The engine's own tests compare all families with generate.
+# The loader replaces only some of their modules, or special ones: a dense model and two mixtures of
+# experts. The engine's tests compare all families with generate.
 FAMILIES = ("exaone4", "phimoe", "minimax_m2")
 
 

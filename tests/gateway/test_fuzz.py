@@ -55,7 +55,7 @@ async def test_a_spoilt_body_is_refused_or_runs(
     worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """With a fixed seed. A body that is still valid may be served."""
-    worker.script = says("ab")  # no more than the two tokens that most ask for
+    worker.script = says("ab")  # at most two tokens, as most requests ask for
     num_refused = 0
     for body in spoilt_bodies(80, seed=5):
         answer = await http.post("/v1/completions", content=body, headers=JSON)
@@ -104,5 +104,5 @@ async def test_malformed_headers_are_refused(worker: FakeWorker, http: httpx.Asy
     ):
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         answer = await http.post("/v1/completions", json=body, headers=raw)
-        if answer.status_code != 200:  # what is no preference of ours is not heeded
+        if answer.status_code != 200:  # unknown preferences are ignored
             check_refusal(answer, headers)

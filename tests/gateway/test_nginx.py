@@ -101,10 +101,10 @@ async def test_calls_reuse_connections_to_the_gateway(
     ],
     ids=["a head that does not end", "a body that does not end", "a length beside chunks"],
 )
-async def test_nginx_rejects_malformed_requests_itself(
+async def test_nginx_closes_slow_and_malformed_requests_itself(
     http: httpx.AsyncClient, nginx_url: httpx.URL, raw: bytes, status: bytes
 ) -> None:
-    """nginx closes the connection itself."""
+    """The gateway does not see them."""
     reader, writer = await asyncio.open_connection(nginx_url.host, nginx_url.port)
     writer.write(raw)
     said = b""

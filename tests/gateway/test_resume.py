@@ -178,7 +178,7 @@ async def test_on_disconnect_decides_about_the_job(
     assert found is not None
     assert found[0].status is status
     attended = await redis_client.zscore(keys.of("attended"), claimed.job.id)
-    assert attended is None, "nobody waits for it any more, or nobody had to"
+    assert attended is None, "the job needs no caller"
 
 
 async def test_on_disconnect_of_a_job_can_only_be_continue(

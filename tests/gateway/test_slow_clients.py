@@ -68,7 +68,7 @@ class Client:
         async def send() -> None:
             for byte in itertools.cycle(raw):
                 if self._is_answered:
-                    return  # a reset in answer to one more byte would lose what came
+                    return  # a reset after another byte would discard the response
                 self._writer.write(bytes([byte]))
                 await asyncio.sleep(every_s)
 
@@ -157,7 +157,7 @@ async def test_a_response_may_take_longer_than_every_client_timeout(
         call = asyncio.create_task(http.post("/v1/completions", json=CALL))
         claimed = await idle_worker.claim()
         async with connected(url) as idle:
-            assert await idle.rest() == b""  # a whole wait has passed
+            assert await idle.rest() == b""  # the whole timeout has passed
         await idle_worker.run(claimed)
         assert (await call).status_code == 200
 

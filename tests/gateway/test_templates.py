@@ -185,7 +185,7 @@ async def test_a_dead_process_is_replaced(templates: Templates) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     await until_gone(pid)
-    for _ in range(3):  # the loop hears of it
+    for _ in range(3):  # lets the event loop notice it
         await asyncio.sleep(0)
     assert await template.render(MESSAGES) == "hello"
     assert template.pid != pid
@@ -194,7 +194,7 @@ async def test_a_dead_process_is_replaced(templates: Templates) -> None:
 async def stopped(template: TemplateProcess) -> int:
     """A template's process that is stopped."""
     while template.pid is None:
-        with contextlib.suppress(TemplateFailed):  # it may take longer to start than it may take
+        with contextlib.suppress(TemplateFailed):  # its start may take longer than its limit
             await template.render(MESSAGES)
     os.kill(template.pid, signal.SIGSTOP)
     return template.pid
@@ -216,7 +216,7 @@ async def test_the_wait_for_earlier_requests_is_limited(templates: Templates) ->
     template = templates.of(MOODY, replace(LIMITS, turn_s=0.01))
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
-    await asyncio.sleep(0)  # it has its turn
+    await asyncio.sleep(0)  # lets the task start
     with pytest.raises(TemplateBusy):
         await template.render(says("b"))
     os.kill(pid, signal.SIGCONT)
@@ -264,7 +264,7 @@ async def test_a_closed_template_ends_its_process_after_its_current_request(
     template = templates.of("{{ messages[0].content }}")
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
-    await asyncio.sleep(0)  # it has its turn
+    await asyncio.sleep(0)  # lets the task start
     await template.aclose()
     os.kill(pid, signal.SIGCONT)
     assert await first == "a"

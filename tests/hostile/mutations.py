@@ -1,6 +1,6 @@
 """Draws writes to Redis that a role permits, from a seed.
 
-Each is one command or two, sent as that user; what its rules deny is not counted.
+Each is one or two commands. Denied commands do not count.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ class Mutator:
         words = [
             b"moved %s %s %s" % (job, self._garbage(b"standard"), self._garbage(b"1")),
             b"ended %s %s" % (job, self._garbage(b"failed")),
-            self._garbage(b"dry"),  # not drain: that is an order, which is obeyed
+            self._garbage(b"dry"),  # not `drain`, which workers obey
         ]
         channel, said = self._rng.choice(
             [

@@ -145,7 +145,7 @@ async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> Non
     for path in LOOKS:
         await http.get(path.format(id=job_ids[0]))
     for job_id in job_ids[:2]:
-        with contextlib.suppress(httpx.ReadTimeout):  # a stream may wait for what is lost
+        with contextlib.suppress(httpx.ReadTimeout):  # a stream may wait for a lost job
             await http.get(f"/v1/jobs/{job_id}/events", timeout=0.3)
     with contextlib.suppress(httpx.ReadTimeout):
         body = {"model": "m", "prompt": "ab", "max_tokens": 2}

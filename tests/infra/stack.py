@@ -57,7 +57,7 @@ class Stack:
 
         wait_until(
             lambda: len(found()) >= num_times or self.process.poll() is not None,
-            timeout_s=120,  # it may be a start, beside all that a machine does
+            timeout_s=120,  # a start may be slow on a busy machine
         )
         assert len(found()) >= num_times, "\n".join(self.lines)
         return found()[num_times - 1]

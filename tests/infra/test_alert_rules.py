@@ -15,11 +15,11 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.infra.test_monitoring import ALERTS, queries, rules
 
-_TOOLS = Path(sys.executable).parent  # where scripts/setup puts it
+_TOOLS = Path(sys.executable).parent  # installed by scripts/setup
 PROMTOOL = shutil.which("promtool", path=f"{_TOOLS}{os.pathsep}{os.environ['PATH']}")
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: scripts/setup says why")
 
-GATEWAYS = ("a:8000", "b:8000")  # a job's counts stand alike on the page of each
+GATEWAYS = ("a:8000", "b:8000")  # both export the same counts of the fleet
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Case:
     alert: str
     fires: Mapping[str, str]
     is_silent: Mapping[str, str]
-    at: str  # when it is looked at
-    labels: Mapping[str, str] = field(default_factory=dict)  # beside its severity
+    at: str  # time of evaluation
+    labels: Mapping[str, str] = field(default_factory=dict)  # besides its severity
     job: str = "batchway"
 
 
@@ -199,7 +199,7 @@ def labels_of(case: Case) -> list[dict[str, str]]:
     if case.alert == "BatchwayGatewayDown":
         return [{**labels, "job": case.job, "instance": gateway} for gateway in GATEWAYS]
     if not re.match(r"(sum|max) by|max\(|histogram_quantile", rule["expr"]):
-        labels["job"] = case.job  # `without` leaves it
+        labels["job"] = case.job  # `without` keeps it
     return [labels]
 
 

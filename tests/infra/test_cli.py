@@ -198,7 +198,7 @@ def test_another_object_store_for_a_namespace_is_an_error(
     first, second = str(tmp_path / "first"), str(tmp_path / "second") if is_given_one else ""
     monkeypatch.setenv("BATCHWAY_CALLBACK_KEY", "0123456789abcdef")
     with EmbeddedRedis() as server:
-        check_store(server.url, "default", "")  # who has none leaves no name
+        check_store(server.url, "default", "")  # no store, no name
         check_store(server.url, "default", first)
         check_store(server.url, "default", first)
         check_store(server.url, "another", second)

@@ -25,7 +25,7 @@ def view(num_desired: int = 0, *, at: float = 0.0, **fields: object) -> PoolView
     ("queued", "load", "num"),
     [
         ({}, 0.0, 0),
-        ({"batch": 1}, 0.0, 1),  # a single token is worth a worker
+        ({"batch": 1}, 0.0, 1),  # a single token needs a worker
         ({"interactive": 5_000}, 0.0, 1),
         ({"interactive": 5_001}, 0.0, 2),
         ({"standard": 60_000}, 0.0, 1),
@@ -33,8 +33,8 @@ def view(num_desired: int = 0, *, at: float = 0.0, **fields: object) -> PoolView
         ({"batch": 900_001}, 0.0, 2),
         ({"interactive": 10_000, "batch": 100}, 0.0, 2),  # the worst lane counts
         ({"interactive": 30_000, "standard": 30_000}, 0.0, 6),
-        ({"interactive": 100, "standard": 119_900}, 0.0, 2),  # what is urgent goes before
-        ({}, 0.8, 1),  # what runs needs room, too
+        ({"interactive": 100, "standard": 119_900}, 0.0, 2),  # urgent tokens come first
+        ({}, 0.8, 1),  # running jobs need workers too
         ({}, 0.81, 2),
         ({"interactive": 2_500}, 1.2, 2),
         ({"interactive": 2_501}, 1.2, 3),

@@ -12,7 +12,7 @@ MODEL = WorkerModel(tokens_per_s=100.0, stream_tokens_per_s=10.0, prompt_token_c
 POLICY = PoolPolicy(
     wait_targets_s={"interactive": 5.0}, max_workers=4, cold_start_s=60.0, scale_in_after_s=30.0
 )
-# Two a second for two minutes, each of 5 s of one stream: a worker's worth, all the time.
+# Two requests a second for two minutes, each 5 s of one stream: the full load of one worker.
 STEADY = [Arrival(number / 2, 10, 50) for number in range(240)]
 
 

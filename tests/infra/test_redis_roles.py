@@ -55,11 +55,12 @@ CLIENT KILL TYPE normal|CLIENT PAUSE 1|CLIENT NO-EVICT on|MONITOR|SLOWLOG GET|LA
 MEMORY STATS|MIGRATE h 1 k 0 1|RESTORE k 0 x|DUMP k|SORT k|RENAME a b|COPY a b|MOVE a 1
 OBJECT ENCODING k|PSUBSCRIBE *|PUBSUB CHANNELS|WAIT 0 0|SPUBLISH c x
 """
-# What is asked for and not needed: another loads the library, and RQ does without its address.
+# Commands that parts send but do not need: another role loads the library, and RQ works without
+# its address.
 DISPENSABLE = {
     ("gateway", "function|list"),
     ("worker", "function|list"),
-    ("gateway", "config|get"),  # asked of servers that may end a file in half of a write
+    ("gateway", "config|get"),  # to detect servers that may truncate a write
     ("worker", "config|get"),
     ("callbacks", "client|info"),
     ("callbacks", "client|list"),
@@ -182,7 +183,7 @@ class RoleClients:
     """A client that makes each call as one of the users whose role has the function, in turns."""
 
     redis_url: str
-    turns: dict[str, Iterator[str]]  # the roles of each function, for ever
+    turns: dict[str, Iterator[str]]  # an endless cycle of the roles of each function
     calls: Counter[tuple[str, str]]
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Overload by a factor of ten: `python -m tests.overload --factor F --seconds S`.
 
-Exit status 1 where something is broken or a goal is missed; see docs/reliability.md.
+Exit status 1 after a fault or a missed goal; see docs/reliability.md.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Draws requests and their arrivals: ten tenants on three lanes, one of which floods.
 
-Draws only; leaves sending to callers. Rates are shares of the measured capacity.
+`Callers` sends the requests. Rates are shares of the measured capacity.
 """
 
 import math
@@ -13,7 +13,7 @@ FLOOD = "flood"
 LIGHT = tuple(f"light-{number}" for number in range(1, 10))
 TENANTS = (FLOOD, *LIGHT)
 
-# Of the capacity, all light tenants together: each well below its tenth.
+# Share of the capacity of all light tenants together: each is well below its tenth.
 LIGHT_LOAD = 0.3
 LIGHT_LANES: Mapping[str, float] = MappingProxyType(
     {"interactive": 0.7, "standard": 0.2, "batch": 0.1}

@@ -1,6 +1,6 @@
 """Callers over HTTP: streaming calls, queued jobs; a share follows Retry-After once.
 
-Notes what came of each; leaves judging to the report.
+Records the result of each; the report judges them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tests.endurance.pool import MODEL
 from tests.overload.arrivals import Ask
 from tests.overload.posting import Answer, Broken, posting
 
-FOLLOWERS = 0.5  # share of those refused who come back when told
+FOLLOWERS = 0.5  # share of rejected callers that come back when told
 _TIMEOUT_S = 120.0
 _TIER = {"interactive": "priority", "standard": "default"}
 
@@ -30,14 +30,14 @@ class Call:
     lag_s: float
     is_second: bool = False
     status: int = 0
-    reason: str = ""  # x-dropped-reason, or what broke
-    answer_s: float = 0.0  # to the head of the answer
-    admission_s: float | None = None  # at the gateway, as it says itself
+    reason: str = ""  # x-dropped-reason, or the error
+    answer_s: float = 0.0  # until the head of the response
+    admission_s: float | None = None  # as the gateway reports it
     retry_after_s: float | None = None
     job_id: str = ""
     ttft_s: float | None = None
     num_tokens: int = 0
-    is_whole: bool = False  # its stream came to its proper end
+    is_whole: bool = False  # its stream is complete
 
     @property
     def is_admitted(self) -> bool:
@@ -56,8 +56,8 @@ class Callers:
     api_keys: Mapping[str, str]
     seed: int
     calls: list[Call] = field(default_factory=list)
-    num_told_later: int = 0  # who follow, but were told a time that nobody waits for
-    comes_until_s: float = 0.0  # Unix time; who is told to come after it stays away
+    num_told_later: int = 0  # callers told to come back after `comes_until_s`
+    comes_until_s: float = 0.0  # Unix time; nobody comes back later
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

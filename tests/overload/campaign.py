@@ -24,8 +24,8 @@ from tests.overload.callers import Callers
 from tests.overload.report import Ended, OverloadReport, Phase
 from tests.overload.system import NUM_SLOTS, System, running_system
 
-_CLOSED_CALLERS = 2 * NUM_SLOTS  # within all bounds: one that waits for each that runs
-_SETTLING_S = 2.0  # of each phase, before anything is counted
+_CLOSED_CALLERS = 2 * NUM_SLOTS  # within all limits: one waits for each that runs
+_SETTLING_S = 2.0  # at the start of each phase, not counted
 _MEMORY_EVERY_S = 0.25
 _SAY_EVERY_S = 1.0
 _REST_TIMEOUT_S = 120.0

@@ -1,8 +1,8 @@
 """A flood on a stack without settings: `python -m tests.overload.flood --jobs N --calls N`.
 
-Jobs are posted as fast as the gateway answers, and a while later calls all at once, half of them in
-the interactive lane. Meanwhile somebody calls in that lane, again and again. Exit status 1 where an
-answer is none of docs/api.md's, where Redis has no `maxmemory` or came over it, or where an
+Posts jobs as fast as the gateway answers, and after a tenth of them all calls at once, half of them
+in the interactive lane. Another caller calls in that lane at fixed intervals. Exit status 1 if a
+response is not documented in docs/api.md, if Redis has no `maxmemory` or exceeded it, or if an
 interactive call waited too long.
 """
 
@@ -31,13 +31,13 @@ from tests.overload.report import REASONS
 
 CALL_TOKENS = 100
 INTERACTIVE_TOKENS = 16
-STEP_S = 1.0  # what a step takes at most, beside all that the flood asks of the machine
+STEP_S = 1.0  # longest step on a machine that is busy with the flood
 _NUM_POSTERS = 64
 _SHARE_BEFORE_CALLS = 0.1  # of the jobs
 _TIMEOUT_S = 180.0  # more than the deadline of a call
 _INTERACTIVE_EVERY_S = 0.5
 _MEMORY_EVERY_S = 0.1
-_TIERS = {"standard": "default", "interactive": "priority"}  # the lanes of calls, in turns
+_TIERS = {"standard": "default", "interactive": "priority"}  # of calls, in turns
 
 
 @dataclass(frozen=True, slots=True)

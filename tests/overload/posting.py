@@ -1,7 +1,7 @@
 """One POST on its own connection, over HTTP/1.0, where closing the connection ends the response.
 
-A generator of load must cost less than what it loads: a pool of connections costs more for each
-call the more there are.
+A load generator must cost less than the system under load. In a pool of connections the cost of a
+call grows with their number.
 """
 
 import asyncio
@@ -72,5 +72,5 @@ async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
 async def _line(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readline()
-    except ValueError as exc:  # longer than any line of ours
+    except ValueError as exc:  # longer than any line of a response
         raise Broken("a line without end") from exc

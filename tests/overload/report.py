@@ -11,7 +11,7 @@ from tests.overload.arrivals import FLOOD, MAX_JOB_TOKENS, Ask
 from tests.overload.callers import Call
 from tests.overload.system import BATCH_SHARE, TTFT_TARGET_S
 
-# What may be answered, by docs/api.md: the status of each reason for which load is refused.
+# The status of each reason to reject load, by docs/api.md.
 REASONS: Mapping[str, int] = {
     "lane_full": 429,
     "tenant_quota": 429,
@@ -26,7 +26,7 @@ GOODPUT_GOAL = 0.95
 LIGHT_TTFT_GOAL = 2.0
 ADMISSION_GOAL_S = 0.05  # p99, unloaded
 RETURN_GOAL = 0.9
-_BYTES_PER_JOB = 8192  # that is kept, log and all
+_BYTES_PER_JOB = 8192  # of a stored job with its log
 _BYTES_BEYOND = 8 * 2**20  # two gateways with up to 128 connections each, and the library
 
 

@@ -1,6 +1,6 @@
 """The system under overload: two gateways, one worker with a fixed step time, one Redis.
 
-Bounds, quotas and shares are those that an operator would set who expects this.
+Limits, quotas and shares are those of an operator who expects overload.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ lanes:
     priority: 2
     minimum_share: {BATCH_SHARE}
 """
-LANE_SHARE = 0.5  # of a lane's bound in tokens, that one tenant may hold waiting
+LANE_SHARE = 0.5  # of a lane's limit of waiting tokens, for one tenant
 _GATEWAY = {
     "BATCHWAY_LANE_BOUNDS": "interactive=0.05s,standard=3s,standard=2000,batch=2000",
     "BATCHWAY_SYNC_DEADLINE_S": "60",
-    "BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0",  # all callers have the same
+    "BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0",  # all callers have one address
 }
 _HASH_MODEL = HashModelOptions(num_blocks=256, step_s=STEP_S)
-_LEASE_S = 10.0  # a busy machine is not the subject here
+_LEASE_S = 10.0  # long, because the machine is busy
 
 
 @dataclass(frozen=True, slots=True)

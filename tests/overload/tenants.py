@@ -1,9 +1,8 @@
 """One tenant floods a lane, another calls in it: `python -m tests.overload.tenants --jobs N`.
 
-A stack without settings but with two keys. The light tenant calls, one call after another, first
-alone, then while jobs of the heavy tenant hold every place; between the two the heavy tenant is
-alone, for the tokens per second that it gets undisturbed. Exit status 1 where a call of the light
-tenant was refused or broke off.
+A stack without settings but with two keys. The light tenant makes calls, one after another: first
+alone, later while jobs of the heavy tenant fill every place. In between, the heavy tenant alone
+measures its tokens per second. Exit status 1 if a call of the light tenant was rejected or broke.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Ten times the capacity for a few seconds; `scripts/overload` is the long run, with the goals.
 
-Asserted is what holds on any machine; of ratios, what an unlucky scheduler cannot spoil.
+It checks what holds on any machine, and only loose bounds of ratios.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ async def test_guarantees_hold_at_ten_times_the_capacity() -> None:
     assert report.admitted_share_of_lights > 0.5
     assert report.light_ttfts("overload")
     assert len(report.second_tries("afterwards")) >= 5
-    assert report.return_share > 0.25  # of those told the same second, a twentieth
+    assert report.return_share > 0.25  # a twentieth of those that are told the same second
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A short flood without settings; `python -m tests.overload.flood` is the long run.
 
-Asserted is what holds on any machine, however slow.
+It checks what holds on any machine, however slow.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from moto.server import ThreadedMotoServer
 REGION = "eu-central-1"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",  # what moto expects is anything
+    "AWS_SECRET_ACCESS_KEY": "testing",  # moto accepts any
     "AWS_DEFAULT_REGION": REGION,
     "AWS_EC2_METADATA_DISABLED": "true",
 }

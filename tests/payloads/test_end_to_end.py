@@ -98,7 +98,7 @@ async def test_long_prompts_and_results_are_in_the_object_store(
                 job_id = await submit(http, prompt, **echo)
                 in_redis = await submit(plain, prompt, **echo)
                 job, other = await ended(http, job_id), await ended(http, in_redis)
-                # The worker keeps the second job's result too; its prompt lies in Redis.
+                # The second job's result is in the store too, and its prompt in Redis.
                 assert job["result"]["choices"] == other["result"]["choices"]
                 shown = [choice["text"] for choice in job["result"]["choices"]]
                 asked = [prompt] if isinstance(prompt, str) else prompt
@@ -144,7 +144,7 @@ async def test_a_lost_object_fails_its_job_alone(
             await ended(http, lost)
             next((tmp_path / lost).glob("result-*")).unlink()
             with running_gateway(make_settings(redis_server.url, **fields)) as second_url:
-                # Of a gateway that has not read it before; a stream has begun by then.
+                # By a gateway that has not cached it; the stream has begun before the error.
                 answer = await http.get(f"{second_url}/v1/jobs/{lost}")
                 assert answer.status_code == 500
                 assert answer.json()["error"]["code"] == "payload_lost"

@@ -68,7 +68,7 @@ def running_collector() -> Iterator[Collector]:
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the name is http.server's
+        def do_POST(self) -> None:  # named by http.server
             collector.take(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.send_header("content-length", "0")

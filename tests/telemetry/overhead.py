@@ -1,8 +1,8 @@
 """The cost of metrics: `python -m tests.telemetry.overhead`.
 
-Three figures for each batch size: a decode step of the demo model, what the supervisor's meter
-takes for it, and what counting adds inside Redis to the append of its tokens. Both run beside the
-engine process, in processes of their own; the shares say how small they are even so.
+Three figures for each batch size: a decode step of the demo model, the supervisor's meter for it,
+and the cost of counting inside Redis when its tokens are appended. The latter two run in other
+processes than the engine; their shares of the step are printed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from workers.supervisor.meter import Meter
 
 _BATCHES = (1, 8, 32, 128)
 _PROMPT_TOKENS = 64
-_TIMES = 9  # the best of so many: what is longer was disturbed
+_TIMES = 9  # the shortest counts: longer ones were disturbed
 _COUNTED = "  gains.tokens = gains.tokens + num_tokens\n"
 
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="OUT")
     options = parser.parse_args()
     source = library_source()
-    assert source.count(_COUNTED) == 2, "on the short way and on the long one"
+    assert source.count(_COUNTED) == 2, "both ways of appending"
     uncounted = source.replace(_COUNTED, "")
     rows, found = [], []
     for num_seqs in _BATCHES:

@@ -98,7 +98,7 @@ async def test_logs_answers_and_metrics_agree(
         assert summed(shown, "generation_tokens_total", lane=lane) == num
     assert {view.status for view in views} == {JobStatus.SUCCEEDED, JobStatus.CANCELLED}
     fallen = [key for key, value in before.items() if _only_grows(key[0]) and shown[key] < value]
-    assert not fallen, "a worker that dies takes nothing along"
+    assert not fallen, "counts of a dead worker remain"
 
 
 def _only_grows(name: str) -> bool:

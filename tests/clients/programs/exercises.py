@@ -11,7 +11,7 @@ BASE_URL = f"{URL}/v1"
 MODEL = "demo"
 QUESTION, ANSWER = "Count from 1 to 5.", "1, 2, 3, 4, 5"
 KEY = "no-key-is-asked-for"
-# The demo model knows nothing of schemas: what it writes is whole, whatever it means.
+# The demo model does not know schemas: its output is valid JSON without a meaning.
 VALUE = {"type": "integer", "minimum": 0, "maximum": 99}
 SCHEMA = {
     "type": "object",

@@ -1,6 +1,6 @@
 """Mutated bodies of accepted requests: `python -m tests.gateway.mutations --bodies N --seed S`.
 
-Exit status 1 where one is answered wrongly, a job or a process is lost, or a log holds a prompt.
+Exit status 1 after a wrong response, a lost job or process, or a log with a prompt.
 """
 
 import sys
