@@ -20,6 +20,15 @@ worker = gateway_conftest.worker
 Invoke = Callable[[dict[str, Any]], Any]
 
 
+class Clock:
+    """Unix time that a test sets."""
+
+    now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
 async def invoke(redis_server: EmbeddedRedis) -> AsyncIterator[Invoke]:
     """Invokes ApiFunction. Its event loop stops between invocations, as on Lambda."""

@@ -17,7 +17,7 @@ from infra.aws.fleet_lines import spread
 from infra.aws.pool_service import PoolService, build_parser, policy_of
 from infra.pool import PoolPolicy
 from infra.pool_watch import PoolWatch
-from tests.aws.conftest import Invoke
+from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -39,15 +39,6 @@ def ecs(aws_environ: dict[str, str]) -> Iterator[EcsService]:
     client.create_service(cluster="c", serviceName="s", taskDefinition=arn, desiredCount=0)
     yield EcsService(client, "c", "s")
     client.delete_service(cluster="c", service="s", force=True)
-
-
-class Clock:
-    """Unix time that a test sets."""
-
-    now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

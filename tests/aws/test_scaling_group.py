@@ -17,7 +17,7 @@ from infra.aws.scaling_group import ScalingGroup
 from infra.aws.workforce import Failed
 from infra.pool import PoolPolicy
 from infra.pool_watch import PoolWatch
-from tests.aws.conftest import Invoke
+from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -52,15 +52,6 @@ def machines(group: ScalingGroup) -> dict[str, bool]:
     found = group.client.describe_auto_scaling_groups(AutoScalingGroupNames=[group.name])
     [described] = found["AutoScalingGroups"]
     return {m["InstanceId"]: m["ProtectedFromScaleIn"] for m in described["Instances"]}
-
-
-class Clock:
-    """Unix time that a test sets."""
-
-    now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_machines_are_kept_while_their_worker_sends_heartbeats(group: ScalingGroup) -> None:
