@@ -1,5 +1,8 @@
-"""What every client does: draws a gateway, dead ones included, asks it over plain HTTP, reads its
-events, and tells the ledger. Leaves to tests/chaos/clients.py what it asks for."""
+"""The base of all clients: picks a gateway, possibly a dead one, calls it over plain HTTP, reads
+events, and reports to the ledger.
+
+The requests are in tests/chaos/clients.py.
+"""
 
 import asyncio
 import json
@@ -21,16 +24,16 @@ _LOST = {"job_not_found", "job_lost"}
 
 
 class Broken(Exception):
-    """The connection, or the gateway behind it, went away: try again, perhaps elsewhere."""
+    """The connection or its gateway failed. The client tries again, perhaps at another gateway."""
 
 
 class Gone(Exception):
-    """The gateway knows no such job."""
+    """The gateway does not know the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sse:
-    """One whole server-sent event."""
+    """One complete server-sent event."""
 
     id: str
     event: str
@@ -38,7 +41,7 @@ class Sse:
 
 
 async def read_sse(response: httpx.Response) -> AsyncIterator[Sse]:
-    """Whole events only: one that was cut off is not dispatched. Raises Broken."""
+    """Complete events only; one that was cut off is not returned. Raises Broken."""
     id_, event, data = "", "", ""
     try:
         async for line in response.aiter_lines():
@@ -58,8 +61,8 @@ async def read_sse(response: httpx.Response) -> AsyncIterator[Sse]:
 
 
 class Callers:
-    """What all clients share: the gateways, the oracle, the ledger, where to tell
-    what became of jobs."""
+    """What all clients share: the gateways, the oracle, the ledger, and the receiver of
+    callbacks."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Callers:
 
 
 class Client:
-    """One caller, story after story until the campaign is over."""
+    """One caller, which plays story after story until the campaign ends."""
 
     kind = ""
 
@@ -122,7 +125,7 @@ class Client:
     # --- one exchange -------------------------------------------------------------------------
 
     async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """An answer that says something definite. Raises Broken, Gone."""
+        """A definite response. Raises Broken, Gone."""
         try:
             answer = await self._callers.http.request(
                 method, self._callers.url(self._rng) + path, **options
@@ -144,14 +147,14 @@ class Client:
         raise Broken(code)
 
     async def _again(self) -> None:
-        """A moment's rest before the next try."""
+        """Waits a moment before the next try."""
         self._ledger.counts["retries"] += 1
         await asyncio.sleep(self._rng.uniform(0.05, 0.4))
 
     # --- streams ------------------------------------------------------------------------------
 
     async def _follow(self, story: Story, *, after: int = 0, hash_: str = "") -> bool:
-        """Reads a job's events behind one; True at their end. Raises Broken, Gone."""
+        """Reads a job's events after the given one; True at their end. Raises Broken, Gone."""
         position = f"{after}.{hash_}" if hash_ else str(after)
         headers, path = {}, f"/v1/jobs/{story.job_id}/events"
         if self._rng.random() < 0.5:
@@ -177,7 +180,7 @@ class Client:
             raise Broken(type(exc).__name__) from exc
 
     async def _hear_all(self, story: Story, response: httpx.Response) -> bool:
-        """Whether the stream came to its proper end."""
+        """Whether the stream ended properly."""
         async for sse in read_sse(response):
             if sse.data == "[DONE]":
                 return True

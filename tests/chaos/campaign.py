@@ -1,4 +1,4 @@
-"""One campaign: a fleet, its callers, faults; then peace, and the reckoning."""
+"""One campaign: a fleet, its callers and faults, then a time without faults, and the checks."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ _WORKERS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class CampaignOptions:
-    """How many faults, how fast, on what, and how many callers of each kind."""
+    """The number and rate of faults, the server, and the number of callers of each kind."""
 
     num_faults: int
     seed: int = 1
@@ -87,7 +87,7 @@ class CampaignOptions:
 
 
 async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = print) -> Report:
-    """Runs to the end, or to its cancellation; leaves no process behind."""
+    """Runs until the end or until cancelled. Leaves no process behind."""
     started_s = time.monotonic()
     rng = random.Random(options.seed)
     async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
@@ -117,7 +117,7 @@ def _fleet_options(options: CampaignOptions) -> FleetOptions:
 
 
 def _receiver(options: CampaignOptions) -> Receiver:
-    """Two in one: one that is well, and one that refuses half of what it is told."""
+    """Two receivers in one: the first accepts all messages, the second refuses half of them."""
     rng = random.Random(f"{options.seed} receiver")
     return Receiver({"/well": always(Answer()), "/half": half_of_the_time(rng)})
 
@@ -130,7 +130,7 @@ async def _oracle(options: CampaignOptions, fleet: Fleet, rng: random.Random) ->
 
 
 async def _disturb(options: CampaignOptions, callers: Callers, injector: Injector) -> None:
-    """Faults until their number is full; then callers end what they have begun."""
+    """Inflicts the faults; then callers finish their stories."""
     clients = [
         asyncio.create_task(kind(callers, number, options.seed).run())
         for kind, count in options.callers.items()
@@ -153,8 +153,8 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
 
 
 async def _rest(fleet: Fleet) -> None:
-    """I14: in peace every job ends, and whoever is to be told of it is. Returns when all that is
-    done, or when patience has run out."""
+    """I14: without faults every job ends, and every callback is delivered. Returns when this is
+    done or the time limit has passed."""
     keys = Keys(NAMESPACE)
     async with fleet.redis.client() as client:
 
@@ -169,8 +169,8 @@ async def _rest(fleet: Fleet) -> None:
 
 
 async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Receiver) -> None:
-    """Compares all logs with what was expected and seen, and what receivers heard with the ends;
-    audits what lies in Redis."""
+    """Compares all logs with the expected and the received output, and delivered callbacks with the
+    ends of jobs. Audits Redis."""
     keys = Keys(NAMESPACE)
     client = connect(fleet.redis.url)
     functions = Functions(client, keys)
@@ -214,7 +214,7 @@ def _tellings(receiver: Receiver) -> list[Telling]:
 
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:
-    """Moves the clock of Redis until nobody has a right to any record, and sweeps them up."""
+    """Advances the clock of Redis until every record has expired, and sweeps."""
     await client.function_load(library_with_test_clock(), replace=True)
     await client.set(TEST_CLOCK, _RETENTION_MS)
     for _ in range(1 + await client.zcard(keys.of("kept")) // _SWEEP_JOBS):
@@ -222,7 +222,7 @@ async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, 
 
 
 def _judge_differences(ledger: Ledger, oracle: Oracle) -> None:
-    """A model with arithmetic may have taken the other token of a near-tie, and no other."""
+    """A real model may have taken the other token of a near-tie, and no other token."""
     for story in ledger.stories:
         if not story.is_diverged:
             continue
@@ -237,7 +237,7 @@ def _judge_differences(ledger: Ledger, oracle: Oracle) -> None:
 async def _progress(
     say: Callable[[str], None], options: CampaignOptions, injector: Injector, ledger: Ledger
 ) -> AsyncIterator[None]:
-    """Says every few seconds how far it is."""
+    """Prints the progress every few seconds."""
 
     async def tell() -> None:
         while True:

@@ -1,5 +1,5 @@
 """Clients that do not give up: they stream and resume at any gateway, submit and repeat, cancel,
-and leave."""
+and disconnect."""
 
 import asyncio
 import hashlib
@@ -13,8 +13,8 @@ from tests.chaos.oracles import Ask
 
 
 class Streamer(Client):
-    """Reads an answer as it comes; after a break it goes on behind the last event, or repeats its
-    call under the same key. At the end it reads once more, from anywhere."""
+    """Reads an answer as a stream. After a failure it resumes after the last event, or repeats its
+    call with the same key. At the end it reads the events once more, from any position."""
 
     kind = "streamer"
 
@@ -51,8 +51,8 @@ class Streamer(Client):
 
 
 class Submitter(Client):
-    """Leaves a job, at times at two gateways at once under one key, and asks for its result. Of
-    half of them a receiver is to be told."""
+    """Submits a job, sometimes at two gateways at once with one key, and reads its result. Half of
+    the jobs have a callback."""
 
     kind = "submitter"
 
@@ -65,7 +65,8 @@ class Submitter(Client):
         await self._replay(story)
 
     async def _submit(self, story: Story, ask: Ask) -> None:
-        """Until some gateway has said yes. One key has one job, however often it is sent."""
+        """Repeats the call until a gateway has accepted it. One key has one job, however often it
+        is sent."""
         body = self._body(story, ask)
         while story.job_id is None:
             times = self._rng.choice((1, 1, 2))
@@ -79,7 +80,7 @@ class Submitter(Client):
                 await self._again()
 
     def _body(self, story: Story, ask: Ask) -> dict[str, Any]:
-        """The same for as long as the story lasts: a key has one body."""
+        """The same for the whole story: one key has one body."""
         body: dict[str, Any] = {"endpoint": ask.endpoint, "body": ask.body}
         urls = self._callers.receiver_urls
         number = int(hashlib.sha256(story.name.encode()).hexdigest(), 16)
@@ -129,7 +130,7 @@ class Submitter(Client):
 
 
 class Canceller(Submitter):
-    """Cancels its job after a while; what was said before is a true beginning."""
+    """Cancels its job after a while. Earlier output must be a prefix of the expected output."""
 
     kind = "canceller"
     may_cancel = True
@@ -156,7 +157,7 @@ class Canceller(Submitter):
 
 
 class Leaver(Client):
-    """Streams without a key and closes the connection: its job must end all the same."""
+    """Streams without a key and closes the connection: its job must still end."""
 
     kind = "leaver"
     may_cancel = True

@@ -1,8 +1,10 @@
-"""What goes wrong: faults drawn at random, from a seed, and inflicted on a running fleet.
+"""Faults, drawn at random from a seed, and inflicted on a running fleet.
 
-The draw is reproducible; where a fault meets the processes is theirs to decide. A fault counts
-once it has taken effect. To add a source of faults, say for another kind of process: give the
-fleet its seats, and add a row to `_KINDS` with a weight and a method.
+The draw is reproducible; when a fault strikes a process is not. A fault counts once it has taken
+effect.
+
+To add faults for another kind of process, give the fleet its seats, and add a row to `_KINDS` with
+a weight and a method.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ _STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
 
 @dataclass
 class Injector:
-    """Inflicts so many faults; `counts` holds those that took effect, by kind."""
+    """Inflicts this many faults. `counts` holds those that took effect, by kind."""
 
     fleet: Fleet
     rng: random.Random
@@ -44,7 +46,7 @@ class Injector:
         return self.counts.total()
 
     async def run(self, number: int) -> None:
-        """Returns once so many faults have taken effect and all victims are back."""
+        """Returns once this many faults have taken effect and all killed processes run again."""
         try:
             while self.num_done < number and not self.is_over:
                 while self.num_done + len(self._under_way) < number and not self.is_over:
@@ -121,7 +123,7 @@ class Injector:
         return True
 
     async def _replace(self, seat: Seat | None, number: signal.Signals) -> bool:
-        """One process goes, after a while the next one sits down."""
+        """Ends one process and starts its successor after a while."""
         if seat is None:
             return False
         with seat.busy():
@@ -165,7 +167,7 @@ class Injector:
             seat.send_to(pid, signal.SIGCONT)
 
     def _idle_worker(self) -> WorkerSeat | None:
-        """One that no fault has now; None while but one of them is left in peace."""
+        """A worker without a fault; None if at most one is left without a fault."""
         idle = [seat for seat in self.fleet.workers if not seat.is_busy]
         return self.rng.choice(idle) if len(idle) > 1 else None
 
@@ -243,7 +245,7 @@ class Injector:
         return link.effects["delayed"] > before
 
     async def part_link(self) -> bool:
-        """The way to Redis is cut for a while, at times for longer than a lease."""
+        """Cuts the link to Redis for a while, sometimes for longer than a lease."""
         link = self.rng.choice(self.fleet.seats).link
         with link.refused():
             await asyncio.sleep(self.rng.uniform(0.1, 1.5 * LEASE_S))

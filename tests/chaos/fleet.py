@@ -1,4 +1,5 @@
-"""All processes of a campaign, each on a link of its own to one Redis; all of them end with it."""
+"""All processes of a campaign, each with its own link to one Redis. All of them end with the
+campaign."""
 
 import asyncio
 import random
@@ -23,7 +24,7 @@ HASH_MODEL = HashModelOptions(num_blocks=256, step_s=0.02)
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """`worker` are fields of WorkerSettings beyond those of a hash worker."""
+    """`worker` holds fields of WorkerSettings that differ from those of a hash worker."""
 
     num_workers: int = 3
     num_gateways: int = 2
@@ -35,7 +36,8 @@ class FleetOptions:
 
 
 class Fleet:
-    """All processes and their links. `failed` takes what a fault could not do."""
+    """All processes and their links. `failed` receives errors of faults that could not be
+    inflicted."""
 
     def __init__(self, options: FleetOptions, rng: random.Random) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""`batchway gateway` with the mistake that was planted in it: `python -m tests.chaos.gateway`."""
+"""`batchway gateway` with a planted mistake: `python -m tests.chaos.gateway`."""
 
 import sys
 

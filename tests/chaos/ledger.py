@@ -1,10 +1,10 @@
-"""The oracle: what each job must say, what was seen of it, and every difference between the two.
+"""The ledger: each job's expected output, the observed output, and every difference between them.
 
-Knows nothing of processes or HTTP. What comes in are observations; what comes out are violations,
-each of one kind. Tokens are compared as ids; no text is kept. What receivers are told is judged in
+Knows nothing of processes or HTTP. Its input are observations; its output are violations, each of
+one kind. Tokens are compared as ids; no text is kept. Callbacks are checked in
 tests/chaos/tellings.py.
 
-Over 300 lines: a story and the ledger that it is judged by have one set of rules.
+Over 300 lines: a story and the ledger that judges it share one set of rules.
 """
 
 import time
@@ -24,7 +24,7 @@ Output = Mapping[int, Sequence[int]]  # token ids by choice
 
 
 class Kind(StrEnum):
-    """How a promise may be broken."""
+    """The kinds of violations."""
 
     LOST = "lost"  # a job, an event or a token that should be there
     DUPLICATED = "duplicated"  # a second job for one key; an event or a token said twice
@@ -44,7 +44,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a log as a client saw it."""
+    """One event of a log as a client received it."""
 
     number: int
     hash: str
@@ -55,8 +55,8 @@ class Event:
 class Story:
     """One request of one client, across all its connections.
 
-    `expected` are all tokens of each choice. Where `is_exact` is False a model with arithmetic
-    says them: `is_diverged` is set at the first difference, and the model judges `output`.
+    `expected` holds all tokens of each choice. If `is_exact` is False, they are those of a real
+    model: `is_diverged` is set at the first difference, and the model judges `output`.
     """
 
     ledger: "Ledger"
@@ -79,13 +79,13 @@ class Story:
 
     @property
     def may_have_lost(self) -> bool:
-        """Whether a power cut may have taken back something of what was acknowledged here."""
+        """Whether a power cut may have lost something that was acknowledged at this time."""
         return self._was_cut_by(self.last_news_s + LOSS_S)
 
     @property
     def is_excused(self) -> bool:
-        """Whether the job itself may have been lost: its caller heard of it no earlier than just
-        before a power cut."""
+        """Whether the job itself may have been lost: its caller learned of it just before a power
+        cut or later."""
         return self._was_cut_by(self.accepted_s + LOSS_S)
 
     def _was_cut_by(self, last_s: float) -> bool:
@@ -93,7 +93,7 @@ class Story:
         return any(self.opened_s <= ended_s and begun_s <= last_s for begun_s, ended_s in cuts)
 
     def accepted(self, job_id: str) -> None:
-        """The client was told which job is its own. One key has one job."""
+        """The client has received the id of its job. One key has one job."""
         if self.job_id is not None and job_id != self.job_id:
             self.vanished(Kind.DUPLICATED, f"a second job {job_id}")
         if job_id != self.job_id:
@@ -103,7 +103,7 @@ class Story:
         self.touch()
 
     def vanished(self, kind: Kind = Kind.LOST, detail: str = "the accepted job is unknown") -> None:
-        """The accepted job is there no more; the client asks for it anew."""
+        """The accepted job no longer exists; the client submits it again."""
         assert self.job_id is not None, "nobody can miss what nobody was promised"
         if self.is_excused:
             self.ledger.num_rolled_back += 1
@@ -113,14 +113,14 @@ class Story:
         self.events.clear()
 
     def connect(self, after: int) -> None:
-        """A connection that goes on behind an event, or starts again."""
+        """A connection that resumes after an event, or starts again."""
         if after == 0 and self.may_have_lost:
             self.events.clear()  # what is said again may be cut into other events
         self._next = after + 1
         self._heard.clear()
 
     def hear(self, event: Event) -> None:
-        """An event on the present connection."""
+        """An event on the current connection."""
         self.touch()
         number = event.number
         if self.status is not None:
@@ -147,7 +147,8 @@ class Story:
             self.violate(Kind.LOST, f"event {number} where {self._next} was due")
 
     def _check_tokens(self, event: Event) -> None:
-        """Against what is expected at this place: behind all events before it."""
+        """Compares the tokens with the expected ones at this position, after those of all earlier
+        events."""
         for choice, ids in event.output.items():
             start = sum(
                 len(before.output.get(choice, ()))
@@ -165,7 +166,7 @@ class Story:
         self.violate(Kind.WRONG, f"{where}: tokens of choice {choice} from position {start}")
 
     def reset(self) -> None:
-        """The client was told to start again. Only a Redis that lost writes may say so."""
+        """The client was told to start again. Only a Redis that lost writes may cause this."""
         if not self.may_have_lost:
             self.violate(Kind.LOST, "a reset, where nothing acknowledged may be lost")
         self.ledger.num_resets += 1
@@ -185,7 +186,7 @@ class Story:
             self.violate(Kind.LOST, f"the job is {status}")
 
     def told(self, output: Output) -> None:
-        """A whole answer, as results and unbroken streams have it."""
+        """A complete answer, as in results and unbroken streams."""
         for choice, expected in enumerate(self.expected):
             ids = list(output.get(choice, ()))
             self._compare(choice, 0, ids, "the answer")
@@ -194,7 +195,7 @@ class Story:
 
     @property
     def output(self) -> dict[int, list[int]]:
-        """All tokens heard, by choice."""
+        """All received tokens, by choice."""
         joined: dict[int, list[int]] = {index: [] for index in range(len(self.expected))}
         for number in sorted(self.events):
             for choice, ids in self.events[number].output.items():
@@ -202,7 +203,7 @@ class Story:
         return joined
 
     def touch(self) -> None:
-        """There is news: how long was the client without?"""
+        """Something arrived: records how long the client was without news."""
         now_s = self.ledger.clock_s()
         self.ledger.longest_stall_s = max(
             self.ledger.longest_stall_s, now_s - (self.last_news_s or now_s)
@@ -215,7 +216,7 @@ class Story:
 
 @dataclass(slots=True)
 class Ledger:
-    """All stories of a run."""
+    """All stories of a campaign."""
 
     # Power cuts that lost what was acknowledged, each from its begin to its end.
     cuts_s: Sequence[tuple[float, float]] = ()
@@ -248,22 +249,22 @@ class Ledger:
         return story
 
     def lost_unheard(self, name: str) -> None:
-        """A job that Redis had taken is gone before its caller heard of it."""
+        """A job that Redis had accepted is gone before its caller received its id."""
         if self.cuts_s:
             self.num_rolled_back += 1
         else:
             self.violations.append(Violation(Kind.LOST, name, "a job that nobody had heard of"))
 
     def by_kind(self) -> dict[str, int]:
-        """Violations of each kind, the kinds without any too."""
+        """The number of violations of each kind, also of kinds without any."""
         found = Counter(violation.kind for violation in self.violations)
         return {kind.value: found[kind] for kind in Kind}
 
     # --- at the end ---------------------------------------------------------------------------
 
     def check_jobs(self, has_key: Mapping[str, bool]) -> None:
-        """Every accepted job is there. Of those that no client knows none was submitted under a
-        key: who brings one repeats it until it hears of its job."""
+        """Every accepted job exists. Jobs that no client knows were submitted without a key: a
+        client with a key repeats its call until it receives the id."""
         for story in self.stories:
             if story.job_id is not None and story.job_id not in has_key:
                 story.vanished()
@@ -273,7 +274,7 @@ class Ledger:
                 self.violations.append(Violation(Kind.DUPLICATED, job_id, detail))
 
     def check_log(self, job_id: str, status: JobStatus, entries: Sequence[LogEntry]) -> None:
-        """The truth in Redis against what was expected and what clients were shown."""
+        """Compares the log in Redis with the expected output and with what clients received."""
         story = self.stories_by_job[job_id]
         if status not in TERMINAL_STATUSES:
             story.violate(Kind.LOST, f"it never ended: {status}")
@@ -315,7 +316,7 @@ class Ledger:
             story.violate(Kind.WRONG, "it ran on after its cancel")
 
     def _check_shown(self, story: Story, entries: Sequence[LogEntry]) -> None:
-        """Every event that a client has is the log's, or a power cut took it back."""
+        """Every event that a client has is in the log, unless a power cut removed it."""
         if story.may_have_lost:
             return
         hashes = {entry.number: entry.hash for entry in entries}

@@ -1,4 +1,4 @@
-"""Mistakes that a worker or a gateway can be made to make, to see whether a campaign finds them."""
+"""Mistakes that can be planted in a worker or a gateway, to check that a campaign finds them."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ VARIABLE = "CHAOS_MISTAKE"
 
 
 class Mistake(StrEnum):
-    """What is planted in every process of a fleet that may make it."""
+    """A mistake planted in every process of a fleet that can make it."""
 
     NONE = ""
     WORKER_FORGETS_THE_LOG = "a resumed job starts again at its first token"
@@ -18,7 +18,7 @@ class Mistake(StrEnum):
 
 
 def plant_in_worker() -> None:
-    """Makes this process's worker err, where it shall."""
+    """Plants the configured mistake in this process's worker."""
     from workers.supervisor.held_job import HeldJob
 
     if os.environ[VARIABLE] == Mistake.WORKER_FORGETS_THE_LOG:
@@ -26,7 +26,7 @@ def plant_in_worker() -> None:
 
 
 def plant_in_gateway() -> None:
-    """Makes this process's gateway err, where it shall."""
+    """Plants the configured mistake in this process's gateway."""
     from gateway.redis.cursor import Cursor
 
     if os.environ[VARIABLE] == Mistake.GATEWAY_SKIPS_AN_EVENT:

@@ -1,5 +1,5 @@
-"""What to ask, and what the right answer is: computed for the hash model, asked for beforehand of
-a model with arithmetic, and judged by the same weights in this process."""
+"""Requests and their right answers: computed for the hash model; for a real model, recorded
+beforehand and judged by the same weights in this process."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ class HashOracle:
 
 
 def demo_judge() -> Judge:
-    """The demo model in this process, through batchway's own code."""
+    """The demo model in this process, loaded by batchway's own code."""
     path = str(demo_model_path())
     options = EngineOptions(
         model_path=path, device="cpu", dtype="float32", num_threads=1, kv_memory_bytes=2**24
@@ -139,10 +139,10 @@ def demo_judge() -> Judge:
 
 
 class DemoOracle:
-    """The demo model: each question was asked once before anything was disturbed.
+    """The demo model: each question was answered once before any fault.
 
-    Half of the questions are sampled, hot and with penalties, so that the model is sure of nothing:
-    a token at another position, or after another history, would be another one.
+    Half of the questions are sampled at a high temperature with penalties, so that the model is
+    sure of nothing: a token at another position, or after another history, would differ.
     """
 
     model = "demo"
@@ -154,7 +154,7 @@ class DemoOracle:
 
     @classmethod
     async def ask_undisturbed(cls, url: str, rng: random.Random, number: int) -> "DemoOracle":
-        """Asks so many questions. Raises AssertionError where an answer is not the model's."""
+        """Asks this many questions. Raises AssertionError if an answer is not the model's."""
         asks = []
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             for i in range(number):

@@ -1,7 +1,7 @@
 """A TCP port in front of a server's unix socket that loses, cuts, delays and refuses on demand.
 
-Knows bytes and connections, nothing of Redis: a reply is what the server says after a client has
-said something.
+Knows bytes and connections but not the Redis protocol: a reply is what the server sends after a
+client has sent something.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ Doom = Literal["lose", "cut"]
 
 
 class Link:
-    """One client's way to the server. Undisturbed, it passes every byte on as it comes.
+    """One client's link to the server. Without faults it forwards every byte at once.
 
-    `effects` counts what was really done to connections, by name.
+    `effects` counts what was done to connections, by name.
     """
 
     def __init__(self, socket_path: Path) -> None:
@@ -50,19 +50,19 @@ class Link:
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def doom(self, kind: Doom) -> None:
-        """The next command is delivered; its reply is lost, or cut in the middle, and the
-        connection with it."""
+        """The next command is delivered. Its reply is lost or truncated, and the connection is
+        closed."""
         self.struck.clear()
         self.dooms.append(kind)
 
     def drop_all(self) -> None:
-        """Cuts every connection, whatever is under way on it."""
+        """Closes every connection, whatever is in transit."""
         for connection in self._connections:
             connection.drop()
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
-        """No connection lives, none is taken."""
+        """Closes all connections and accepts none."""
         self._is_refusing = True
         self.drop_all()
         try:
@@ -83,7 +83,7 @@ class Link:
 
 
 class _Connection:
-    """Two pumps; the connection ends with the first of them."""
+    """Two pumps. The connection ends with the first of them."""
 
     def __init__(
         self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

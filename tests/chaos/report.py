@@ -1,4 +1,4 @@
-"""What a campaign found, as a table and as JSON."""
+"""The report of a campaign, as a table and as JSON."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Places in the fleet: a process sits in each, may be killed there, and is followed by another."""
+"""Places in the fleet: each holds a process, which may be killed and is replaced by another."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process sits. It ends with the other end of its lifeline."""
+    """A place of one process. The process exits when the other end of its lifeline closes."""
 
     name: str
     link: Link
@@ -40,7 +40,7 @@ class Place:
 
 
 class Seat:
-    """One place. `is_busy` while a fault has it; `link` is its own way to Redis."""
+    """One place. `is_busy` is set during a fault; `link` is its own link to Redis."""
 
     sign_of_readiness = ""  # in its log
 
@@ -60,7 +60,7 @@ class Seat:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """While one fault has this seat, no other takes it."""
+        """Keeps other faults away from this seat during one fault."""
         assert not self.is_busy
         self.is_busy = True
         try:
@@ -69,7 +69,7 @@ class Seat:
             self.is_busy = False
 
     def start(self) -> None:
-        """Spawns the process; `until_ready` says when it serves."""
+        """Spawns the process; `until_ready` waits until it serves."""
         with self._log_path.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
@@ -83,8 +83,8 @@ class Seat:
             )
 
     async def until_ready(self, times: int = 1) -> None:
-        """Returns once the process has said so many times that it is ready. Raises TimeoutError,
-        and AssertionError with the end of the log where the process has ended."""
+        """Returns once the process has reported this many times that it is ready. Raises
+        TimeoutError, and AssertionError with the end of the log if the process has exited."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while self.times_ready() < times:
                 if self._process is None or self._process.poll() is not None:
@@ -95,7 +95,7 @@ class Seat:
         return self.log().count(self.sign_of_readiness)
 
     def log(self) -> str:
-        """What the present process has said."""
+        """The log of the current process."""
         with self._log_path.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
@@ -104,7 +104,7 @@ class Seat:
         self.send_to(self.pid, number)
 
     def send_to(self, pid: int, number: signal.Signals) -> None:
-        """A signal to one of the processes here; none where it has ended."""
+        """Sends a signal to one of the processes here, or nothing if it has exited."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -117,7 +117,7 @@ class Seat:
         return status
 
     def end(self) -> None:
-        """Kills the process and its children, stopped ones too."""
+        """Kills the process and its children, also stopped ones."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -137,13 +137,13 @@ class Seat:
 
 
 class GatewaySeat(Seat):
-    """`batchway gateway` on a free port, another one in each life."""
+    """`batchway gateway`, on another free port after each start."""
 
     sign_of_readiness = "listening on"
 
     @property
     def url(self) -> str:
-        """Where it listens; where it did last while nobody sits here."""
+        """The URL of the gateway, or the last one if no process runs."""
         found = re.search(r"listening on (\S+) port (\d+)", self.log())
         if found:
             self._last_url = f"http://{found[1]}:{found[2]}"
@@ -170,7 +170,7 @@ class GatewaySeat(Seat):
 
 
 class WorkerSeat(Seat):
-    """A supervisor with its engine process, on the hash model or on a real one."""
+    """A supervisor with its engine process, on the hash model or on a real model."""
 
     sign_of_readiness = "ready model="
 
@@ -186,12 +186,12 @@ class WorkerSeat(Seat):
         self._hash_model = hash_model
 
     async def engine_pid(self) -> int | None:
-        """None while there is no engine process."""
+        """None if there is no engine process."""
         children = await asyncio.to_thread(descendants, self.pid)
         return children[0] if children else None
 
     async def engine_core_pid(self) -> int | None:
-        """The process in which vLLM computes; None while there is none."""
+        """The process in which vLLM computes; None if there is none."""
         children = await asyncio.to_thread(descendants, self.pid)
         return next((pid for pid in children if "EngineCore" in command_of(pid)), None)
 
@@ -218,7 +218,7 @@ class WorkerSeat(Seat):
 
 
 class CallbacksSeat(Seat):
-    """`batchway callbacks`: relay and RQ worker, with a ladder and leases that are scaled down."""
+    """`batchway callbacks`: relay and RQ worker, with shorter retry delays and leases."""
 
     sign_of_readiness = "callbacks are delivered"
 

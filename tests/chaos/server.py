@@ -1,7 +1,7 @@
-"""The campaign's Redis: killed, stopped, starved of memory, and cut off from its power.
+"""The campaign's Redis: killed, stopped, out of memory, and with power cuts.
 
-A power cut is a kill -9 after which the append-only file ends where it was last known to be on
-the disk: kill -9 alone loses nothing, since the kernel keeps what was written.
+A power cut is a kill -9 after which the append-only file is cut where it was last known to be on
+the disk. kill -9 alone loses nothing, since the kernel keeps what was written.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ _SAMPLE_S = 0.05
 
 
 class ChaosRedis:
-    """One server on one data directory. `cuts_s` are the times (monotonic) of power
-    cuts, of each its begin and end."""
+    """One server on one data directory. `cuts_s` holds the begin and end (monotonic) of each power
+    cut."""
 
     def __init__(self, data_dir: Path, fsync: Fsync, rng: random.Random) -> None:
         self.fsync = fsync
@@ -72,11 +72,11 @@ class ChaosRedis:
         return Path(self.url.removeprefix("unix://"))
 
     def client(self) -> redis.asyncio.Redis:
-        """Not through a link: for those who look on."""
+        """A client without a link, for observers."""
         return redis.asyncio.Redis.from_url(self.url, protocol=2)
 
     async def kill(self, away_s: float) -> None:
-        """kill -9; comes back with its file as the kernel has it."""
+        """kill -9. The server starts again with its file as the kernel has it."""
         await asyncio.to_thread(self._kill)
         await asyncio.sleep(away_s)
         await asyncio.to_thread(self._start)
@@ -87,14 +87,14 @@ class ChaosRedis:
         os.kill(self._embedded.pid, signal.SIGCONT)
 
     async def fill(self, seconds: float) -> None:
-        """Takes no more writes for a while: its memory is full."""
+        """Makes the memory full, so that writes are refused for a while."""
         async with self.client() as client:
             await client.config_set("maxmemory", 1)
             await asyncio.sleep(seconds)
             await client.config_set("maxmemory", 0)
 
     async def cut_power(self, links: Sequence[Link], away_s: float) -> int:
-        """Returns how many bytes of the file were lost."""
+        """Returns the number of lost bytes of the file."""
         begun_s = time.monotonic()
         keep = self._keep_acknowledged if self.fsync == "always" else self._keep_synced
         path, num_bytes = await keep(links)
@@ -110,9 +110,8 @@ class ChaosRedis:
         return lost
 
     async def _keep_acknowledged(self, links: Sequence[Link]) -> tuple[Path, int]:
-        """Kills the server; keeps all that somebody has an answer to, and a random piece of what
-        nobody has. With `always` an answer follows the fsync, so no answer may be lost.
-        """
+        """Kills the server. Keeps all acknowledged writes and a random part of the others. With
+        `always` the reply follows the fsync, so no acknowledged write may be lost."""
         for link in links:
             link.passes_replies.clear()
         path = self._file()
@@ -124,14 +123,14 @@ class ChaosRedis:
         return path, self._rng.randint(answered, path.stat().st_size)
 
     async def _keep_synced(self, links: Sequence[Link]) -> tuple[Path, int]:
-        """Kills the server; keeps what its file held up to a second ago."""
+        """Kills the server. Keeps what its file held up to a second ago."""
         await asyncio.to_thread(self._kill)
         path, since_s = self._file(), time.monotonic() - self._rng.uniform(0, FSYNC_EVERY_S)
         sizes = [size for at, name, size in self._sizes if name == path.name and at >= since_s]
         return path, min(sizes, default=path.stat().st_size)
 
     def _file(self) -> Path:
-        """The file that is being appended to."""
+        """The current append-only file."""
         files = (self._data_dir / "appendonlydir").glob("*.incr.aof")
         return max(files, key=lambda path: int(path.name.split(".")[-3]))
 

@@ -1,4 +1,4 @@
-"""What receivers were told of the ends of jobs, against the ends that lie in Redis."""
+"""Compares the delivered callbacks with the ends of jobs in Redis."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def check_tellings(
     *,
     num_forged: int = 0,
 ) -> None:
-    """Every end of a job with a callback was accepted once at least, under one id, as it was.
-    `statuses` are those of all jobs in Redis."""
+    """Every end of a job with a callback was accepted at least once, under one id and with the
+    right content. `statuses` are those of all jobs in Redis."""
     told: dict[str, list[Telling]] = defaultdict(list)
     for telling in tellings:
         told[telling.job_id].append(telling)

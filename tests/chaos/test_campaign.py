@@ -1,4 +1,4 @@
-"""Campaigns that are short enough for every run of the tests; `scripts/chaos` has the long ones."""
+"""Campaigns short enough for every test run; `scripts/chaos` runs the long ones."""
 
 import pytest
 
@@ -24,8 +24,8 @@ def assert_clean(report: Report) -> None:
 
 @pytest.mark.timeout(600)
 async def test_nothing_is_lost_and_nothing_is_repeated() -> None:
-    """Processes killed, stopped and drained, Redis too, its power cut and its memory full, replies
-    lost, connections cut: every answer is exact, every job ends once, every callback arrives."""
+    """Processes and Redis killed, stopped and drained, power cuts, full memory, lost replies, cut
+    connections: every answer is exact, every job ends once, every callback is delivered."""
     report = await run_campaign(CampaignOptions(num_faults=50, seed=1, mean_gap_s=0.2))
     assert_clean(report)
     assert report.faults.total() >= 50
@@ -33,8 +33,8 @@ async def test_nothing_is_lost_and_nothing_is_repeated() -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_real_model_goes_on_where_it_was() -> None:
-    """The demo model: the very tokens of its undisturbed run, or near-ties."""
+async def test_jobs_of_a_real_model_resume_after_faults() -> None:
+    """The demo model: the tokens of its undisturbed run, except for near-ties."""
     kinds = ("engine kill -9", "worker SIGSTOP", "reply lost", "link parted")  # no slow starts
     options = CampaignOptions(
         6, seed=2, model="demo", mean_gap_s=0.2, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
@@ -43,8 +43,8 @@ async def test_a_real_model_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_vllm_goes_on_where_it_was() -> None:
-    """The demo model on vLLM, whose engine core, gateway and Redis are killed."""
+async def test_jobs_on_vllm_resume_after_faults() -> None:
+    """The demo model on vLLM; its engine core, the gateway and Redis are killed."""
     vllm_python()
     kinds = (ENGINE_CORE, "gateway kill -9", "redis kill -9")
     options = CampaignOptions(
@@ -57,7 +57,7 @@ async def test_vllm_goes_on_where_it_was() -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_redis_that_loses_its_last_second_resets_streams() -> None:
-    """Power cuts under `everysec`: what was lost was young, and no stream was spliced."""
+    """Power cuts with `everysec`: only recent writes were lost, and no stream was spliced."""
     options = CampaignOptions(
         3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW_CALLERS, fleet=SMALL
     )

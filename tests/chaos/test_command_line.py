@@ -1,4 +1,4 @@
-"""`python -m tests.chaos` as a process: however it is ended, nothing of it is left."""
+"""`python -m tests.chaos` as a process: however it ends, it leaves nothing behind."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A campaign of many faults, which has just begun."""
+    """A campaign of many faults that has just begun."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.chaos", "--faults=1000", "--gap-s=0.1"],
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -39,7 +39,8 @@ def campaign(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_an_interrupted_campaign_leaves_nothing(
     campaign: subprocess.Popen[str], number: signal.Signals
 ) -> None:
-    """Ctrl-C ends all in order; where it is killed, lifelines and reapers end what it started."""
+    """Ctrl-C ends all processes in order. If the campaign is killed, lifelines and reapers end its
+    processes."""
     children = descendants(campaign.pid)
     assert len(children) >= 6  # Redis, three workers, two gateways at the least
     campaign.send_signal(number)

@@ -1,4 +1,4 @@
-"""The oracle itself: every way to break the promise, fabricated, is found and named."""
+"""Tests of the ledger: every kind of violation is fabricated, found and named."""
 
 from collections.abc import Callable
 
@@ -141,7 +141,7 @@ def run_on_after_a_cancel(story: Story) -> None:
 
 
 def tell(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
-    """The story's job has succeeded; this is what its receiver heard."""
+    """The story's job has succeeded; returns what its receiver got."""
     story.has_callback = True
     statuses = {"job": JobStatus.SUCCEEDED}
     check_tellings(story.ledger, statuses, tellings, num_forged=num_forged)
@@ -207,15 +207,15 @@ FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
     ("happens", "kind"), FABRICATED, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_a_broken_promise_is_found(happens: Callable[[Story], None], kind: Kind) -> None:
-    """One fabricated observation, one violation of its kind at least."""
+    """Each fabricated observation gives at least one violation of its kind."""
     ledger = Ledger()
     happens(make_story(ledger))
     assert ledger.by_kind()[kind] >= 1
 
 
-def test_a_sound_story_is_left_alone() -> None:
-    """Broken, resumed, repeated from the start, ended, replayed, told twice under one id: as
-    promised."""
+def test_a_correct_story_has_no_violation() -> None:
+    """Disconnected, resumed, repeated from the start, ended, replayed, and delivered twice under
+    one id."""
     ledger = Ledger()
     story = make_story(ledger)
     story.hear(event(1, 1, 2))
@@ -237,8 +237,8 @@ def test_a_sound_story_is_left_alone() -> None:
 
 
 def test_only_losses_by_a_power_cut_are_excused() -> None:
-    """A job accepted in the last moment, or by nobody yet, may vanish; one that was known for
-    long may not, and none where no power was cut."""
+    """A job accepted just before the cut, or whose id no client has, may vanish. A job known for
+    long may not, and none may without a power cut."""
     now_s = 100.0
     ledger = Ledger(cuts_s=[(110.0, 110.2)], clock_s=lambda: now_s)
     old = make_story(ledger)
@@ -256,8 +256,8 @@ def test_only_losses_by_a_power_cut_are_excused() -> None:
     assert never_cut.by_kind()[Kind.LOST] == 1
 
 
-def test_a_model_with_arithmetic_is_judged_by_itself() -> None:
-    """Another token is no violation yet: the story is marked for the model to score."""
+def test_differences_of_a_real_model_are_judged_by_the_model() -> None:
+    """Another token is not yet a violation: the story is marked for scoring by the model."""
     ledger = Ledger()
     story = make_story(ledger, is_exact=False)
     story.hear(event(1, 1, 9))
@@ -266,7 +266,7 @@ def test_a_model_with_arithmetic_is_judged_by_itself() -> None:
 
 
 def test_the_longest_stall_is_kept() -> None:
-    """From one piece of news to the next, over all stories."""
+    """The longest time between two messages, over all stories."""
     now_s = 0.0
     ledger = Ledger(clock_s=lambda: now_s)
     story = make_story(ledger)

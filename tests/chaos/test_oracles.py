@@ -1,4 +1,4 @@
-"""The judge of answers that differ from the expected ones: it could say no."""
+"""Tests of the judge of answers that differ from the expected ones: it can say no."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ NUM_TOKENS = 12
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "n": 2, **DOUBT}])
 def test_only_the_tokens_of_the_model_are_right(params: dict[str, Any]) -> None:
-    """Greedy and sampled: not another token, not the tokens of another choice, not an answer that
-    breaks off."""
+    """Greedy and sampled. Wrong are another token, the tokens of another choice, and a truncated
+    answer."""
     judge = demo_judge()
     oracle = DemoOracle([], judge)
     asked = new_job("asked", tuple(PROMPT), max_tokens=NUM_TOKENS, ignore_eos=True, **params)

@@ -1,4 +1,4 @@
-"""The cutting proxy in front of a real Redis: what it promises to do to a reply is what happens."""
+"""The proxy in front of a real Redis: each fault has the promised effect."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,12 +24,12 @@ async def link(redis_server: EmbeddedRedis) -> AsyncIterator[Link]:
 
 
 def client_of(link: Link) -> redis.asyncio.Redis:
-    """Never repeats a command."""
+    """A client that never repeats a command."""
     return redis.asyncio.Redis.from_url(link.url, retry=Retry(NoBackoff(), 0), socket_timeout=5)
 
 
 async def test_an_undisturbed_link_passes_everything(link: Link) -> None:
-    """Large values too, both ways."""
+    """Also large values, in both directions."""
     async with client_of(link) as client:
         await client.set("k", b"x" * 300_000)
         assert await client.get("k") == b"x" * 300_000
@@ -38,7 +38,7 @@ async def test_an_undisturbed_link_passes_everything(link: Link) -> None:
 
 @pytest.mark.parametrize("kind", ["lose", "cut"])
 async def test_a_command_may_be_executed_and_its_reply_lost(link: Link, kind: Doom) -> None:
-    """The next one, on a new connection, finds what it did."""
+    """The next command, on a new connection, finds its effect."""
     async with client_of(link) as client:
         await client.set("k", 1)
         link.doom(kind)
@@ -49,8 +49,8 @@ async def test_a_command_may_be_executed_and_its_reply_lost(link: Link, kind: Do
     assert link.effects[kind] == 1
 
 
-async def test_a_parted_link_takes_no_command(link: Link) -> None:
-    """Neither on a connection that it had nor on a new one, until it is whole again."""
+async def test_a_cut_link_delivers_no_command(link: Link) -> None:
+    """On neither an existing nor a new connection, until the link is restored."""
     async with client_of(link) as client:
         await client.set("k", 1)
         with link.refused(), pytest.raises(redis.exceptions.ConnectionError):
@@ -58,8 +58,8 @@ async def test_a_parted_link_takes_no_command(link: Link) -> None:
         assert await client.get("k") == b"1"
 
 
-async def test_held_replies_are_passed_when_they_may(link: Link) -> None:
-    """The command is done meanwhile."""
+async def test_held_replies_are_delivered_on_release(link: Link) -> None:
+    """The command is executed meanwhile."""
     async with client_of(link) as client:
         await client.set("k", 1)
         link.passes_replies.clear()

@@ -1,4 +1,4 @@
-"""A Redis that has lost its last writes, and the workers that remember them."""
+"""A Redis that has lost its last writes, and workers that remember them."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def append_only_file(data_dir: Path) -> Path:
 async def power_failing_redis(
     data_dir: Path, keys: Keys
 ) -> AsyncIterator[tuple[EmbeddedRedis, Caller]]:
-    """A server whose file may be cut, and a caller of it."""
+    """A server whose append-only file may be cut, and a caller of it."""
     with EmbeddedRedis(data_dir) as server:
         client = connect(server.url)
         await ensure_library(client)
@@ -49,8 +49,8 @@ def assert_exact(job: Job, answer: Answer) -> None:
 async def test_a_job_whose_claim_was_lost_is_run_again_by_the_same_worker(
     tmp_path: Path, keys: Keys
 ) -> None:
-    """Power fails after a claim, and Redis comes back from before it: the worker claims the same
-    job under the same epoch, while its engine still computes what nobody remembers."""
+    """The power fails after a claim, and Redis restarts with its state before the claim. The worker
+    claims the same job with the same epoch while its engine still computes the first claim."""
     async with (
         power_failing_redis(tmp_path, keys) as (server, caller),
         fleet(server.url, 1, SLOW, lease_s=10.0) as [worker],
@@ -70,7 +70,8 @@ async def test_a_job_whose_claim_was_lost_is_run_again_by_the_same_worker(
 
 
 async def test_lost_events_cost_a_job_no_attempt(tmp_path: Path, keys: Keys) -> None:
-    """Power fails in the middle of an answer on its last attempt: it goes on where its log ends."""
+    """The power fails during the output of the job's last attempt. The job resumes where its log
+    ends."""
     async with power_failing_redis(tmp_path, keys) as (server, caller):
         job = await caller.submit("the last attempt", max_tokens=80)
         await caller.client.hset(keys.job(job.id), "max_attempts", 1)

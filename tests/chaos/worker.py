@@ -1,7 +1,7 @@
 """A worker that ends with the campaign: `python -m tests.chaos.worker SETTINGS_JSON`.
 
-Beyond `tests.hash_worker` it minds the lifeline, so that a campaign that is killed leaves none, and
-makes the mistake that was planted in it.
+Unlike `tests.hash_worker` it watches the lifeline, so that a killed campaign leaves no worker, and
+it makes the planted mistake.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A way to Redis with TLS, or one that falls silent or loses an answer."""
+"""A proxy in front of Redis that speaks TLS, stops forwarding, or loses a reply."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from tests.callbacks.test_tls import certificate
 
 
 class Relay:
-    """Listens on loopback and passes all on to a server, as long as it is told to."""
+    """Listens on loopback and forwards everything to a server until told otherwise."""
 
     def __init__(self, server: EmbeddedRedis, tls: ssl.SSLContext | None = None) -> None:
         self._path = server.url.removeprefix("unix://")
@@ -36,14 +36,14 @@ class Relay:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def fall_silent(self) -> None:
-        """Passes nothing on from now on, and closes nothing."""
+        """Forwards nothing more, but closes no connection."""
         self._passes.clear()
 
     def speak_again(self) -> None:
         self._passes.set()
 
     def lose_next_answer(self) -> None:
-        """Closes the connection in its place, once the server has done what it was asked."""
+        """Closes the connection instead of forwarding the server's next reply."""
         self._loses_answer = True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,7 +77,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def with_tls(server: EmbeddedRedis, folder: Path) -> AsyncIterator[tuple[Relay, str]]:
-    """A relay that speaks TLS, and the URL by which clients trust it."""
+    """A relay that speaks TLS, and the URL whose certificate clients trust."""
     pem = certificate(folder / "server.pem", "localhost")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(pem)

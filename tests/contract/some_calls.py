@@ -1,4 +1,4 @@
-"""Jobs as the tests of the functions submit them, and calls with what they mostly say."""
+"""Jobs and calls with default arguments, for the tests of the Redis functions."""
 
 import redis.asyncio
 

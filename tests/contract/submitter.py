@@ -1,4 +1,4 @@
-"""A process that submits jobs of one tenant and prints how many were let in:
+"""A process that submits jobs of one tenant and prints how many were admitted:
 
 python -m tests.contract.submitter URL NAMESPACE TASKS TRIES CONCURRENT_TOKENS
 """
@@ -22,7 +22,8 @@ COST = len(PROMPT) + MAX_TOKENS
 async def hammer(
     redis_url: str, keys: Keys, num_tasks: int, num_tries: int, limits: TenantLimits
 ) -> int:
-    """As many gateways as tasks, each with a connection of its own; how many jobs got in."""
+    """Submits from as many gateways as tasks, each with its own connection. Returns the number of
+    admitted jobs."""
     return sum(
         await asyncio.gather(
             *(_submit_all(redis_url, keys, num_tries, limits) for _ in range(num_tasks))

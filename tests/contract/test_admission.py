@@ -1,5 +1,5 @@
-"""Admission on a real Redis: exact over many gateways, honest about waits, fair in what it hands
-out. tests/model holds every answer against the reference; here stands what users are promised."""
+"""Admission on a real Redis: exact quotas over many gateways, predicted waits, and fair shares.
+tests/model compares each reply with the reference; these tests check the promises to users."""
 
 import asyncio
 import sys
@@ -49,8 +49,8 @@ async def refusal(functions: Functions, **terms: object) -> JobRefused:
 async def test_fifty_gateways_admit_exactly_the_quota(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys
 ) -> None:
-    """25 tasks here and 25 in two other processes, each with its own connection, try 400 times
-    where 137 jobs may be unfinished at once."""
+    """25 tasks in this process and 25 in two others, each with its own connection, try 400 times.
+    The quota is 137 unfinished jobs."""
     limit = QUOTA_JOBS * COST
     numbers = [str(n) for n in (NUM_TASKS // NUM_PROCESSES + 1, NUM_TRIES, limit)]
     command = ("-m", "tests.contract.submitter", redis_server.url, keys.namespace, *numbers)
@@ -70,7 +70,7 @@ async def test_fifty_gateways_admit_exactly_the_quota(
 async def test_a_refused_job_leaves_nothing_behind(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """No record, no key of idempotency, no charge: the same call is new when it comes again."""
+    """No record, no idempotency key, no charge: the same call counts as new when it is repeated."""
     limits = TenantLimits(requests_per_min=1)
     await functions.submit(make_job(), make_submission(limits=limits))
     before = {
@@ -92,7 +92,8 @@ async def test_a_refused_job_leaves_nothing_behind(
 async def test_a_rate_limit_reports_exactly_when_it_has_room(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """60 a minute, all at once; then a second's wait, no less and no more."""
+    """60 requests at once are within a limit of 60 per minute; the next must wait exactly one
+    second."""
     await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(requests_per_min=60)
     for left in reversed(range(60)):
@@ -110,7 +111,8 @@ async def test_a_rate_limit_reports_exactly_when_it_has_room(
 async def test_unused_cost_is_refunded(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """13 tokens are reserved; 5 are used, 8 come back to the meter and all to what is reserved."""
+    """13 tokens are reserved and 5 are used: 8 return to the rate limit, and all 13 to the
+    reservation."""
     await redis_client.set(TEST_CLOCK, "=1700000000000")
     limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
     job = make_job()
@@ -129,7 +131,8 @@ async def test_unused_cost_is_refunded(
 
 
 async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
-    """130 tokens wait at 13 a second: ten seconds, which a bound, a deadline and an ETA all use."""
+    """130 waiting tokens at 13 per second take ten seconds. The lane's bound, the deadline and the
+    ETA use this figure."""
     unknown = (await functions.submit(make_job(), make_submission())).position
     assert unknown.eta_s is not None  # nothing is ahead of it, but nobody lives: at a cold start
     await beat(functions, WorkerCapacity(tokens_per_s=13.0, lanes=("standard",)))
@@ -155,8 +158,9 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
 async def test_a_tenant_below_its_share_has_no_predicted_wait(
     functions: Functions, heavy: float, light: float, is_below: bool
 ) -> None:
-    """Four jobs of 13 tokens run and four wait, all of one tenant. A job of another that will take
-    a place starts at once and passes the lane's bound; where its weight is too small, it waits."""
+    """One tenant has four running and four waiting jobs of 13 tokens each. Another tenant's job
+    that will get a place starts at once and passes the lane's bound. If its weight is too small, it
+    waits."""
     capacity = WorkerCapacity(tokens_per_s=13.0, max_jobs=4, max_tokens=1000, lanes=("standard",))
     await beat(functions, capacity)
     for _ in range(8):
@@ -182,7 +186,7 @@ async def test_a_tenant_below_its_share_has_no_predicted_wait(
 
 
 async def test_the_predicted_wait_respects_weights(functions: Functions) -> None:
-    """Before a third job of a tenant wait two of its own, and twice as many of one of twice its
+    """Two jobs of the same tenant wait before its third, and four of a tenant with twice the
     weight."""
     for _ in range(8):
         await functions.submit(make_job("u", weight=2.0), make_submission())
@@ -191,15 +195,17 @@ async def test_the_predicted_wait_respects_weights(functions: Functions) -> None
         assert found.position.num_jobs_ahead == num_ahead
 
 
-async def test_without_a_worker_a_wait_holds_the_cold_start(functions: Functions) -> None:
-    """The first job waits for a worker to come up; where one is asked for, it is refused."""
+async def test_without_a_worker_the_wait_includes_the_cold_start(functions: Functions) -> None:
+    """The first job waits until a worker has started. If a submission requires a running worker, it
+    is refused."""
     submitted = await functions.submit(make_job(), make_submission(cold_start_s=40.0))
     assert submitted.position.eta_s == 40.0
     assert (await refusal(functions, needs_worker=True)).code is ErrorCode.NO_WORKERS
 
 
-async def test_a_cold_start_is_no_wait_that_a_lane_is_bound_by(functions: Functions) -> None:
-    """A pool that starts for its jobs is given one; what waits before it counts as ever."""
+async def test_a_cold_start_does_not_count_against_the_lane_s_bound(functions: Functions) -> None:
+    """Otherwise a pool that starts on demand would never start. Jobs ahead in the queue still
+    count."""
     await beat(functions, WorkerCapacity(tokens_per_s=13.0, max_jobs=1, lanes=("standard",)))
     await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", state="gone")
     terms = {"lane_bound_s": 2.5, "cold_start_s": 40.0}
@@ -213,8 +219,8 @@ async def test_a_cold_start_is_no_wait_that_a_lane_is_bound_by(functions: Functi
 async def test_before_a_rate_is_measured_as_much_may_wait_as_workers_hold(
     functions: Functions, max_jobs: int, max_tokens: int
 ) -> None:
-    """Three jobs, or 30 tokens; a bound in seconds then refuses the next, for ten seconds, until
-    a second worker holds as much again. Without a bound nothing is refused."""
+    """Three jobs, or 30 tokens. Then a bound in seconds refuses the next job for ten seconds, until
+    a second worker adds as much again. Without a bound no job is refused."""
     capacity = WorkerCapacity(max_jobs=max_jobs, max_tokens=max_tokens, lanes=("standard",))
     await beat(functions, capacity)
     for _ in range(3):
@@ -227,7 +233,7 @@ async def test_before_a_rate_is_measured_as_much_may_wait_as_workers_hold(
 
 
 async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
-    """The lanes that there are stand in the message."""
+    """The message lists the known lanes."""
     await beat(functions, WorkerCapacity(lanes=("fast", "slow")))
     refused = await refusal(functions)
     assert refused.code is ErrorCode.UNKNOWN_LANE
@@ -235,7 +241,7 @@ async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
 
 
 async def test_short_jobs_go_before_a_long_one_eight_times(functions: Functions) -> None:
-    """What does not fit blocks nobody, and is not passed over for ever."""
+    """A job that does not fit does not block others, and is passed a limited number of times."""
     long = make_job()
     await functions.submit(long, make_submission(max_output_tokens=500))
     for _ in range(MAX_PASSED + 3):
@@ -267,8 +273,9 @@ def with_choices(num_prompts: int, n: int) -> Job:
 
 
 async def test_a_claim_fills_a_place_for_each_choice(functions: Functions) -> None:
-    """Of five places a job with 2 prompts and n = 2 takes four; the next job takes the last one,
-    though it has more choices: they wait in the engine, as one larger than any worker must."""
+    """A job with 2 prompts and n = 2 takes four of five places. The next job gets the last place
+    although it has more choices: the rest wait in the engine, as those of a job larger than any
+    worker do."""
     for job in (with_choices(2, 2), with_choices(8, 1), with_choices(1, 1)):
         await functions.submit(job, make_submission())
     sizes = [
@@ -277,8 +284,8 @@ async def test_a_claim_fills_a_place_for_each_choice(functions: Functions) -> No
     assert sizes == [[4, 8], [1]]
 
 
-async def test_a_job_fits_where_one_of_its_choices_does(functions: Functions) -> None:
-    """A list larger than any worker waits for none to be empty, and is passed over by nobody."""
+async def test_a_job_fits_if_one_of_its_choices_fits(functions: Functions) -> None:
+    """A list larger than any worker does not wait for an empty worker, and no job passes it."""
     large, small = with_choices(8, 1), with_choices(1, 1)
     await functions.submit(large, make_submission(max_output_tokens=80))
     await functions.submit(small, make_submission())
@@ -287,9 +294,9 @@ async def test_a_job_fits_where_one_of_its_choices_does(functions: Functions) ->
     assert [item.job.id for item in await claim(functions, max_tokens=13)] == [small.id]
 
 
-async def test_output_is_foreseen_for_each_choice(functions: Functions) -> None:
-    """After jobs whose four choices had two tokens each, two are expected of one choice, and six
-    of three prompts, up to the cap."""
+async def test_output_is_predicted_for_each_choice(functions: Functions) -> None:
+    """After jobs whose four choices had two tokens each, two tokens are predicted for one choice
+    and six for three prompts, up to the cap."""
     for _ in range(5):
         job = with_choices(2, 2)
         await functions.submit(job, make_submission(max_output_tokens=40))
@@ -314,12 +321,12 @@ claims = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(costs=costs, claims=claims, weights=st.sampled_from([(1.0, 1.0), (1.0, 4.0), (0.5, 3.0)]))
-def test_tenants_that_wait_get_by_weight(
+def test_waiting_tenants_are_served_by_weight(
     costs: list[int], claims: list[tuple[str, int]], weights: tuple[float, float]
 ) -> None:
-    """Three workers claim as they like; two tenants with jobs of any cost, both always waiting,
-    never differ by more than twice the largest cost, each by its weight. (The reference is held
-    against the functions in tests/model.)"""
+    """Three workers claim at random. Two tenants with jobs of any cost always have waiting jobs.
+    Their service, divided by weight, never differs by more than twice the largest cost.
+    (tests/model compares the reference with the functions.)"""
     reference = Reference()
     for index, cost in enumerate(costs):
         enqueue(reference, "tu"[index % 2], "standard", cost, weights[index % 2])
@@ -340,8 +347,8 @@ def test_tenants_that_wait_get_by_weight(
 def test_a_lane_waits_no_longer_than_its_share_allows(
     costs: list[int], share: float, max_jobs: int
 ) -> None:
-    """While an urgent lane always has more, batch's next job waits for at most cost / share tokens
-    of others and one job's, and spare room is all its own."""
+    """While an urgent lane always has waiting jobs, batch's next job waits for at most cost / share
+    tokens of other lanes plus one job's. Unused capacity goes to batch."""
     reference = Reference()
     for cost in costs:
         enqueue(reference, "t", "interactive", cost)

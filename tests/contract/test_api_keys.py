@@ -1,4 +1,5 @@
-"""API keys: made once, kept as a digest, found by prefix, ended by time or by hand."""
+"""API keys: created once, stored as a digest, found by prefix, and ended by expiry or
+revocation."""
 
 import hmac
 from typing import Any
@@ -27,7 +28,8 @@ async def pepper_of(api_keys: ApiKeys) -> Pepper:
 
 
 async def test_a_key_is_found_by_its_prefix_and_checked(api_keys: ApiKeys) -> None:
-    """The whole key counts, not the prefix; what it grants comes back as it was given."""
+    """The whole key is compared, not only its prefix. What the key grants is returned as it was
+    stored."""
     assert not await api_keys.exist()
     key, prefix = await api_keys.create(TERMS)
     other, _ = await api_keys.create(TERMS)
@@ -44,7 +46,7 @@ async def test_a_key_is_found_by_its_prefix_and_checked(api_keys: ApiKeys) -> No
 
 
 async def test_a_key_has_256_random_bits_and_no_two_are_alike(api_keys: ApiKeys) -> None:
-    """64 hexadecimal digits behind the prefix."""
+    """64 hexadecimal digits after the prefix."""
     made = {(await api_keys.create(TERMS))[0] for _ in range(50)}
     assert len({key.split("-")[1] for key in made}) == 50
     secrets_ = {key.split("-")[2] for key in made}
@@ -56,7 +58,7 @@ async def test_a_key_has_256_random_bits_and_no_two_are_alike(api_keys: ApiKeys)
 async def test_no_key_is_anywhere_in_redis(
     redis_client: redis.asyncio.Redis, keys: Keys, pepper: Pepper | None
 ) -> None:
-    """Every value of every key is searched; an operator's pepper is not there either."""
+    """The test searches every value of every key, also for the operator's pepper."""
     api_keys = ApiKeys(redis_client, keys, pepper)
     key, prefix = await api_keys.create(TERMS)
     dump = await dump_of(redis_client)
@@ -70,7 +72,7 @@ async def test_no_key_is_anywhere_in_redis(
 
 
 async def dump_of(client: redis.asyncio.Redis) -> bytes:
-    """All that a server holds, each value in the form it is stored in."""
+    """Everything that a server stores, each value in its stored form."""
     parts: list[bytes] = []
     async for name in client.scan_iter():
         kind = str(await client.type(name), "ascii")  # type: ignore[arg-type]
@@ -90,7 +92,7 @@ def flat(value: Any) -> list[bytes]:
 async def test_keys_are_compared_in_constant_time(
     api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known or not, one compare_digest of two digests of the same length."""
+    """Known or unknown, each key takes one compare_digest of two digests of equal length."""
     key, prefix = await api_keys.create(TERMS)
     record, pepper = await api_keys.find(prefix), await pepper_of(api_keys)
     compared: list[tuple[int, int]] = []
@@ -110,8 +112,8 @@ async def test_keys_are_compared_in_constant_time(
 async def test_a_rotated_key_has_a_successor_and_an_end(
     redis_client: redis.asyncio.Redis, api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both work until the overlap is over; then the new one alone. The old one's end only moves
-    closer."""
+    """Both keys work until the overlap ends; then only the new one does. The old key's end is never
+    postponed."""
     _, old = await api_keys.create(TERMS)
     made = await api_keys.rotate(old, overlap_s=60, lifetime_s=1000)
     assert made is not None
@@ -134,7 +136,7 @@ async def states(api_keys: ApiKeys, *prefixes: str) -> list[str]:
 
 
 async def test_a_revoked_key_stays_revoked_and_on_record(api_keys: ApiKeys) -> None:
-    """So that strangers are not let in once the last key is gone."""
+    """Otherwise authentication would be off once the last key is gone."""
     _, prefix = await api_keys.create(TERMS)
     assert await api_keys.revoke(prefix)
     first = await api_keys.find(prefix)
@@ -150,6 +152,6 @@ async def test_a_revoked_key_stays_revoked_and_on_record(api_keys: ApiKeys) -> N
 
 @pytest.mark.parametrize("tenant", ["", "a:b", "a b", "{a}", "*", "x" * 65, "-a"])
 def test_a_tenant_s_name_cannot_change_a_name_in_redis(tenant: str) -> None:
-    """It is part of the names of queues."""
+    """The tenant's name is part of the names of queues."""
     with pytest.raises(ValueError, match="a tenant is named"):
         KeyTerms(tenant=tenant)

@@ -1,4 +1,4 @@
-"""How true predicted waits were: noted when a job is taken, told by lane."""
+"""Accuracy of predicted waits: recorded when a job is claimed, reported by lane."""
 
 import asyncio
 import json
@@ -35,7 +35,8 @@ async def set_clock(client: redis.asyncio.Redis, keys: Keys, ms: int) -> None:
 async def taken(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions
 ) -> list[tuple[float | None, float]]:
-    """Five jobs at once, taken one by one every two seconds; (predicted, actual) of each, ms."""
+    """Submits five jobs at once and claims one every two seconds. Returns (predicted, actual) wait
+    of each in ms."""
     await set_clock(redis_client, keys, 0)
     await beat(functions)
     jobs = [make_job() for _ in range(5)]
@@ -55,7 +56,7 @@ async def taken(
 async def test_a_job_reports_its_predicted_and_actual_wait(
     taken: list[tuple[float | None, float]],
 ) -> None:
-    """A second for each job ahead was predicted; it was two."""
+    """The prediction was one second for each job ahead; the actual wait was two."""
     assert [actual for _, actual in taken] == [0, 2000, 4000, 6000, 8000]
     assert [predicted for predicted, _ in taken] == [0, 1000, 2000, 3000, 4000]
 
@@ -63,15 +64,15 @@ async def test_a_job_reports_its_predicted_and_actual_wait(
 async def test_prediction_errors_are_reported_by_lane(
     redis_client: redis.asyncio.Redis, keys: Keys, taken: object
 ) -> None:
-    """The first was right, the others half a wait off; of an idle lane nothing is known."""
+    """The first prediction was right, the others were half of the wait. An idle lane has no
+    figures."""
     found = await calibrations(redis_client, keys, "m", ["standard", "batch"])
     assert found == [Calibration("standard", 5, 0.5, 0.5), Calibration("batch", 0, None, None)]
 
 
-async def test_the_last_thousand_count(
+async def test_the_last_thousand_predictions_are_kept(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, taken: object
 ) -> None:
-    """The list is bounded."""
     key = keys.of("calibration", "m", "standard")
     await redis_client.rpush(key, *["100 1000"] * 2000)
     await functions.submit(make_job(), make_submission(max_output_tokens=7))
@@ -82,7 +83,7 @@ async def test_the_last_thousand_count(
 async def test_a_moved_job_reports_no_prediction(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions
 ) -> None:
-    """It was predicted for another lane."""
+    """The prediction was for another lane."""
     await beat(functions)
     job = make_job()
     await functions.submit(job, make_submission())
@@ -92,7 +93,7 @@ async def test_a_moved_job_reports_no_prediction(
     assert found[0].predicted_wait_ms is None
 
 
-def test_an_operator_sees_them(
+def test_the_command_line_shows_prediction_errors(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a table and as JSON."""

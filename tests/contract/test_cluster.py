@@ -1,4 +1,4 @@
-"""The functions on a server in cluster mode: they touch one slot alone."""
+"""The Redis functions on a server in cluster mode: all their keys are in one slot."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
-    """A cluster of one server, which owns every slot."""
+    """A cluster of one server that owns every slot."""
     server, client = await start_server(tmp_path)
     try:
         await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
@@ -39,8 +39,8 @@ async def cluster_client(tmp_path: Path) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], Any]:
-    """A server that answers, and a client. It ends at once where somebody else has taken one of
-    the two ports since they were found free: then it is tried with others."""
+    """A running server and a client. If another process takes one of the two ports after they were
+    found free, the server exits and two other ports are tried."""
     while True:
         port = free_port()
         server = subprocess.Popen(server_command(port, folder), stdout=subprocess.DEVNULL)  # noqa: ASYNC220
@@ -76,7 +76,7 @@ def server_command(port: int, folder: Path) -> list[str]:
 
 
 async def test_every_function_stays_in_its_slot(cluster_client: redis.asyncio.Redis) -> None:
-    """A key of another slot would be refused by a server in cluster mode."""
+    """A server in cluster mode refuses keys of other slots."""
     await ensure_library(cluster_client)
     functions = Functions(cluster_client, Keys("test"))
     submission = Submission(max_output_tokens=10, deadline_s=60, retention_s=60, attendance_s=30)

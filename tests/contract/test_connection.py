@@ -1,4 +1,4 @@
-"""Clients of ours: each call gets its own answer, whatever happens to the calls before it."""
+"""Our Redis clients: each call gets its own reply, whatever happened to earlier calls."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ redis.register_function('fail', function(_, args) return redis.error_reply(args[
 
 @pytest.fixture
 async def echo(redis_client: redis.asyncio.Redis) -> AsyncIterator[redis.asyncio.Redis]:
-    """A client of a server with a function that gives back its argument, and one that fails."""
+    """A client of a server with two functions: one returns its argument, the other fails."""
     await redis_client.function_load(_LIBRARY, replace=True)
     yield redis_client
     await redis_client.function_delete("echo")
@@ -35,8 +35,8 @@ async def num_connections(client: redis.asyncio.Redis) -> int:
     return len(await client.client_list())
 
 
-async def test_calls_at_the_same_time_get_their_own_answers(echo: redis.asyncio.Redis) -> None:
-    """Those that go wrong too."""
+async def test_concurrent_calls_get_their_own_replies(echo: redis.asyncio.Redis) -> None:
+    """Also calls that fail."""
     for _ in range(3):
         calls = [echo.fcall("fail" if i % 5 == 0 else "echo", 0, f"E {i}") for i in range(20)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -48,10 +48,10 @@ async def test_calls_at_the_same_time_get_their_own_answers(echo: redis.asyncio.
                 assert answer == b"E %d" % i
 
 
-async def test_a_client_goes_on_after_a_call_that_it_gave_up(
+async def test_a_client_can_be_used_after_a_cancelled_call(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """On a connection of its own, where no old answer waits."""
+    """The next call uses a new connection, without an old reply."""
     impatient = connect(redis_server.url, command_timeout_s=0.1)
     async with contextlib.aclosing(impatient):
         assert await impatient.fcall("echo", 0, "warm") == b"warm"
@@ -62,11 +62,11 @@ async def test_a_client_goes_on_after_a_call_that_it_gave_up(
         assert await impatient.fcall("echo", 0, "new") == b"new"
 
 
-async def test_an_answer_that_nobody_waited_for_reaches_nobody(
+async def test_the_reply_of_a_cancelled_call_is_discarded(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """A call is cancelled while the server holds its answer back: redis-py closes its connection,
-    and the next call has another."""
+    """A call is cancelled while the server delays its reply: redis-py closes the connection, and
+    the next call opens another."""
     async with contextlib.aclosing(connect(redis_server.url)) as client:
         assert await client.fcall("echo", 0, "warm") == b"warm"
         num_before = await num_connections(echo)
@@ -90,10 +90,11 @@ async def test_an_answer_that_nobody_waited_for_reaches_nobody(
             assert await client.fcall("echo", 0, text) == text.encode()
 
 
-async def test_calls_that_are_cancelled_at_any_point_harm_no_other(
+async def test_a_call_cancelled_at_any_point_harms_no_other(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """After any number of turns of the loop: as a connection opens, is written to, is read."""
+    """After any number of turns of the event loop: while a connection is opened, written to or
+    read."""
     for num_turns in range(40):
         async with contextlib.aclosing(connect(redis_server.url)) as client:
             call = asyncio.ensure_future(client.fcall("echo", 0, "old"))
@@ -107,7 +108,7 @@ async def test_calls_that_are_cancelled_at_any_point_harm_no_other(
                 assert await client.fcall("echo", 0, str(i)) == str(i).encode()
 
 
-async def test_a_connection_that_the_server_closed_is_made_anew(
+async def test_a_connection_closed_by_the_server_is_reopened(
     echo: redis.asyncio.Redis,
 ) -> None:
     assert await echo.fcall("echo", 0, "1") == b"1"
@@ -115,10 +116,10 @@ async def test_a_connection_that_the_server_closed_is_made_anew(
     assert await echo.fcall("echo", 0, "2") == b"2"
 
 
-async def test_only_what_may_be_repeated_is_repeated(
+async def test_only_idempotent_calls_are_repeated(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """An answer is lost once the server has done what it was asked."""
+    """The server executes the call, and its reply is lost."""
     async with Relay(redis_server).running() as relay:
         client = connect(f"redis://127.0.0.1:{relay.port}", connect_timeout_s=5.0)
         async with contextlib.aclosing(client):
@@ -139,10 +140,10 @@ async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
             assert isinstance(answer, ConnectionError)
 
 
-async def test_a_server_that_closes_as_soon_as_it_has_greeted_fails_the_call(
+async def test_a_server_that_closes_after_its_greeting_fails_the_call(
     tmp_path: Path,
 ) -> None:
-    """Its end comes with its last word, before anybody listens for it."""
+    """The end of the connection arrives with the last reply, before the client waits for it."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         said = b""
@@ -166,10 +167,10 @@ async def test_a_server_that_closes_as_soon_as_it_has_greeted_fails_the_call(
                     await client.fcall("echo", 0, "x")
 
 
-async def test_calls_go_through_tls(
+async def test_calls_work_over_tls(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """Answers that come in many records too."""
+    """Also replies that span several TLS records."""
     async with (
         with_tls(redis_server, tmp_path) as (relay, url),
         contextlib.aclosing(connect(url, connect_timeout_s=5.0)) as client,
@@ -180,7 +181,7 @@ async def test_calls_go_through_tls(
 
 
 async def test_values_come_back_as_they_were_written(redis_client: redis.asyncio.Redis) -> None:
-    """Alone and in a pipeline."""
+    """In single commands and in a pipeline."""
     values = (b"\x00\r\n", b"", "größe".encode(), b"x" * 100_000)
     for number, value in enumerate(values):
         await redis_client.set(f"alone {number}", value)

@@ -1,4 +1,4 @@
-"""A Redis that would run half of a function after a power cut is warned of."""
+"""A warning about a Redis that could replay half of a function after a power failure."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ WARNING = "set its aof-load-truncated to no"
 
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[redis.asyncio.Redis]:
-    """Of a server of its own, whose version is not known to do it right."""
+    """A client of its own server, whose version is not known to be safe."""
     monkeypatch.setattr(fitness, "_WHOLE_SINCE_VALKEY", (99,))
     with EmbeddedRedis() as server:
         client = connect(server.url)
@@ -47,7 +47,7 @@ async def test_the_warning_depends_on_two_settings(
 async def test_a_denied_command_is_a_warning(
     client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The users of a locked Redis may read INFO and no setting."""
+    """In a Redis with ACLs, the user may run INFO but not read settings."""
     rights = ["+info", "+auth"]
     await client.acl_setuser("part", enabled=True, nopass=True, commands=rights)
     await client.auth("x", "part")
@@ -55,10 +55,10 @@ async def test_a_denied_command_is_a_warning(
     assert WARNING in caplog.text
 
 
-async def test_a_server_that_does_it_right_is_not_warned_of(
+async def test_a_safe_version_gives_no_warning(
     client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its version; Redis says none of Valkey's."""
+    """A version of Valkey can be known to be safe; Redis always gives the warning."""
     await client.config_set("aof-load-truncated", "yes")
     monkeypatch.setattr(fitness, "_WHOLE_SINCE_VALKEY", (7, 2))
     await check_fitness(client)

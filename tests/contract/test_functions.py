@@ -1,4 +1,4 @@
-"""The Redis Functions on a real Redis: each transition of the state table."""
+"""The Redis functions on a real Redis: each transition of the state table."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_job_runs_from_submission_to_its_one_terminal_event(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Submitted, claimed, two events, an end; nothing is left behind but the readable record."""
+    """Submit, claim, two events, end. Only the readable record remains."""
     job = make_job()
     submitted = await functions.submit(job, make_submission())
     assert submitted.is_new
@@ -63,7 +63,7 @@ async def test_a_job_runs_from_submission_to_its_one_terminal_event(
 
 
 async def test_every_call_may_be_repeated(functions: Functions) -> None:
-    """A client library that repeats a call whose reply was lost changes nothing."""
+    """A client library that repeats a call after a lost reply changes nothing."""
     job = make_job()
     await functions.submit(job, make_submission())
     assert not (await functions.submit(job, make_submission())).is_new
@@ -80,7 +80,7 @@ async def test_every_call_may_be_repeated(functions: Functions) -> None:
 
 
 async def test_a_gap_and_too_much_output_are_refused(functions: Functions) -> None:
-    """The log has no holes and never grows past the job's cap."""
+    """The log has no gaps and never exceeds the job's cap."""
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
@@ -93,10 +93,10 @@ async def test_a_gap_and_too_much_output_are_refused(functions: Functions) -> No
     assert await append(functions, "w1", Append("job-0-none", 1, 1)) == [(Verdict.GONE, 0)]
 
 
-async def test_a_lapsed_lease_goes_to_another_worker_and_fences_the_first(
+async def test_a_job_with_an_expired_lease_moves_to_another_worker(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """The second worker goes on where the log ends; the first can write nothing more."""
+    """The second worker continues where the log ends; every write of the first is refused."""
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions, "w1")
@@ -115,7 +115,7 @@ async def test_a_lapsed_lease_goes_to_another_worker_and_fences_the_first(
 async def test_a_heartbeat_renews_leases_and_names_lost_jobs(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """A worker that beats keeps its jobs; it hears of those that are no longer its own."""
+    """A worker that sends heartbeats keeps its jobs. The reply names those it no longer holds."""
     kept, lost = make_job(), make_job()
     for job in (kept, lost):
         await functions.submit(job, make_submission())
@@ -134,7 +134,8 @@ async def test_a_heartbeat_renews_leases_and_names_lost_jobs(
 async def test_a_cancelled_queued_job_never_runs(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Its entry is gone from the queue; only its owner can cancel it; a second cancel is told."""
+    """Its entry is removed from the queue. Only its owner can cancel it, and a second cancel has
+    the same result."""
     job = make_job()
     await functions.submit(job, make_submission())
     assert await functions.cancel(job.id, "someone else") is None
@@ -145,7 +146,8 @@ async def test_a_cancelled_queued_job_never_runs(
 
 
 async def test_a_cancel_fences_the_worker_at_once(functions: Functions) -> None:
-    """No append is accepted after an acknowledged cancel, and the log ends in one event."""
+    """No append is accepted after an acknowledged cancel, and the log ends with one terminal
+    event."""
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
@@ -160,7 +162,8 @@ async def test_a_cancel_fences_the_worker_at_once(functions: Functions) -> None:
 async def test_a_passed_deadline_ends_a_job_in_every_state(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Queued: by claim or sweep, without running. Running: by append or sweep."""
+    """A queued job is ended by claim or sweep and never runs; a running one is ended by append or
+    sweep."""
     by_claim, by_append, by_sweep = make_job(), make_job(), make_job()
     await functions.submit(by_append, make_submission(deadline_s=5))
     await claim(functions)
@@ -179,10 +182,10 @@ async def test_a_passed_deadline_ends_a_job_in_every_state(
         assert found[0].status is JobStatus.EXPIRED
 
 
-async def test_a_drained_job_keeps_its_attempts_and_an_error_uses_them_up(
+async def test_a_drain_costs_no_attempt_and_an_error_costs_one(
     functions: Functions,
 ) -> None:
-    """Drain is nobody's fault; errors end the job at its limit, with the last error."""
+    """Errors end the job at its limit of attempts, with the last error."""
     job = make_job()
     await functions.submit(job, make_submission(max_attempts=2))
     [claimed] = await claim(functions)
@@ -199,8 +202,8 @@ async def test_a_drained_job_keeps_its_attempts_and_an_error_uses_them_up(
     assert (found[0].code, found[0].message) == ("engine_error", "it broke")
 
 
-async def test_given_back_jobs_come_first_and_lanes_in_their_order(functions: Functions) -> None:
-    """interactive before standard; in a lane, what was given back before what waits."""
+async def test_lanes_come_in_order_and_released_jobs_first_in_each(functions: Functions) -> None:
+    """interactive before standard; within a lane, released jobs before waiting ones."""
     first, second = make_job(), make_job()
     urgent = make_job(lane="interactive")
     await functions.submit(first, make_submission())
@@ -212,7 +215,7 @@ async def test_given_back_jobs_come_first_and_lanes_in_their_order(functions: Fu
 
 
 async def test_tenants_take_turns_by_the_tokens_they_were_given(functions: Functions) -> None:
-    """A flood of one tenant does not hold up another's only job."""
+    """A flood of one tenant does not delay another's only job."""
     flood = [make_job("heavy") for _ in range(5)]
     for job in flood:
         await functions.submit(job, make_submission())
@@ -223,7 +226,8 @@ async def test_tenants_take_turns_by_the_tokens_they_were_given(functions: Funct
 
 
 async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> None:
-    """Neither more jobs nor more tokens than asked; what does not fit waits at the head."""
+    """No more jobs or tokens than requested. A job that does not fit stays at the head of the
+    queue."""
     jobs = [make_job() for _ in range(4)]
     for job in jobs:
         await functions.submit(job, make_submission(max_output_tokens=7))
@@ -235,7 +239,8 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
 async def test_a_claim_whose_reply_is_lost_is_not_repeated(
     functions: Functions, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
-    """Else its job would wait for its lease to lapse: whoever asked asks what is its own."""
+    """A repeated claim would take further jobs, and the first would wait until its lease expires.
+    The worker asks which jobs it holds instead."""
     jobs = [make_job(), make_job()]
     async with Relay(redis_server).running() as relay:
         client = connect(f"redis://127.0.0.1:{relay.port}")
@@ -254,7 +259,7 @@ async def test_a_claim_whose_reply_is_lost_is_not_repeated(
 async def test_a_move_reaches_the_job_s_worker_and_its_record(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """The worker hears of lane and deadline, and its fencing token stays good."""
+    """The worker learns the new lane and deadline; its fencing token stays valid."""
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
@@ -272,8 +277,8 @@ async def test_a_move_reaches_the_job_s_worker_and_its_record(
     assert found[0].lane == "interactive"
 
 
-async def test_a_full_lane_refuses(functions: Functions) -> None:
-    """The bound counts the tokens that wait."""
+async def test_a_full_lane_refuses_jobs(functions: Functions) -> None:
+    """The bound counts waiting tokens."""
     await functions.submit(make_job(), make_submission(lane_bound_tokens=20))
     with pytest.raises(JobRefused) as refused:
         await functions.submit(make_job(), make_submission(lane_bound_tokens=20))
@@ -281,7 +286,8 @@ async def test_a_full_lane_refuses(functions: Functions) -> None:
 
 
 async def test_an_idempotency_key_attaches_or_refuses(functions: Functions) -> None:
-    """Same key and body: the first job. Same key, another body: an error. Per tenant."""
+    """Same key and body: the first job. Same key, another body: an error. Keys are separate for
+    each tenant."""
     first = make_job()
     key = make_submission(idempotency_key="k", body_hash="a")
     other_body = make_submission(idempotency_key="k", body_hash="b")
@@ -294,8 +300,7 @@ async def test_an_idempotency_key_attaches_or_refuses(functions: Functions) -> N
     assert (await functions.submit(make_job("u"), other_body)).is_new
 
 
-async def test_a_foreign_tenant_sees_nothing(functions: Functions) -> None:
-    """A job of another tenant looks like no job."""
+async def test_a_job_of_another_tenant_is_not_found(functions: Functions) -> None:
     job = make_job()
     await functions.submit(job, make_submission())
     assert await functions.read(job.id, "someone else") is None
@@ -305,7 +310,7 @@ async def test_a_foreign_tenant_sees_nothing(functions: Functions) -> None:
 async def claimed_by_a_full_worker(
     functions: Functions, held: dict[str, tuple[int, int]]
 ) -> list[str]:
-    """Whose jobs a worker with four places is handed, all of which tenants hold as said."""
+    """The tenants whose jobs a worker with four places gets, all of which are held as given."""
     rooms = {"standard": LaneRoom(0, 0, fair=FairRoom(4, 1000, held))}
     found = await functions.claim(
         "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
@@ -316,8 +321,8 @@ async def claimed_by_a_full_worker(
 async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
     functions: Functions,
 ) -> None:
-    """Of four places one tenant holds all: another gets two jobs, the first gets none. With a third
-    that holds one there is one place for each."""
+    """One tenant holds all four places: another gets two jobs, the first gets none. If a third
+    tenant holds one place, each gets one."""
     for tenant in ("heavy", "light", "heavy", "light", "light"):
         await functions.submit(make_job(tenant), make_submission())
 
@@ -332,19 +337,18 @@ async def test_a_full_worker_is_handed_jobs_of_tenants_below_their_share(
 
 
 async def test_shares_of_places_are_by_weight(functions: Functions) -> None:
-    """A tenant of weight 3 gets three of four places; its latest job says its weight, whatever
-    those before it said."""
+    """A tenant of weight 3 gets three of four places. The weight of its latest job counts."""
     for weight in (0.25, 100.0, 3.0):
         await functions.submit(make_job("light", weight=weight), make_submission())
     await functions.submit(make_job("light", weight=3.0), make_submission())
     assert await claimed_by_a_full_worker(functions, {"heavy": (4, 400)}) == ["light"] * 3
 
 
-async def test_jobs_given_back_get_places_of_tenants_above_their_share(
+async def test_released_jobs_get_places_of_tenants_above_their_share(
     functions: Functions,
 ) -> None:
-    """Behind two of the tenant that has all places, which stay where they are and go first as
-    places come free."""
+    """Two jobs of the tenant that holds all places are ahead in the queue. They keep their position
+    and go first when places become free."""
     for tenant in ("heavy", "heavy", "light"):
         await functions.submit(make_job(tenant), make_submission())
     held = await claim(functions, "w2", max_jobs=3)

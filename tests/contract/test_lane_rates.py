@@ -1,5 +1,7 @@
-"""What each lane can count on where others have work: predicted waits, on a real Redis. The clock
-stands still; tests/model holds every figure against the reference."""
+"""Drain rates and predicted waits of lanes while other lanes have work, on a real Redis.
+
+The clock stands still. tests/model compares every figure with the reference.
+"""
 
 from collections.abc import Mapping
 
@@ -23,12 +25,12 @@ START_MS = 1_700_000_000_000  # where a window begins
 
 @pytest.fixture(autouse=True)
 async def still_clock(redis_client: redis.asyncio.Redis, keys: Keys) -> None:
-    """Nothing passes but what a test lets pass."""
+    """Time passes only when a test advances it."""
     await redis_client.set(TEST_CLOCK, f"={START_MS}")
 
 
 async def beat(functions: Functions, shares: Mapping[str, float]) -> None:
-    """One worker with one place."""
+    """Sends the heartbeat of a worker with one place."""
     capacity = WorkerCapacity(
         tokens_per_s=RATE, max_tokens=1000, max_jobs=1, lanes=LANES, min_shares=shares
     )
@@ -53,10 +55,11 @@ async def eta_s(functions: Functions, lane: str, **terms: object) -> float:
     return quote.position.eta_s
 
 
-async def test_the_most_urgent_lane_counts_on_what_others_are_not_guaranteed(
+async def test_the_most_urgent_lane_has_the_rate_not_guaranteed_to_others(
     functions: Functions,
 ) -> None:
-    """Seven jobs at 13 tokens a second are seven seconds; ten, while the other lanes have work."""
+    """Seven jobs at 13 tokens per second take seven seconds, and ten while the other lanes have
+    work."""
     await beat(functions, SHARES)
     await fill(functions, "interactive", 7)
     assert await eta_s(functions, "interactive") == 7.0
@@ -66,7 +69,8 @@ async def test_the_most_urgent_lane_counts_on_what_others_are_not_guaranteed(
 
 
 async def test_a_bound_in_seconds_holds_for_the_lane_itself(functions: Functions) -> None:
-    """What would start within eight seconds alone does not beside others, and is refused."""
+    """A job that would start within eight seconds alone would not do so beside other lanes, and is
+    refused."""
     await beat(functions, SHARES)
     await fill(functions, "interactive", 7)
     await functions.submit(make_job("t", "interactive"), make_submission(lane_bound_s=8.0))
@@ -79,11 +83,11 @@ async def test_a_bound_in_seconds_holds_for_the_lane_itself(functions: Functions
     )  # eight jobs at four fifths of the rate, less the bound
 
 
-async def test_a_lower_lane_counts_on_what_urgent_ones_leave_it(
+async def test_a_lower_lane_has_the_rate_that_urgent_lanes_leave(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Half of the rate was handed out above it: what waits takes twice as long. Twenty seconds
-    later nothing was, and it does not."""
+    """Half of the rate went to lanes above it, so waiting takes twice as long. After twenty seconds
+    without such jobs it does not."""
     await beat(functions, {})
     await fill(functions, "interactive", 5)
     await hand_out(
@@ -100,8 +104,8 @@ async def test_a_lower_lane_counts_on_what_urgent_ones_leave_it(
 
 
 async def test_jobs_that_began_together_end_together(functions: Functions) -> None:
-    """Ten that run and have computed nothing take ten seconds, and nobody waits for less. Those of
-    less urgent lanes give up their places; a lane with a share waits for its own alone."""
+    """Ten running jobs without any output take ten seconds, and each wait is at least as long. Jobs
+    of less urgent lanes give up their places; a lane with a share waits only for its own jobs."""
     await beat(functions, {})
     await fill(functions, "standard", 10)
     await hand_out(functions, "standard", 10)
@@ -115,8 +119,8 @@ async def test_jobs_that_began_together_end_together(functions: Functions) -> No
 
 
 async def test_a_flooded_lane_above_leaves_a_guaranteed_share(functions: Functions) -> None:
-    """Whatever waits above it, a fifth of the rate is its own; a lane without a share is told a
-    twentieth, for nobody knows more."""
+    """However many jobs wait above it, the lane has a fifth of the rate. A lane without a share is
+    predicted a twentieth, because its real rate is unknown."""
     await beat(functions, {"standard": 0.2})
     await fill(functions, "interactive", 60)
     await hand_out(functions, "interactive", 20)

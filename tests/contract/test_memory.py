@@ -1,4 +1,4 @@
-"""A Redis whose memory or disk is full: no new jobs, and those that run end all the same."""
+"""A Redis whose memory or disk is full accepts no new jobs, but running jobs end normally."""
 
 import contextlib
 import resource
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def small_redis() -> AsyncIterator[redis.asyncio.Redis]:
-    """A server that may be given a maxmemory."""
+    """A server whose maxmemory may be set."""
     with EmbeddedRedis() as server:
         client = connect(server.url)
         await ensure_library(client)
@@ -35,7 +35,7 @@ async def small_redis() -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def fill(client: redis.asyncio.Redis, share: float) -> None:
-    """Leaves so much of its memory in use: maxmemory is set by what is used just now."""
+    """Sets maxmemory so that the memory in use is this fraction of it."""
     used = (await client.info("memory"))["used_memory"]
     await client.config_set("maxmemory", int(used / share))
 
@@ -43,9 +43,8 @@ async def fill(client: redis.asyncio.Redis, share: float) -> None:
 async def test_jobs_are_refused_before_memory_is_full(
     small_redis: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Over 80 %: after sixteen at most, which come in on what was known, a new job is refused, a
-    known one is still told. Below: taken again.
-    """
+    """Above 80%, a new job is refused after at most sixteen that were admitted by an older reading.
+    A repeated submit still gets its job. Below 80%, jobs are admitted again."""
     functions = Functions(small_redis, keys)
     known = make_job()
     await functions.submit(known, make_submission())
@@ -72,10 +71,10 @@ async def test_jobs_are_refused_before_memory_is_full(
     await until(is_taken)
 
 
-async def test_running_jobs_end_where_no_memory_is_left(
+async def test_running_jobs_end_although_memory_is_full(
     small_redis: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Over maxmemory itself: submits are refused whole, everything else goes on."""
+    """Above maxmemory itself: submits change nothing, and all other functions work."""
     functions = Functions(small_redis, keys)
     jobs = [make_job() for _ in range(4)]
     for job in jobs:
@@ -101,7 +100,8 @@ async def test_running_jobs_end_where_no_memory_is_left(
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A server that keeps a file and outlives a failing write to it: its URL and process id."""
+    """A server that writes an append-only file and survives a failed write. Yields its URL and
+    process id."""
     if not hasattr(resource, "prlimit"):
         pytest.skip("a disk is made full by a limit on another process, which is Linux's")
     url = tmp_path / "r.sock"
@@ -122,7 +122,8 @@ def full_disk(tmp_path: Path) -> Iterator[tuple[str, int]]:
 async def test_a_full_disk_refuses_jobs_and_can_be_read(
     full_disk: tuple[str, int], keys: Keys
 ) -> None:
-    """The append-only file cannot grow: submits say so, reads answer; with room all goes on."""
+    """The append-only file cannot grow: submits report this, and reads work. With free space
+    everything works again."""
     url, pid = full_disk
     client = connect(url)
 

@@ -1,6 +1,6 @@
-"""When those who are refused are told to come again: one after another, as room for them comes.
+"""Retry times of refused callers: one after another, as room becomes free.
 
-tests/model holds every time that is told against the reference; here is what users are promised.
+tests/model compares each retry time with the reference; these tests check the promises to users.
 """
 
 import math
@@ -26,7 +26,7 @@ NOW_MS = 1_700_000_000_000
 async def full_lane(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> Functions:
-    """One job waits, no other may; the clock stands still."""
+    """A lane where one job waits and no other may. The clock stands still."""
     await redis_client.set(TEST_CLOCK, f"={NOW_MS}")
     capacity = WorkerCapacity(tokens_per_s=RATE, max_tokens=100, max_jobs=1)
     await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", capacity=capacity)
@@ -35,19 +35,20 @@ async def full_lane(
 
 
 async def told(functions: Functions, tenant: str = "t", lane: str = "standard") -> float | None:
-    """Seconds after which one who is refused shall come again."""
+    """The retry time of a refused caller, in seconds."""
     with pytest.raises(JobRefused) as refused:
         await functions.submit(make_job(tenant=tenant, lane=lane), make_submission(**FULL))
     return refused.value.retry_after_s
 
 
 async def test_refused_callers_return_one_after_another(full_lane: Functions) -> None:
-    """The first when the job that waits is drained, the others a second apart: at half the rate."""
+    """The first when the waiting job has been taken, the others one second apart: half of the rate
+    is promised."""
     assert [await told(full_lane) for _ in range(4)] == [0.5, 1.5, 2.5, 3.5]
 
 
-async def test_a_flood_of_refusals_puts_nobody_else_off(full_lane: Functions) -> None:
-    """Who is told for the first time comes after one of the flood's, not after all of them; from
+async def test_a_flood_of_refusals_does_not_delay_other_tenants(full_lane: Functions) -> None:
+    """A tenant refused for the first time comes after one caller of the flood, not after all. From
     then on the two take turns."""
     for _ in range(50):
         await told(full_lane, "flood")
@@ -55,7 +56,7 @@ async def test_a_flood_of_refusals_puts_nobody_else_off(full_lane: Functions) ->
 
 
 async def test_first_retries_are_spread(full_lane: Functions) -> None:
-    """A hundred tenants, refused once each, are told a hundred times, not one."""
+    """A hundred tenants, refused once each, get a hundred different times."""
     times = [await told(full_lane, f"tenant-{number}") for number in range(100)]
     assert times == [0.5 + number for number in range(100)]
 
@@ -63,7 +64,7 @@ async def test_first_retries_are_spread(full_lane: Functions) -> None:
 async def test_promises_expire(
     full_lane: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Who is told later is put behind those only who have not come yet."""
+    """A later caller is placed only behind those whose time has not come yet."""
     for _ in range(4):
         await told(full_lane)
     await redis_client.set(TEST_CLOCK, f"={NOW_MS + 4000}")
@@ -71,13 +72,14 @@ async def test_promises_expire(
 
 
 async def test_a_quote_promises_nothing(full_lane: Functions) -> None:
-    """It says when another try would do, again and again."""
+    """Each quote returns the earliest possible retry time."""
     quotes = [await full_lane.quote(make_job(), make_submission(**FULL)) for _ in range(2)]
     assert [q.refusal and q.refusal.retry_after_s for q in quotes] == [0.5, 0.5]
 
 
-async def test_room_found_at_once_ends_the_waiting(full_lane: Functions) -> None:
-    """Nobody came of those who were told, and there is room: the next is told the plain time."""
+async def test_a_job_admitted_at_once_clears_the_promises(full_lane: Functions) -> None:
+    """None of the refused callers returned, and there is room: the next refusal gets the plain
+    retry time."""
     for _ in range(20):
         await told(full_lane)
     [claimed] = await full_lane.claim(
@@ -89,7 +91,7 @@ async def test_room_found_at_once_ends_the_waiting(full_lane: Functions) -> None
 
 
 async def test_retry_after_is_at_most_an_hour(full_lane: Functions) -> None:
-    """However many were refused before."""
+    """However many callers were refused before."""
     latest = 0.0
     for _ in range(3700):
         latest = max(latest, await told(full_lane) or math.inf)
@@ -97,7 +99,7 @@ async def test_retry_after_is_at_most_an_hour(full_lane: Functions) -> None:
 
 
 async def test_limits_per_minute_stay_exact(full_lane: Functions) -> None:
-    """They are the tenant's own: each try is told when the meter has room, as it stands."""
+    """They belong to one tenant: each refusal names the time when the limit has room."""
     limits = TenantLimits(requests_per_min=1)
     terms = {"limits": limits, "lane_bound_tokens": 0}
     await full_lane.submit(make_job(tenant="metered"), make_submission(**terms))

@@ -1,4 +1,5 @@
-"""What is counted and listed beside the jobs' records never stays wrong, and never unseen."""
+"""Counters and lists beside the jobs' records are corrected when they drift, and each correction is
+reported."""
 
 import logging
 import random
@@ -39,7 +40,7 @@ def audit(redis_server: EmbeddedRedis, keys: Keys) -> Iterator[Audit]:
 async def sweep(
     functions: Functions, client: redis.asyncio.Redis, keys: Keys, times: int = 1
 ) -> list[Correction]:
-    """What sweeps set right that are a little more than a second apart."""
+    """The corrections of sweeps that are a little more than a second apart."""
     found: list[Correction] = []
     for _ in range(times):
         await pass_time(client, keys, 1.001)
@@ -48,14 +49,14 @@ async def sweep(
 
 
 async def run_on(functions: Functions, item: Claimed, fin: Any = "") -> None:
-    """Says two tokens of a job that was just claimed."""
+    """Appends two tokens to a job that was just claimed."""
     output = tokens(item.num_logged_tokens, 1, 2)
     say = Append(item.job.id, item.epoch, item.next_number, output, 2, fin)
     await append(functions, "w1", say)
 
 
 async def make_jobs(functions: Functions) -> dict[str, str]:
-    """Ids of a job that has ended, one that runs and one that waits."""
+    """Ids of three jobs: ended, running and waiting."""
     jobs = [make_job() for _ in range(3)]
     for job in jobs:
         await functions.submit(job, make_submission())
@@ -158,7 +159,7 @@ async def test_drift_is_corrected_and_reported(
     audit: Audit,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Within three sweeps; once in the log, once in the count; after that nothing is found."""
+    """Within three sweeps: once in the log and once in the counter. Later sweeps find nothing."""
     jobs = await make_jobs(functions)
     assert await sweep(functions, redis_client, keys, 3) == []
     if name == "a job that no worker would find":  # the running one's entry lies there too
@@ -197,7 +198,7 @@ def astuple(it: Correction) -> tuple[str, ...]:
 async def test_a_refusal_agrees_with_the_records(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """No job of the tenant's is left, so nothing else leads to what it seems to have reserved."""
+    """The tenant has no job left, so only the refusal leads to its wrong reservation."""
     limits = TenantLimits(concurrent_tokens=20)
     await redis_client.hset(keys.of("tenant", "t"), "reserved", 19)
     with pytest.raises(JobRefused):
@@ -210,7 +211,7 @@ async def test_a_refusal_agrees_with_the_records(
 async def test_half_a_record_is_forgotten(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
 ) -> None:
-    """No function could do anything with it, and sweeps would fail on it for ever."""
+    """No function could use it, and sweeps would fail on it forever."""
     jobs = await make_jobs(functions)
     await redis_client.hdel(keys.job(jobs["waiting"]), "model", "lane")
     await sweep(functions, redis_client, keys, 6)
@@ -226,8 +227,8 @@ async def test_half_a_record_is_forgotten(
 async def test_a_count_stays_right_while_jobs_change(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
 ) -> None:
-    """Six sweeps and more for one count of 300 jobs, which come, run, move and end meanwhile: only
-    what was planted is ever set right."""
+    """One recount of 300 jobs takes six sweeps or more. Jobs are submitted, run, moved and ended
+    meanwhile; only the planted errors are corrected."""
     rng = random.Random(7)
     waiting: list[str] = []
 
@@ -276,8 +277,8 @@ async def test_a_count_stays_right_while_jobs_change(
 async def test_the_cost_of_a_sweep_does_not_grow_with_the_queue(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Commands inside the function, of the dearest of enough sweeps to see every job: no more with
-    ten times the jobs."""
+    """The number of commands inside the most expensive sweep, of enough sweeps to visit every job:
+    no more with ten times the jobs."""
 
     async def dearest(num_jobs: int) -> int:
         for _ in range(num_jobs):
@@ -307,7 +308,7 @@ async def commands_run(client: redis.asyncio.Redis) -> int:
 async def test_sweeps_of_a_large_fleet_recount_once_a_second(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Whoever calls them: the cost is the server's, not each caller's."""
+    """Whoever calls them: the limit is for the server, not for each caller."""
     await make_jobs(functions)
     await sweep(functions, redis_client, keys)
     before = await redis_client.hget(keys.of("recount", "place"), "next")

@@ -1,4 +1,4 @@
-"""How far a job is that goes on: packed in its worker's hash, never to be told from the record."""
+"""Progress of running jobs: packed in their worker's hash, and never different from the record."""
 
 import pytest
 import redis.asyncio
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def running_job(functions: Functions, num_events: int = 2) -> str:
-    """A job of tenant `t` that the worker `w1` holds, with so many tokens, each in its event."""
+    """A job of tenant `t` that worker `w1` holds, with this many tokens, each in its own event."""
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
@@ -35,7 +35,8 @@ def said_by(job_id: str, number: int, epoch: int = 1) -> Append:
 
 
 async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
-    """Numbers and tokens of the record are those of the log, though other commands write them."""
+    """The record's sequence number and token count are those of the log, although other commands
+    write them."""
     job_id = await running_job(functions, num_events=3)
     found = await functions.read(job_id, "t", max_events=100)
     assert found is not None
@@ -45,7 +46,7 @@ async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
 
 
 async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:
-    """What comes second follows the first, or repeats it."""
+    """The second entry continues or repeats the first."""
     job_id = await running_job(functions)
     said = await append(functions, "w1", said_by(job_id, 3), said_by(job_id, 4))
     assert said == [(Verdict.OK, 4), (Verdict.OK, 5)]
@@ -56,7 +57,7 @@ async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> Non
 async def test_an_older_claim_of_the_same_worker_is_fenced(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """A job that came back to the worker that lost it takes nothing from the time before."""
+    """A worker that lost a job and claimed it again cannot append with its former epoch."""
     job_id = await running_job(functions)
     await pass_time(redis_client, keys, 11)
     await functions.sweep()
@@ -65,20 +66,20 @@ async def test_an_older_claim_of_the_same_worker_is_fenced(
     assert await append(functions, "w1", said_by(job_id, 4, epoch=1)) == [(Verdict.FENCED, 0)]
 
 
-async def test_a_later_deadline_counts_for_a_job_that_goes_on(
+async def test_a_running_job_may_pass_its_former_deadline(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Detached in the middle of its output, it goes on past its former deadline."""
+    """After its caller detached in the middle of the output, the later deadline counts."""
     job_id = await running_job(functions)
     assert await functions.detach(job_id, "t", deadline_s=600, retention_s=600) is Verdict.OK
     await pass_time(redis_client, keys, 100)
     assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
 
 
-async def test_nothing_of_it_is_left_once_it_has_ended(
+async def test_an_ended_job_leaves_no_packed_progress(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Its worker's hash is gone, and the record says how far it came."""
+    """Its worker's hash is gone, and the record holds its progress."""
     job_id = await running_job(functions)
     assert await redis_client.exists(keys.of("run", "w1"))
     await append(functions, "w1", Append(job_id, 1, 3, fin=JobStatus.SUCCEEDED))
@@ -90,9 +91,7 @@ async def test_nothing_of_it_is_left_once_it_has_ended(
 async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Where only the record says how far it is, as earlier versions left it, the next append
-    finds it there.
-    """
+    """Earlier versions kept the progress only in the record; the next append finds it there."""
     job_id = await running_job(functions)
     await redis_client.hset(keys.job(job_id), mapping={"next": 3, "tokens": 2})
     await redis_client.hset(keys.job(job_id), "hash", (await hashes(functions, job_id))[-1])
@@ -102,7 +101,7 @@ async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
 
 
 async def hashes(functions: Functions, job_id: str) -> list[str]:
-    """Of its events, in order."""
+    """The hash of each event, in order."""
     found = await functions.read(job_id, "t", max_events=100)
     assert found is not None
     return [entry.hash for entry in found[1]]

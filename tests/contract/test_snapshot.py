@@ -1,4 +1,4 @@
-"""A model at one moment, and what has been counted of it: on a clock that stands still."""
+"""A model's state at one moment and its totals, on a clock that stands still."""
 
 import pytest
 import redis.asyncio
@@ -37,7 +37,7 @@ async def submitted(functions: Functions) -> Job:
 async def test_a_latency_is_in_the_first_bucket_that_holds_it(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, wait_ms: int, bucket: int
 ) -> None:
-    """Exactly on a bound it is in that bucket, as Prometheus has it: less or equal."""
+    """A latency equal to a bucket's bound is in that bucket, as in Prometheus: less or equal."""
     await stop_clock(redis_client, keys)
     job = make_job()
     await functions.submit(job, make_submission(deadline_s=10**7))
@@ -51,10 +51,10 @@ async def test_a_latency_is_in_the_first_bucket_that_holds_it(
         assert totals[f"{name}:{job.lane}:sum"] == 1000 * wait_ms
 
 
-async def test_the_oldest_wait_is_of_a_job_that_waits(
+async def test_the_oldest_wait_counts_waiting_jobs_only(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Not of an older one that runs; and of one that was given back since it was submitted."""
+    """Not an older job that runs; for a released job, the time since it was submitted."""
     await stop_clock(redis_client, keys)
     first = await submitted(functions)
     [claimed] = await claim(functions, max_jobs=1)

@@ -1,4 +1,4 @@
-"""A step's output in one call of `append`: packed and mixed."""
+"""The output of one step in one call of `append`, packed and mixed."""
 
 import pytest
 import redis.asyncio
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
-    """Jobs of the worker `w1` with a token each."""
+    """Jobs of worker `w1` with one token each."""
     job_ids = []
     for _ in range(num_jobs):
         job = make_job()
@@ -35,7 +35,7 @@ async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
 
 
 async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) -> None:
-    """Appended, repeated, with a gap, with too much output, unknown, ended, of an older claim."""
+    """Appended, repeated, with a gap, with too much output, unknown, ended, with an older epoch."""
     goes_on, repeats, leaps, talks, ends, says_and_ends, is_late = await running_jobs(functions, 7)
     await functions.cancel(is_late, "t")
     said = await append(
@@ -64,8 +64,8 @@ async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) 
     ]
 
 
-async def test_an_end_brings_its_words_and_where_its_log_is_kept(functions: Functions) -> None:
-    """Whatever bytes they hold, and though other jobs are said before and after."""
+async def test_an_end_keeps_its_message_and_the_key_of_its_log(functions: Functions) -> None:
+    """Whatever bytes they contain, also with other jobs before and after in the call."""
     first, fails, succeeds, last = await running_jobs(functions, 4)
     message, ref = "it broke: Ünglück\0\n", ObjectRef("store", "key\0", "0" * 64, 1 << 33)
     said = await append(
@@ -84,10 +84,10 @@ async def test_an_end_brings_its_words_and_where_its_log_is_kept(functions: Func
     assert succeeded[0].result == ref
 
 
-async def test_leases_stay_as_they_are_where_none_is_asked_for(
+async def test_an_append_without_renewal_keeps_leases(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """On the short way, and on the long one of a first token."""
+    """On the fast path, and on the slow path of a first token."""
     goes_on = await running_job(functions)
     begins = make_job()
     await functions.submit(begins, make_submission())
@@ -100,7 +100,7 @@ async def test_leases_stay_as_they_are_where_none_is_asked_for(
 
 
 async def test_one_append_serves_many_jobs(functions: Functions) -> None:
-    """More than a command of Redis may have arguments: what is read and written goes in parts."""
+    """More jobs than a Redis command may have arguments: reads and writes are split."""
     job_ids = await running_jobs(functions, 1100)
     said = await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
     assert said == [(Verdict.OK, 3)] * len(job_ids)
@@ -109,12 +109,11 @@ async def test_one_append_serves_many_jobs(functions: Functions) -> None:
     assert found[0].num_output_tokens == 2
 
 
-async def test_progress_is_found_by_its_hash_not_by_a_search(
+async def test_a_worker_s_progress_is_stored_as_a_hash_table(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Values of 64 bytes and less would make one list of the worker's hash, read from its start for
-    each job; with short names of lane and model too.
-    """
+    """With values of 64 bytes or less, Redis would store the worker's hash as a list, which it
+    searches from the start for each job. Also with short names of lane and model."""
     job = make_job(lane="a")
     await functions.submit(job, make_submission())
     await functions.claim("w1", "m", ["a"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)

@@ -1,4 +1,4 @@
-"""A subscription hears all that is said in its channels, and notices its end."""
+"""A subscription receives every message of its channels, and notices the end of its connection."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ async def listen_for_ever(listener: Listener) -> NoReturn:
 async def listening(
     url: str, *channels: str, look_s: float = 60.0
 ) -> AsyncIterator[tuple[Heard, Listener, asyncio.Task[NoReturn]]]:
-    """What is heard after the server's confirmation; who hears it, and in which task."""
+    """Messages received after the server's confirmation; the subscription, and its task."""
     heard: Heard = asyncio.Queue()
     client = connect(url, connect_timeout_s=5.0)
     async with contextlib.aclosing(client), client.pubsub() as pubsub:
@@ -51,7 +51,7 @@ async def listening(
 
 
 async def next_of(heard: Heard, task: asyncio.Task[NoReturn]) -> tuple[str, Any]:
-    """Raises what ended the task."""
+    """The next message. Raises the exception that ended the task."""
     getting = asyncio.ensure_future(heard.get())
     await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
     if getting.done():
@@ -61,7 +61,7 @@ async def next_of(heard: Heard, task: asyncio.Task[NoReturn]) -> tuple[str, Any]
 
 
 async def said_of(heard: Heard, num: int) -> list[bytes]:
-    """That many messages; not the answers to PINGs."""
+    """This many messages, without the replies to PINGs."""
     found: list[bytes] = []
     while len(found) < num:
         kind, data = await heard.get()
@@ -72,7 +72,7 @@ async def said_of(heard: Heard, num: int) -> list[bytes]:
 async def test_a_listener_receives_all_messages_in_order(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """From the confirmation on; nothing of another channel."""
+    """From the confirmation on, and no message of another channel."""
     async with listening(redis_server.url, "one", "two") as (heard, _, _):
         said = [b"%d" % i * 1000 for i in range(200)]
         for data in said:
@@ -81,10 +81,10 @@ async def test_a_listener_receives_all_messages_in_order(
         assert await said_of(heard, len(said)) == said
 
 
-async def test_nothing_is_lost_where_listening_is_interrupted(
+async def test_an_interrupted_listener_loses_nothing(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """In any turn of the loop."""
+    """In any turn of the event loop."""
     said = [b"%d" % i * 10_000 for i in range(200)]
     async with listening(redis_server.url, "one") as (heard, listener, _):
         saying = asyncio.gather(*(redis_client.publish("one", data) for data in said))
@@ -109,10 +109,11 @@ async def test_an_unreachable_server_is_reported_at_once(tmp_path: Path) -> None
             pass
 
 
-async def test_a_connection_that_fell_silent_is_closed(
+async def test_a_silent_connection_is_closed(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
-    """Nobody has closed it, and nothing is said: only a question that stays open tells."""
+    """The connection is open and no message arrives: only an unanswered PING shows that it is
+    dead."""
     async with Relay(redis_server).running() as relay:
         url = f"redis://127.0.0.1:{relay.port}"
         async with listening(url, "one", look_s=0.2) as (_, listener, task):
@@ -128,7 +129,7 @@ async def test_a_connection_that_fell_silent_is_closed(
 async def test_an_idle_connection_is_kept(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, channels: tuple[str, ...]
 ) -> None:
-    """The server's answers to the questions are enough, with a channel or without one."""
+    """The replies to PINGs suffice, with a channel or without one."""
     async with listening(redis_server.url, *channels, look_s=0.2) as (heard, _, task):
         for _ in range(3):
             assert (await next_of(heard, task))[0] == "pong"
@@ -147,7 +148,7 @@ async def test_a_redis_user_without_a_channel_gets_an_error(
     await redis_client.acl_deluser("deaf")
 
 
-async def test_a_subscription_goes_through_tls(
+async def test_a_subscription_works_over_tls(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     async with with_tls(redis_server, tmp_path) as (_, url), listening(url, "one") as (heard, _, _):

@@ -1,9 +1,9 @@
 """Cancels at random times, in every state: `python -m tests.endurance.cancels --count N`.
 
-Callers on HTTP cancel each of their jobs, or go away from it, at a random moment. Afterwards no
-worker may hold or run anything, no log may have grown behind an acknowledged cancel, no job that
-was cancelled while it waited may have been started, and what was said before is a beginning of
-what the hash model says.
+Callers cancel each of their jobs over HTTP, or disconnect from it, at a random time. Afterwards no
+worker may hold or run anything, no log may have grown after an acknowledged cancel, no job
+cancelled while it waited may have been started, and the output of each job is a prefix of the hash
+model's.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ LONGEST_WAIT_S = 1.5
 
 
 class Way(StrEnum):
-    """How a caller lets go of its job."""
+    """How a caller ends its job."""
 
     AT_ONCE = "at once"
     AFTER_A_WHILE = "after a while"
@@ -52,7 +52,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One caller's job and what it does to it; drawn from the seed and its number."""
+    """One caller's job and what the caller does to it, drawn from the seed and the job's number."""
 
     way: Way
     body: dict[str, Any]
@@ -83,7 +83,7 @@ class Cancelled:
 
     @property
     def met(self) -> str:
-        """The state that the cancel found."""
+        """The state in which the cancel found the job."""
         if self.view.status is not JobStatus.CANCELLED:
             return "ended"
         if self.view.claimed_ms is None:
@@ -93,7 +93,7 @@ class Cancelled:
 
 @dataclass
 class CancelReport:
-    """`tokens_after_cancel`: what the workers computed for jobs that had been cancelled."""
+    """`tokens_after_cancel`: tokens that the workers computed for cancelled jobs."""
 
     seed: int
     ways: Counter[str] = field(default_factory=Counter)
@@ -104,7 +104,7 @@ class CancelReport:
 
     @property
     def tokens_after_each(self) -> float:
-        """Per choice that was cancelled while it ran."""
+        """The figure for each choice that was cancelled while it ran."""
         return self.tokens_after_cancel / max(1, self.num_choices_running)
 
     def count(self, one: Cancelled) -> None:
@@ -128,7 +128,7 @@ class CancelReport:
 
 
 async def run_cancels(count: int, seed: int, say: Callable[[str], None] = silent) -> CancelReport:
-    """Raises TimeoutError where something runs on."""
+    """Raises TimeoutError if a job does not stop."""
     report = CancelReport(seed)
     settings: dict[str, Any] = {"engine": ENGINE, "drain_s": 1.0}
     async with pool(HASH_MODEL, num_workers=NUM_WORKERS, **settings) as found:
@@ -167,7 +167,7 @@ async def _cancel_all(
 
 
 async def _let_go(http: httpx.AsyncClient, plan: Plan) -> str | None:
-    """Submits the job and lets it go; returns its id where the caller is told."""
+    """Submits the job and cancels or leaves it. Returns its id if the caller receives it."""
     if plan.way is Way.STREAM_CLOSED:
         return await _close_stream(http, plan)
     if plan.way is Way.CALL_CLOSED:
@@ -196,7 +196,7 @@ async def _cancel(http: httpx.AsyncClient, job_id: str) -> None:
 
 
 async def _follow(http: httpx.AsyncClient, job_id: str, num_events: int) -> None:
-    """Reads so many events of a job's output, or all there are."""
+    """Reads this many events of a job's output, or all."""
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
         num_seen = 0
         async for line in events.aiter_lines():
@@ -206,7 +206,7 @@ async def _follow(http: httpx.AsyncClient, job_id: str, num_events: int) -> None
 
 
 async def _close_stream(http: httpx.AsyncClient, plan: Plan) -> str:
-    """Goes away from a stream after some of its chunks; its job's id came with the headers."""
+    """Closes a stream after some of its chunks; the job's id came with the headers."""
     async with http.stream("POST", "/v1/completions", json={**plan.body, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         num_seen = 0
@@ -218,7 +218,7 @@ async def _close_stream(http: httpx.AsyncClient, plan: Plan) -> str:
 
 
 async def _close_call(http: httpx.AsyncClient, plan: Plan) -> None:
-    """Goes away from a call that has not been answered, mostly."""
+    """Closes the connection of a call, mostly before its response."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(plan.wait_s):
             answer = await http.post("/v1/completions", json=plan.body)
@@ -229,7 +229,7 @@ async def _close_call(http: httpx.AsyncClient, plan: Plan) -> None:
 
 
 async def _acknowledged(found: Pool, job_id: str) -> JobView:
-    """The job once its cancel is known; for one whose caller just went away, that takes a while."""
+    """The job once its cancel is known, which takes a while after a disconnect."""
     views: list[JobView] = []
 
     async def has_ended() -> bool:
@@ -241,7 +241,7 @@ async def _acknowledged(found: Pool, job_id: str) -> JobView:
 
 
 async def _closed_calls(found: Pool, known_ids: set[str]) -> list[Cancelled]:
-    """The jobs of calls that were closed: nobody was told their ids. Their seed is their number."""
+    """The jobs of closed calls, whose callers never received an id. Their seed is their number."""
     keys = found.caller.keys
     prefix = keys.job("")
     records: Any = await found.caller.client.keys(f"{prefix}*")

@@ -1,4 +1,4 @@
-"""What the long runs share: options, progress, signals, figures and exit status."""
+"""The parts shared by the long runs: options, progress, signals, figures and exit status."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Report(Protocol):
-    """What a run found. `violations` are sentences; the other figures go into table and JSON."""
+    """The result of a run. `violations` are sentences; the other figures go into table and JSON."""
 
     @property
     def violations(self) -> list[str]: ...
@@ -24,7 +24,7 @@ class Report(Protocol):
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The options of every run."""
+    """The options common to all runs."""
     parser = argparse.ArgumentParser(prog=f"scripts/{name}", description=description)
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: 1)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
@@ -32,7 +32,7 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def run(campaign: Callable[[], Awaitable[Report]], json_path: Path | None) -> int:
-    """Runs it and says what came of it; 1 where something was violated, 130 after a Ctrl-C."""
+    """Runs it and prints the result. Returns 1 after a violation, 130 after a Ctrl-C."""
     started_s = time.monotonic()
     try:
         report = asyncio.run(_until_interrupted(campaign))
@@ -50,7 +50,7 @@ def run(campaign: Callable[[], Awaitable[Report]], json_path: Path | None) -> in
 
 
 async def _until_interrupted(campaign: Callable[[], Awaitable[Report]]) -> Report:
-    """SIGTERM, and a SIGINT that a shell in the background had ignored, end everything too."""
+    """Also ends at SIGTERM, and at a SIGINT that a background shell had ignored."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,7 +59,7 @@ async def _until_interrupted(campaign: Callable[[], Awaitable[Report]]) -> Repor
 
 
 def as_table(figures: dict[str, Any]) -> str:
-    """A line for each figure; nested ones are indented, rows of figures are counted."""
+    """One line for each figure. Nested figures are indented, lists of figures are counted."""
     lines: list[str] = []
     for name, value in figures.items():
         label = name.replace("_", " ")
@@ -78,7 +78,7 @@ def _line(label: str, value: object) -> str:
 
 
 class Progress:
-    """One line on stderr: in place on a terminal, now and then elsewhere."""
+    """One line on stderr: updated in place on a terminal, printed now and then elsewhere."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -93,4 +93,4 @@ class Progress:
 
 
 def silent(text: str) -> None:
-    """The progress of a run that nobody watches."""
+    """The progress of a run without an observer."""

@@ -1,8 +1,8 @@
 """SIGTERMs under load, one after another: `python -m tests.endurance.drains --count N`.
 
-A worker after the other is told to end while it runs jobs. Each must exit with status 0 and hold
-nothing any more; each job must end exactly once, token for token what the hash model says, as if
-it had been tried once: no crash, no lapse and no attempt is counted against it.
+Workers are drained one after another while they run jobs. Each must exit with status 0 and hold
+nothing. Each job must end exactly once with the hash model's tokens, as if it had been tried once:
+no crash, expired lease or attempt is counted against it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ REPEATED_SHARE = 0.25  # of the workers, told three times
 
 @dataclass
 class DrainReport:
-    """Seconds and counts. `num_moved` jobs were given back and went on elsewhere."""
+    """Seconds and counts. `num_moved` jobs were released and resumed by another worker."""
 
     seed: int
     budget_s: float
@@ -65,7 +65,7 @@ class DrainReport:
 async def run_drains(
     count: int, seed: int, budget_s: float, say: Callable[[str], None] = silent
 ) -> DrainReport:
-    """Raises TimeoutError where a job does not end."""
+    """Raises TimeoutError if a job does not end."""
     report = DrainReport(seed, budget_s)
     settings: dict[str, Any] = {"drain_s": budget_s, "lease_s": LEASE_S}
     async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False, **settings) as found:
@@ -83,7 +83,7 @@ async def run_drains(
 async def _run_jobs(
     found: Pool, numbers: Iterator[int], is_over: asyncio.Event, report: DrainReport
 ) -> None:
-    """One job after another, until there is nothing left to disturb them."""
+    """Runs one job after another until the last drain."""
     longest_tokens = int(LONGEST_JOB * report.budget_s / HASH_MODEL.step_s)
     while not is_over.is_set():
         number = next(numbers)
@@ -130,7 +130,7 @@ async def _drain_workers(
     report: DrainReport,
     say: Callable[[str], None],
 ) -> None:
-    """Tells the oldest worker to end, while another comes in its place."""
+    """Drains the oldest worker while another replaces it."""
     rng = random.Random(f"{report.seed} drains")
     for _ in range(count):
         settings: dict[str, Any] = {"drain_s": report.budget_s, "lease_s": LEASE_S}
@@ -162,7 +162,7 @@ async def _drain(
 
 
 async def _num_held(found: Pool, pid: int) -> int:
-    """Jobs that are a worker's in Redis. Its incarnation has its process id."""
+    """The number of jobs that a worker holds in Redis. Its incarnation contains its process id."""
     client, keys = found.caller.client, found.caller.keys
     found_keys: Any = await client.keys(f"{keys.of('own', '')}*-{pid}-*")
     sizes: list[int] = [await client.scard(key) for key in found_keys]

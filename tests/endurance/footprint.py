@@ -1,4 +1,5 @@
-"""What processes and Redis take up at a moment, and whether they have come back to it. Linux."""
+"""The resources of processes and Redis at one moment, and whether they are released later.
+Linux."""
 
 import re
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """All at once. `redis_bytes` is what Redis says that it uses."""
+    """The resources of all processes. `redis_bytes` is the memory use that Redis reports."""
 
     processes: tuple[Process, ...]
     redis_bytes: int
     keys: frozenset[str]
 
     def row(self) -> dict[str, Any]:
-        """Figures for the record, in MiB."""
+        """Figures for the report, in MiB."""
         return {
             "redis_mib": round(self.redis_bytes / _MIB, 2),
             "keys": len(self.keys),
@@ -59,7 +60,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much more than before is no leak: what allocators keep and pools of connections hold."""
+    """The growth that is no leak: memory kept by allocators, connections kept by pools."""
 
     rss_bytes: int = 8 * _MIB
     rss_share: float = 0.1  # of what it was before
@@ -69,7 +70,8 @@ class Tolerance:
 
 
 def take(server: EmbeddedRedis, parent_pid: int) -> Footprint:
-    """Of a process, all below it, and Redis. Those that end while we look are left out."""
+    """The footprint of a process, all its descendants, and Redis. Processes that end meanwhile are
+    left out."""
     pids = [parent_pid, *descendants(parent_pid)]
     found = [_process(_kind(pid), pid) for pid in pids]
     with redis.Redis.from_url(server.url) as client:
@@ -80,7 +82,7 @@ def take(server: EmbeddedRedis, parent_pid: int) -> Footprint:
 
 
 def compare(before: Footprint, after: Footprint, tolerance: Tolerance) -> list[str]:
-    """A sentence for everything that has not come back."""
+    """A sentence for each resource that was not released."""
     found: list[str] = []
     then = {one.pid: one for one in before.processes}
     now = {one.pid: one for one in after.processes}
@@ -105,7 +107,7 @@ def compare(before: Footprint, after: Footprint, tolerance: Tolerance) -> list[s
 
 
 def _grown(then: Process, now: Process, tolerance: Tolerance, more_fds: int = 0) -> list[str]:
-    """`more_fds`: how many descriptors it may have gained beside the tolerance."""
+    """`more_fds`: the number of additional descriptors allowed beside the tolerance."""
     most_fds = then.num_fds + more_fds + tolerance.num_fds
     most_rss = tolerance.rss_bytes + then.rss_bytes * (1 + tolerance.rss_share)
     checks = (

@@ -1,4 +1,5 @@
-"""Callers of all kinds, at once: they stream, wait, submit, cancel, go away and err."""
+"""Concurrent callers of all kinds: they stream, wait, submit, cancel, disconnect and send bad
+requests."""
 
 import asyncio
 import contextlib
@@ -23,7 +24,7 @@ Call = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
 
 @dataclass
 class Load:
-    """`counts` says how often each kind of call was made; `surprises` what came back instead."""
+    """`counts` holds the number of calls of each kind; `surprises` the unexpected responses."""
 
     url: str
     seed: int
@@ -32,7 +33,7 @@ class Load:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def run(self, duration_s: float) -> None:
-        """Returns once all callers have ended, and with them their connections."""
+        """Returns once all callers have ended and closed their connections."""
         is_over = asyncio.Event()
 
         async def set_when_over() -> None:
@@ -86,7 +87,7 @@ async def _chat(http: httpx.AsyncClient, rng: random.Random) -> None:
 
 
 async def _job(http: httpx.AsyncClient, rng: random.Random) -> None:
-    """Submitted and followed, by one who reads everything and one who leaves."""
+    """A job that is followed by two readers: one reads everything, the other leaves."""
     job_id = await _submit(http, _body(rng))
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
         await anext(events.aiter_lines())
@@ -119,7 +120,7 @@ async def _closed_call(http: httpx.AsyncClient, rng: random.Random) -> None:
 
 
 async def _failing_job(http: httpx.AsyncClient, rng: random.Random) -> None:
-    """Fails in the engine, whatever is tried."""
+    """A job that fails in the engine at each attempt."""
     body = {"model": MODEL, "prompt": [BAD_ROW_ID] * rng.randrange(1, 50)}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 500, answer.text

@@ -1,7 +1,7 @@
 """One job that kills engines among many that do not: `python -m tests.endurance.poison --jobs N`.
 
-The poison must fail, as poison; every other job must succeed, token for token what the hash model
-says. Engines die three times on the way, with innocent jobs in the same step.
+The poison job must fail as poison; every other job must succeed with the hash model's tokens.
+Engines die three times meanwhile, with innocent jobs in the same step.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MAX_TOKENS = 12
 
 @dataclass
 class PoisonReport:
-    """Counts. `num_suspected` innocent jobs were blamed with the poison, and ran alone."""
+    """Counts. `num_suspected` innocent jobs were suspected with the poison job and ran alone."""
 
     num_jobs: int
     seed: int
@@ -45,7 +45,7 @@ class PoisonReport:
 
 
 async def run_poison(num_jobs: int, seed: int, say: Callable[[str], None] = silent) -> PoisonReport:
-    """Raises TimeoutError where a job does not end, AssertionError where the audit fails."""
+    """Raises TimeoutError if a job does not end, AssertionError if the audit fails."""
     report = PoisonReport(num_jobs, seed)
     place = random.Random(seed).randrange(num_jobs // 4, num_jobs // 2)
     async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False) as found:

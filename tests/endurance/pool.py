@@ -1,4 +1,4 @@
-"""Workers and a gateway as processes on a Redis of their own, and a look into it."""
+"""Workers and a gateway as processes on their own Redis, with access to its state."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ _END_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`caller` speaks to Redis as gateways and tests do."""
+    """`caller` sends commands to Redis, as gateways and tests do."""
 
     server: EmbeddedRedis
     caller: Caller
@@ -41,7 +41,7 @@ class Pool:
     url: str  # of the gateway; '' where there is none
 
     async def infos(self) -> list[dict[str, Any]]:
-        """What each worker says of itself from now on: its next heartbeat is waited for."""
+        """The contents of each worker's next heartbeat."""
         now_ms = await self._now_ms()
         keys, client = self.caller.keys, self.caller.client
 
@@ -53,9 +53,9 @@ class Pool:
         return await self.caller.worker_info()
 
     async def until_at_rest(self) -> list[dict[str, Any]]:
-        """Returns once no worker holds or runs anything, and all blocks are free; what they say.
+        """Returns the workers' reports once none holds or runs anything and all blocks are free.
 
-        Raises TimeoutError where something runs on.
+        Raises TimeoutError if a job does not stop.
         """
         infos: list[dict[str, Any]] = []
 
@@ -67,9 +67,8 @@ class Pool:
         return infos
 
     def audit(self) -> list[str]:
-        """A sentence where a job has not ended or an invariant of the protocol does not hold, and
-        where a job that has ended is still in a queue, in somebody's hands or on a clock.
-        """
+        """A sentence for each job that has not ended, each violated invariant of the protocol, and
+        each ended job that is still in a queue, held by a worker or scheduled."""
         tag = self.caller.keys.tag
         with redis.Redis.from_url(self.server.url) as client:
             try:
@@ -98,9 +97,8 @@ async def pool(
     output: IO[bytes] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Pool]:
-    """Starts all parts and waits for the workers; ended at exit. Gateway and workers write to
-    `output` where it is given.
-    """
+    """Starts all parts, waits for the workers, and ends all parts at exit. Gateway and workers
+    write to `output` if it is given."""
     keys = Keys("test")
     with EmbeddedRedis() as server:
         client = connect(server.url, command_timeout_s=10.0)
@@ -125,9 +123,8 @@ def gateway_process(
     *,
     output: IO[bytes] | None = None,
 ) -> Iterator[str]:
-    """The URL of a gateway on a free loopback port; `settings` are variables of its environment.
-    It writes all its log to `output` where that is given, else warnings to our stderr.
-    """
+    """Yields the URL of a gateway on a free loopback port. `settings` are environment variables. It
+    writes its whole log to `output` if that is given, otherwise warnings to our stderr."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         fd = listener.fileno()
         command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
@@ -158,7 +155,7 @@ def gateway_process(
 
 
 async def until_it_answers(url: str) -> None:
-    """Raises TimeoutError where the gateway does not become ready."""
+    """Raises TimeoutError if the gateway does not become ready."""
     async with httpx.AsyncClient(base_url=url, timeout=5) as http:
 
         async def is_ready() -> bool:

@@ -1,4 +1,4 @@
-"""Callers that run beside each other, and end together."""
+"""Concurrent callers that end together."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,9 +7,8 @@ from contract.tasks import end
 
 
 async def side_by_side(*coroutines: Coroutine[None, None, None]) -> None:
-    """Returns once all have ended. Where one fails, or we are cancelled, all are ended for certain:
-    a TaskGroup cancels only once, and a cancel can get lost in redis-py.
-    """
+    """Returns once all have ended. If one fails, or the task is cancelled, all are ended for
+    certain: a TaskGroup cancels only once, and a cancel can get lost in redis-py."""
     running = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*running)

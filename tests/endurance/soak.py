@@ -1,8 +1,8 @@
 """A mixed load on the whole local stack: `python -m tests.endurance.soak --minutes M`.
 
-After a warm-up the stack is let come to rest, and memory, file descriptors, threads and Redis keys
-of all its parts are taken down. Then comes the load; and when it is over, and what was kept for its
-callers is forgotten, all must be back where it was.
+After a warm-up and once the stack is idle, the memory, file descriptors, threads and Redis keys of
+all parts are recorded. After the load, and once what was kept for callers has expired, all figures
+must be back.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _SAMPLE_S = 5.0
 
 @dataclass
 class SoakReport:
-    """`samples` are footprints under load, with seconds since its beginning."""
+    """`samples` are footprints under load, with seconds since the load began."""
 
     seed: int
     load_s: float
@@ -80,7 +80,7 @@ async def run_soak(
     say: Callable[[str], None] = silent,
     tolerance: Tolerance | None = None,
 ) -> SoakReport:
-    """Puts load on a stack for so long, after a warm-up."""
+    """Runs the load for this long, after a warm-up."""
     retention = f"{RETENTION_S:g}"
     environ = {
         "BATCHWAY_SYNC_RETENTION_S": retention,
@@ -121,7 +121,8 @@ class _Soak:
         return await asyncio.to_thread(take, self.server, self.stack.process.pid)
 
     async def _at_rest(self) -> Footprint:
-        """Once every job is over and forgotten. Raises AssertionError where something is left."""
+        """The footprint once every job has ended and expired. Raises AssertionError if something is
+        left."""
         self.say("waiting until all is forgotten")
         give_up_s = time.monotonic() + _REST_TIMEOUT_S
         while True:

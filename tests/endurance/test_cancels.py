@@ -7,8 +7,8 @@ from tests.endurance.cancels import run_cancels
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
-async def test_cancelled_jobs_never_run_on() -> None:
-    """In every state and every way: nothing violated, no slot taken, hardly a token computed."""
+async def test_cancelled_jobs_stop() -> None:
+    """In every state and by every way: no violation, no slot taken, few tokens computed."""
     report = await run_cancels(count=150, seed=1)
 
     assert report.violations == []

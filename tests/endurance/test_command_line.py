@@ -1,4 +1,4 @@
-"""What all long runs share: a table that says everything, and an end at Ctrl-C."""
+"""The command line of the long runs: a complete table, and an end at Ctrl-C."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.infra.processes import check_ctrl_c
 
 
 def test_the_table_shows_every_figure_and_every_violation() -> None:
-    """Nested figures are indented, sentences are told, rows of figures are counted."""
+    """Nested figures are indented, sentences are printed, lists of figures are counted."""
     figures = {
         "jobs": 7,
         "by way": {"at once": 3},
@@ -23,5 +23,5 @@ def test_the_table_shows_every_figure_and_every_violation() -> None:
 
 @pytest.mark.e2e
 def test_ctrl_c_ends_everything() -> None:
-    """Redis and its reaper, a gateway, and two workers of two processes end with it."""
+    """Redis and its reaper, a gateway, and two workers of two processes each."""
     check_ctrl_c("tests.endurance.cancels", "--count=100000", "of 100000 cancels", 6)

@@ -1,4 +1,4 @@
-"""A few workers told to end under load; `scripts/drains --count 200` is the long run."""
+"""A few workers drained under load; `scripts/drains --count 200` is the long run."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 async def test_jobs_outlive_drained_workers() -> None:
-    """Nothing is lost, repeated or counted against a job, and every worker leaves."""
+    """No job is lost, repeated or charged an attempt, and every worker exits."""
     report = await run_drains(count=4, seed=1, budget_s=1.5)
 
     assert report.violations == []

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.campaign]
 
 
 async def test_a_poison_job_fails_no_other_job() -> None:
-    """Three engines die on it, with others in the same step; it alone is not answered."""
+    """Three engines die on it, with other jobs in the same step; only the poison job fails."""
     report = await run_poison(num_jobs=300, seed=1)
 
     assert report.violations == []

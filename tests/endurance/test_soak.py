@@ -27,7 +27,8 @@ def changed(**fields: Any) -> Footprint:
 
 
 async def test_a_mixed_load_leaves_nothing_behind() -> None:
-    """Memory, descriptors, threads, keys: back where they were; and no caller was surprised."""
+    """Memory, descriptors, threads and keys are back at their values, and no caller got an
+    unexpected response."""
     report = await run_soak(load_s=6.0, seed=1)
 
     assert report.violations == []
@@ -49,13 +50,14 @@ async def test_a_mixed_load_leaves_nothing_behind() -> None:
     ],
 )
 def test_leaks_are_reported_by_name(after: Footprint, word: str) -> None:
-    """This run can fail: each kind of leak is found, by name."""
+    """The comparison can fail: it reports each kind of leak."""
     assert compare(BEFORE, BEFORE, Tolerance()) == []
     assert any(word in sentence for sentence in compare(BEFORE, after, Tolerance()))
 
 
 def test_redis_has_no_more_connections_than_its_clients() -> None:
-    """Each part keeps a few that the load has opened; without another end they are a leak."""
+    """Each part keeps a few connections that the load opened; a connection without a client is a
+    leak."""
 
     def after(gateway_fds: int, redis_fds: int) -> Footprint:
         gateway = dataclasses.replace(GATEWAY, num_fds=gateway_fds)

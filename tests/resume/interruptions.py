@@ -1,4 +1,4 @@
-"""Interrupts a job at every place of its log."""
+"""Interrupts a job at every position of its log."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from workers.supervisor.held_job import HeldJob
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How the workers of a test are built. Each has an engine of its own, around one model."""
+    """How the workers of a test are built: each with its own engine, around one model."""
 
     loaded: LoadedModel
     options: EngineOptions
@@ -24,13 +24,13 @@ class Workers:
         LocalWorker(self.loaded, self.options, self.held_type, max_events, self.grammars).run(jobs)
 
     def undisturbed(self, job: Job) -> LoggedJob:
-        """The job alone, from its first token to its end; an event for each of its steps."""
+        """The job without interruption, with one event for each of its steps."""
         logged = LoggedJob(job)
         self.run(logged)
         return logged
 
     def passed_on_at_every_event(self, job: Job) -> LoggedJob:
-        """The job run by workers each of which dies after a single event."""
+        """The job run by a sequence of workers, each of which dies after one event."""
         logged = LoggedJob(job)
         while not logged.has_ended:
             self.run(logged, max_events=1)

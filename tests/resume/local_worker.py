@@ -1,8 +1,8 @@
-"""A worker in one thread: the engine's own loop, and the held jobs of a supervisor behind its wire.
+"""A worker in one thread: the engine's loop and the held jobs of a supervisor, connected by frames.
 
-Everything between a job's log and the model is what production runs: replayed logs, `start`
-messages, frames, the loop, the engine, text and stop strings. Left out are Redis, processes and
-time, so that a job can be cut at every token.
+Everything between a job's log and the model is production code: replayed logs, `start` messages,
+frames, the loop, the engine, text and stop strings. Redis, processes and time are left out, so that
+a job can be cut at every token.
 """
 
 from collections.abc import Sequence as Seq
@@ -35,9 +35,9 @@ from workers.supervisor.response_text import ResponseFormat
 
 
 class LocalWorker(Channel):
-    """Runs jobs from where their logs end. It has no socket: both ends are here.
+    """Runs jobs from where their logs end, without a socket.
 
-    `max_events`: it dies once it has logged so many events; what else it knew is lost.
+    `max_events`: it dies once it has logged this many events; what it has not logged is lost.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LocalWorker(Channel):
         self._decode_from_engine = decoder_from_engine()
 
     def run(self, jobs: Seq[LoggedJob]) -> None:
-        """Claims the jobs, all at once, and runs until each has ended or the worker is dead."""
+        """Claims all jobs at once and runs until each has ended or the worker is dead."""
         tokenizer = tokenizer_of(self._loaded.tokenizer)
         for logged in jobs:
             held = self._held_type(logged.claim(), tokenizer, format_of(self._loaded.tokenizer))
@@ -101,7 +101,7 @@ class LocalWorker(Channel):
             self._to_engine.append(StopChoice(out.job_id, out.epoch, out.choice))
 
     def _publish(self) -> None:
-        """One event of each job for each step, so that a log can be cut at each of its tokens."""
+        """One event per job and step, so that a log can be cut at each of its tokens."""
         for held, logged in self._held.values():
             while held.has_news and self._num_events != self._max_events:
                 event, num_tokens = held.take_event()
@@ -115,7 +115,7 @@ _tokenizers: dict[str, Tokenizer] = {}
 
 
 def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
-    """Parsed once: a worker of these tests lives for milliseconds."""
+    """Parsed once, because a worker of these tests lives for milliseconds."""
     raw = files.tokenizer_json
     if raw not in _tokenizers:
         _tokenizers[raw] = Tokenizer.from_str(raw)

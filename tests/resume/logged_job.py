@@ -1,4 +1,4 @@
-"""A job and its log, cut where a test wants, without a Redis."""
+"""A job and its log, cut at any position, without Redis."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from tests.fleet import Answer
 
 @dataclass
 class LoggedJob:
-    """What Redis would hold of a job; `num_tokens` is the output that workers counted."""
+    """What Redis stores of a job; `num_tokens` is the number of output tokens."""
 
     job: Job
     log: list[LogEntry] = field(default_factory=list)
@@ -24,7 +24,7 @@ class LoggedJob:
     has_ended: bool = False
 
     def claim(self) -> Claimed:
-        """Hands the job to the next worker, as it comes over the wire."""
+        """Claims the job for the next worker, in the form sent to workers."""
         self.num_claims += 1
         return Claimed(
             job=decode_job(encode(self.job)),
@@ -38,26 +38,25 @@ class LoggedJob:
         )
 
     def append(self, event: LogEvent, num_tokens: int) -> None:
-        """Logs an event, encoded and decoded as by Redis."""
+        """Logs an event, encoded and decoded as in Redis."""
         assert not self.has_ended
         self.log.append(decode_entry(len(self.log) + 1, b"", encode(event)))
         self.num_tokens += num_tokens
 
     def cut(self, num_events: int) -> "LoggedJob":
-        """The same job under an id of its own, interrupted when so many events were logged."""
+        """The same job under its own id, interrupted after this many logged events."""
         job = msgspec.structs.replace(self.job, id=f"{self.job.id}-cut-{num_events}")
         log = self.log[:num_events]
         return LoggedJob(job, log, sum(num_tokens_of(entry) for entry in log), num_claims=1)
 
     def cuts(self) -> list["LoggedJob"]:
-        """Interrupted before its first event and after each. After the last one it has only to be
-        ended, which its first worker did not come to.
-        """
+        """The job interrupted before its first event and after each. After the last event only the
+        end is missing."""
         return [self.cut(num_events) for num_events in range(len(self.log) + 1)]
 
     @property
     def answer(self) -> Answer:
-        """The log as a caller reads it; positions are checked on the way."""
+        """The log as a caller reads it; positions are checked."""
         answer = Answer()
         for entry in self.log:
             answer.add(entry)

@@ -1,7 +1,7 @@
-"""Judges a resumed answer of a real model against the undisturbed one.
+"""Compares a real model's resumed answer with its undisturbed one.
 
-Rows of a matrix product differ in the last bits with the shape of their batch, so a near-tie may
-break the other way. Whether a differing token was one, teacher-forced scoring tells.
+Rows of a matrix product differ in the last bits with the shape of their batch, so a near-tie may be
+decided the other way. Teacher-forced scoring shows whether a differing token was a near-tie.
 """
 
 from collections.abc import Sequence as Seq
@@ -26,15 +26,14 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass
 class Judge:
-    """`num_near_ties` counts the differences that were let pass."""
+    """`num_near_ties` counts the accepted differences."""
 
     runner: ModelRunner
     num_near_ties: int = 0
 
     def compare(self, found: LoggedJob, whole: LoggedJob) -> None:
-        """Tokens, text, finish reasons, log probabilities and usage are the same, choice for
-        choice; where a near-tie broke the other way, the same up to there.
-        """
+        """Tokens, text, finish reasons, log probabilities and usage are equal for each choice. If a
+        near-tie was decided the other way, they are equal up to it."""
         assert found.has_ended
         answer, expected = found.answer, whole.answer
         assert same_logprobs(answer.prompts.get(0, []), expected.prompts.get(0, []))
@@ -60,7 +59,8 @@ class Judge:
 
     @torch.inference_mode()
     def scores(self, job: Job, choice: int, output_ids: Seq[int]) -> torch.Tensor:
-        """(vocab_size,): what the sampler chooses the next token by, computed alone in one step."""
+        """(vocab_size,): the scores by which the sampler chooses the next token, computed alone in
+        one step."""
         params = job.params
         token_ids = [*job.prompt_ids, *output_ids]
         sequence = Sequence(
@@ -80,7 +80,7 @@ class Judge:
 
 
 def same_logprobs(found: Seq[TokenLogprob], expected: Seq[TokenLogprob]) -> bool:
-    """The same tokens, and as likely but for rounding."""
+    """The same tokens with equal log probabilities, except for rounding."""
     if [one.token_id for one in found] != [one.token_id for one in expected]:
         return False
     pairs = [

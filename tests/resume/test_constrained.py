@@ -1,4 +1,4 @@
-"""Constrained jobs and tool calls interrupted at every token go on as if nothing had been."""
+"""Constrained jobs and tool calls interrupted at every token resume with the same output."""
 
 import json
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def test_a_thousand_cuts_of_constrained_jobs_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tool_calls_are_split_alike_wherever_the_job_is_cut(seed: int) -> None:
+def test_tool_calls_are_split_alike_after_any_interruption(seed: int) -> None:
     format_ = hash_tokenizer().tool_format
     assert format_ is not None
     whole, _ = check(job_of(tool_grammar(format_), seed, parses_tools=True))

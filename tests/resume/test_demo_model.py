@@ -1,6 +1,7 @@
-"""A job interrupted at every token, on the demo model: real arithmetic through the real engine.
+"""A job interrupted at every token on the demo model: a real model in the real engine.
 
-Its weights are shipped, and counting it is sure of every digit: heat and penalties make it doubt.
+Its weights are part of the repository. Counting, it is sure of every digit; a high temperature and
+penalties make it unsure.
 """
 
 from collections.abc import Iterator
@@ -78,10 +79,10 @@ def jobs_of(demo_model: LoadedModel, **params: Any) -> list[Job]:
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
-def test_a_job_cut_at_every_token_goes_on_as_if_nothing_had_been(
+def test_a_job_cut_at_every_token_resumes_with_the_same_output(
     demo_model: LoadedModel, judge: Judge, params: dict[str, Any]
 ) -> None:
-    """Once at each place, beside all other cuts; and at all places one after another."""
+    """Once at each position, beside all other cuts; and at all positions one after another."""
     workers = Workers(demo_model, OPTIONS)
     wholes = [workers.undisturbed(job) for job in jobs_of(demo_model, **params)]
 
@@ -94,7 +95,7 @@ def test_a_job_cut_at_every_token_goes_on_as_if_nothing_had_been(
 
 
 def test_the_cases_differ(demo_model: LoadedModel) -> None:
-    """They are no vain repetitions: penalties, bias and noise each change what is said."""
+    """No case repeats another: penalties, bias and noise each change the output."""
     workers = Workers(demo_model, OPTIONS)
     greedy = []
     for name in ("plain", "penalties", "logit_bias"):
@@ -106,7 +107,8 @@ def test_the_cases_differ(demo_model: LoadedModel) -> None:
 
 
 def test_a_token_that_was_no_near_tie_is_found(demo_model: LoadedModel, judge: Judge) -> None:
-    """This test can fail: an answer to another seed is no near-tie, nor is another likelihood."""
+    """The comparison can fail: an answer to another seed is no near-tie, and other log
+    probabilities are found."""
     workers = Workers(demo_model, OPTIONS)
     [_, _, job, _] = jobs_of(demo_model, logprobs=0)
     other = new_job("other", job.prompt_ids, max_tokens=NUM_TOKENS, temperature=2.5, seed=8)
@@ -121,7 +123,7 @@ def test_a_token_that_was_no_near_tie_is_found(demo_model: LoadedModel, judge: J
 
 
 def test_near_ties_are_rare(judge: Judge) -> None:
-    """The last test of this file; none was met when it was written."""
+    """The last test of this file. When it was written, there was no near-tie."""
     print(f"near-ties met: {judge.num_near_ties}")
 
     assert judge.num_near_ties <= 3

@@ -1,4 +1,4 @@
-"""A job interrupted at every token goes on as if nothing had been: exactly, on the hash model."""
+"""A job interrupted at every token resumes with exactly the same output, on the hash model."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ OPTIONS = EngineOptions(model_path="hash", max_num_batched_tokens=40)
 
 @dataclass(frozen=True)
 class Case:
-    """What a job asks for. Stops are taken from what each choice says unstopped."""
+    """The parameters of a job. Stop strings are taken from each choice's output without stops."""
 
     params: dict[str, Any] = field(default_factory=dict)
     eos_rate: float = 0.0
@@ -89,7 +89,7 @@ def job_of(
 
 
 def expected(case: Case, job: Job, choice: int) -> list[int]:
-    """What the hash model says in this choice when no text stops it: what its prompt has alone."""
+    """The hash model's output of this choice without a stop string: that of its prompt alone."""
     number, choice = divmod(choice, job.params.n)
     model_len, eos_rate = case.max_model_len, case.eos_rate
     return expected_output(
@@ -109,7 +109,7 @@ def assert_same(found: LoggedJob, whole: LoggedJob) -> None:
 
 
 def resume_all(workers: Workers, cuts: list[LoggedJob], whole: LoggedJob) -> None:
-    """All at the same time; each must become the whole."""
+    """Resumes all jobs at the same time; each must give the whole output."""
     workers.run(*cuts)
     for found in cuts:
         assert_same(found, whole)
@@ -118,10 +118,10 @@ def resume_all(workers: Workers, cuts: list[LoggedJob], whole: LoggedJob) -> Non
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_job_cut_at_every_token_goes_on_as_if_nothing_had_been(
+def test_a_job_cut_at_every_token_resumes_with_the_same_output(
     case: Case, temperature: float, n: int
 ) -> None:
-    """Once at each place; and at all places one after another."""
+    """Once at each position; and at all positions one after another."""
     workers, job = workers_of(case), job_of(case, temperature=temperature, n=n)
     whole = workers.undisturbed(job)
     for choice, token_ids in whole.answer.token_ids.items():
@@ -133,10 +133,10 @@ def test_a_job_cut_at_every_token_goes_on_as_if_nothing_had_been(
 
 @pytest.mark.parametrize("varies_seed", [False, True], ids=["one seed", "own seeds"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_several_prompts_are_each_as_if_alone_wherever_the_job_is_cut(
+def test_several_prompts_resume_with_the_output_of_each_alone(
     case: Case, varies_seed: bool
 ) -> None:
-    """Of three prompts two are equal: these have equal answers where the caller gave a seed."""
+    """Two of three prompts are equal: their answers are equal if the caller gave a seed."""
     workers = workers_of(case)
     job = job_of(case, temperature=1.0, n=2, others=OTHERS, varies_seed=varies_seed)
     whole = workers.undisturbed(job)
@@ -158,9 +158,9 @@ def unsaid(logged: LoggedJob) -> str:
     return known[len(answer.text.get(0, "")) :]
 
 
-def test_cuts_meet_text_that_is_held_back() -> None:
-    """The cases above do cut inside a stop string, inside one that never completes, inside a
-    character, and between choices that are at different places."""
+def test_some_cuts_are_inside_held_back_text() -> None:
+    """The cases above cut inside a stop string, inside an incomplete one, inside a character, and
+    between choices at different positions."""
     completes, never, plain = (
         CASES[name] for name in ("stop string", "stop string that never completes", "plain")
     )
@@ -178,7 +178,7 @@ def test_cuts_meet_text_that_is_held_back() -> None:
 
 
 class ForgetsAToken(HeldJob):
-    """Starts the engine one token too early."""
+    """A mistake: starts the engine one token too early."""
 
     def start_message(self) -> StartJob:
         start = super().start_message()
@@ -187,7 +187,7 @@ class ForgetsAToken(HeldJob):
 
 
 class ForgetsText(HeldJob):
-    """Loses what its log holds back."""
+    """A mistake: loses the held-back text of its log."""
 
     def replay(self, entries: list[LogEntry]) -> None:
         super().replay(entries)
@@ -197,7 +197,7 @@ class ForgetsText(HeldJob):
 
 @pytest.mark.parametrize("held_type", [ForgetsAToken, ForgetsText])
 def test_a_resume_that_forgets_is_found(held_type: type[HeldJob]) -> None:
-    """These tests can fail: each of these mistakes does."""
+    """The tests above can fail: each of these mistakes makes them fail."""
     case = CASES["stop string that never completes"]
     job = job_of(case, temperature=1.0, n=3)
     whole = workers_of(case).undisturbed(job)

@@ -1,4 +1,4 @@
-"""Cuts where they hurt: kill -9 of one worker after another, over a real Redis."""
+"""Workers killed with kill -9, one after another, over a real Redis."""
 
 import asyncio
 from typing import Any
@@ -52,7 +52,7 @@ async def submit(caller: Caller, kind: str, number: int) -> Job:
 
 
 def assert_exact(job: Job, answer: Answer) -> None:
-    """Every choice as if its worker had lived, and the usage that callers pay for."""
+    """Every choice and the usage are as if its worker had not been killed."""
     assert answer.ends[0].status is JobStatus.SUCCEEDED
     for choice in range(job.num_choices):
         token_ids, whole = answer.token_ids[choice], unstopped(job, choice)
@@ -71,7 +71,7 @@ def assert_exact(job: Job, answer: Answer) -> None:
 
 
 async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess:
-    """The worker that holds most jobs, by the process id in its incarnation."""
+    """The process id of the worker with most jobs, from its incarnation."""
     held: dict[int, int] = {}
     prefix = caller.keys.of("own", "")
     keys: Any = await caller.client.keys(f"{prefix}*")
@@ -83,7 +83,7 @@ async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess
 async def second_holder(
     caller: Caller, jobs: list[Job], workers: list[WorkerProcess]
 ) -> WorkerProcess:
-    """A worker with a job that another had before it, and whose end is not near."""
+    """A worker with a job that another worker held before and that is far from its end."""
     async with asyncio.timeout(60):
         while True:
             for job in jobs:
@@ -99,11 +99,11 @@ def pid_of(incarnation: str) -> int:
     return int(incarnation.split("-")[-2])
 
 
-async def test_jobs_outlive_two_workers_token_for_token(
+async def test_jobs_survive_two_killed_workers_token_for_token(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
-    """All kinds of jobs at once; the worker with most of them is killed, and then one that has gone
-    on with one of those."""
+    """All kinds of jobs at once. The worker with most jobs is killed, then one that resumed one of
+    them."""
     caller = Caller(Functions(redis_client, keys), redis_client, keys)
     settings = {"lease_s": 1.0, "engine": {"max_num_batched_tokens": 48}}
     async with fleet(redis_server.url, 3, MODEL, **settings) as workers:

@@ -1,4 +1,4 @@
-"""A job whose log is longer than one read of it is resumed from all of it."""
+"""A job whose log is longer than one read of it is resumed from the complete log."""
 
 import pytest
 import redis.asyncio
@@ -27,7 +27,7 @@ async def test_a_long_log_is_read_whole(
     keys: Keys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In order, without a gap, also where it ends with a page."""
+    """In order, without a gap, also if it ends with a page."""
     monkeypatch.setattr(worker_broker, "_READ_EVENTS", PAGE)
     job = await Caller(functions, redis_client, keys).submit("a story", max_tokens=100)
     [claimed] = await functions.claim(
