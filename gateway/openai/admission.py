@@ -143,7 +143,7 @@ def check_lane(card: ModelCard, lane: str) -> None:
 def _check_capabilities(card: ModelCard, body: CallBody) -> None:
     """Raises ApiError if the model's engine cannot do what the body asks for."""
     if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
-        message = f"tools: the format of tool calls of {card.name!r} is not known"
+        message = f"tools are not supported by {card.name!r}: their format is not known"
         raise bad_request(UNSUPPORTED, message, "tools")
     constraint = body.constraint()
     if constraint is not None and not card.capabilities.structured_output:
