@@ -71,7 +71,7 @@ def assert_exact(job: Job, answer: Answer) -> None:
 
 
 async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess:
-    """The process id of the worker with most jobs, from its incarnation."""
+    """The worker with most jobs, found by the process id in its incarnation."""
     held: dict[int, int] = {}
     prefix = caller.keys.of("own", "")
     keys: Any = await caller.client.keys(f"{prefix}*")
