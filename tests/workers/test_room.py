@@ -278,9 +278,7 @@ def test_tokens_of_displaceable_jobs_count_as_room(holding: Holding) -> None:
         {"lanes": (LaneOptions(name="batch", strategy=StrategyOptions(name="dynamic")),)},
     ],
 )
-def test_fixed_batches_are_not_displaced(
-    holding: Holding, changes: dict[str, object]
-) -> None:
+def test_fixed_batches_are_not_displaced(holding: Holding, changes: dict[str, object]) -> None:
     """The engine admits no sequence while they run, so a claimed job would only wait."""
     holding.engine.options = msgspec.structs.replace(holding.engine.options, **changes)
     for number in range(NUM_PLACES):

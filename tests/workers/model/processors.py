@@ -1,4 +1,4 @@
-"""The processors that tests narrow this machine to: every instruction set that it has."""
+"""The instruction sets to which tests limit this machine: all that it has."""
 
 from workers.model.native.library import supported_isas
 from workers.model.processor import Processor, Product, find_processor

@@ -1,7 +1,7 @@
-"""Real models through the real engine: budgets, preemptions and the prefix cache change nothing.
+"""Real models in the real engine: budgets, preemptions and the prefix cache change no token.
 
-With real arithmetic a difference may be a near-tie: then teacher-forced scoring shows it, and it
-is counted. None was met when this was written.
+With a real model a difference may be a near-tie: teacher-forced scoring shows it, and it is
+counted. When this was written, there was none.
 """
 
 import random
