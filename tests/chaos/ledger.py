@@ -104,7 +104,7 @@ class Story:
 
     def vanished(self, kind: Kind = Kind.LOST, detail: str = "the accepted job is unknown") -> None:
         """The accepted job no longer exists; the client submits it again."""
-        assert self.job_id is not None, "nobody can miss what nobody was promised"
+        assert self.job_id is not None, "a job without an id cannot vanish"
         if self.is_excused:
             self.ledger.num_rolled_back += 1
         else:
@@ -253,7 +253,7 @@ class Ledger:
         if self.cuts_s:
             self.num_rolled_back += 1
         else:
-            self.violations.append(Violation(Kind.LOST, name, "a job that nobody had heard of"))
+            self.violations.append(Violation(Kind.LOST, name, "a job whose id no client received"))
 
     def by_kind(self) -> dict[str, int]:
         """The number of violations of each kind, also of kinds without any."""

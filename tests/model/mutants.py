@@ -1,11 +1,11 @@
-"""Mistakes planted in the functions, to see whether the tests find them."""
+"""Mistakes planted in the functions, to check that the tests find them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One text of the library put in the place of another."""
+    """One text of the library and its replacement."""
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""Mistakes planted in the functions are found: the reference and the audit are awake."""
+"""The reference and the audit find mistakes planted in the functions."""
 
 import pytest
 
@@ -20,7 +20,7 @@ AUDIT_EVERY = 12
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
-    """Each mutant of the functions is told from the right ones, within a hundred walks."""
+    """Each mutant is found within a hundred walks."""
     source = mutant.apply(library_source())
     draws = PostalWalk if mutant.is_postal else Walk
     for seed in (mutant.seed, *range(100)):  # rare faults take their time
