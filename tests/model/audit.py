@@ -116,7 +116,7 @@ class Audit:
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
 
-    # --- what lies in Redis -------------------------------------------------------------------
+    # --- contents of Redis --------------------------------------------------------------------
 
     def _jobs(self) -> dict[str, Record]:
         """The records by id. Their logs and times to live are fetched in the same round trip."""
@@ -442,7 +442,7 @@ class Audit:
         now_ms = self._now_ms()
         for to, at in turns.items():
             first = min([*due.get(to, {}).values(), *flying.get(to, {}).values()])
-            is_full = bool(flying.get(to))  # its next look may wait for what is on its way
+            is_full = bool(flying.get(to))  # its next visit may wait for running attempts
             last = min(flying[to].values()) if is_full else first
             assert at <= max(now_ms, last), f"no destination is forgotten: {to} until {at}"
 

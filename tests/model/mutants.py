@@ -10,7 +10,7 @@ class Mutant:
     name: str
     text: str
     instead: str
-    is_postal: bool = False  # in the outbox, where another walk looks more closely
+    is_postal: bool = False  # in the outbox, which PostalWalk exercises more
     seed: int = 0  # of the walk that is tried first: it found this one, which few do
 
     def apply(self, source: str) -> str:

@@ -150,7 +150,7 @@ class Reference:
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self.is_restarted = False
         self.memory_is_full = False
-        self.wakes: list[tuple[str, str]] = []  # (model, lane) of each that was told to workers
+        self.wakes: list[tuple[str, str]] = []  # (model, lane) of each hint published to workers
 
     # --- callers ------------------------------------------------------------------------------
 
@@ -863,7 +863,7 @@ class Reference:
                 load.done_tokens += record.done
         return loads
 
-    # --- who may what -------------------------------------------------------------------------
+    # --- permissions --------------------------------------------------------------------------
 
     def _handed_out(self, record: Record) -> Claimed:
         return Claimed(

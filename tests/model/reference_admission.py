@@ -17,7 +17,7 @@ from tests.model.reference_pools import LaneRates, Pool, drain_ms
 from tests.model.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
-MIN_LENGTHS = 5  # outputs seen before their length says anything
+MIN_LENGTHS = 5  # outputs needed for an estimate of their length
 UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
 

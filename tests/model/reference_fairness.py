@@ -87,7 +87,7 @@ class Places:
     max_jobs: int
     max_tokens: int
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)  # 1 where there is none
+    weights: Mapping[str, float] = field(default_factory=dict)  # 1 for tenants without one
 
     def room_of(self, tenant: str) -> int:
         """The largest job that the tenant may get, in tokens: 0 or less if one more place would

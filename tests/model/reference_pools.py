@@ -11,7 +11,7 @@ from contract.replies import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
 WINDOW_MS = 10_000
-LEAST_SHARE = 0.05  # of the rate, that a lane without a share is said to have under a flood
+LEAST_SHARE = 0.05  # of the rate, predicted for a lane without a share under a flood
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ async def test_half_a_record_is_a_finding_and_no_error(
     assert finding(client) == wanted
 
 
-# What is planted, and what is then said; {waiting} and the others are ids.
+# Planted errors and their findings; {waiting} and the others are ids.
 PLANTED = {
     "a counter": (
         ("HSET", "counters:m:standard", "queued_jobs", "4"),

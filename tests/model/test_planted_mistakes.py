@@ -12,9 +12,9 @@ from tests.model.whole_walk import walk
 
 pytestmark = pytest.mark.campaign
 
-# Replies are compared at every step. What only lies wrong in Redis mostly stays there to be found
-# some steps later, and an audit costs ten times a step: at every twelfth, all mutants are found in
-# half of the time that it takes with one at every fourth.
+# Replies are compared at every step. Wrong values in Redis mostly stay there for some steps, and an
+# audit takes as long as ten steps: with one at every twelfth step, all mutants are found in half of
+# the time that it takes with one at every fourth.
 AUDIT_EVERY = 12
 
 

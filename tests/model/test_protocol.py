@@ -37,7 +37,7 @@ REFUSALS = (
     "deadline_infeasible",
 )
 
-# What each function can say. The walk must have heard each of it TIMES.
+# The replies of each function. The walk must get each of them TIMES.
 REPLIES = {
     "submit": ("new", "known", "idempotency_mismatch", "memory_full", *REFUSALS),
     "quote": ("OK", *REFUSALS),

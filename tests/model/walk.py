@@ -7,8 +7,8 @@ from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, Wo
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
-# What may happen, and how often. Worlds of all kinds of steps keep small and full of conflicts;
-# in the others the queue is long and much is claimed, limits are what it is about, or time passes.
+# Steps and their weights. A world with all kinds of steps stays small and has many conflicts. The
+# others have a long queue and many claims, or many refusals by limits, or much time that passes.
 _EVERYTHING = {
     "submit": 16,
     "quote": 1,

@@ -106,7 +106,7 @@ class World:
             ignore_subscribe_messages=True
         )
         self._hints.subscribe(self.keys.wake_channel("m"))
-        self._hints.get_message(timeout=5)  # the confirmation: from now on it hears
+        self._hints.get_message(timeout=5)  # the confirmation: from now on it receives messages
 
     def close(self) -> None:
         self._hints.close()
@@ -388,7 +388,7 @@ class World:
     def _compare_hints(self) -> None:
         """The hint that a job waits is published to the workers of its model, once, with its
         lane."""
-        self._hints.ping()  # its answer comes behind all that was said before
+        self._hints.ping()  # its reply follows all earlier messages
         there = []
         while (message := self._hints.get_message(timeout=10)) is None or message["type"] != "pong":
             if message is not None:

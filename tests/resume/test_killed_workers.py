@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1, "n": 3, "temperature": 1.0},
     "prompts": {"temperature": 1.0, "n": 2, "prompt_logprobs": 0, "varies_seed": True},
-    "stop": {},  # a stop string out of the middle of what it says
+    "stop": {},  # a stop string from the middle of its output
     "never": {},  # one that begins again and again and never completes
 }
 STOP_AT = 35  # characters

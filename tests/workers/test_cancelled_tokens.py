@@ -63,10 +63,10 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     await caller.has_output(job, 1)
     await functions.cancel(job.id, TENANT)
     holding.job_left.clear()
-    step(1)  # computed as the cancel came: its append is refused, and says why
+    step(1)  # computed during the cancel: the append is refused with the reason
     await holding.job_left.wait()
     assert engine.heard == [StopJob(job.id, claimed.epoch)]
-    step(2)  # computed before the engine heard of it
+    step(2)  # computed before the engine received the cancel
     assert holding.tokens_after_cancel == 2
     assert (await caller.view(job)).num_output_tokens == 1
     await end(publishing)

@@ -8,7 +8,7 @@ from workers.configuration import ConfigurationError, find, load, parse
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
 
 FULL = """\
-# Everything there is.
+# Every key.
 strategy:
   name: dynamic
   batch_size: 16

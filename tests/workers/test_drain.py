@@ -152,7 +152,7 @@ async def test_a_worker_exits_within_its_budget_without_redis(keys: Keys) -> Non
 
             await until(is_up)
             server.kill()
-            # Wall time, with much to spare: the budget is 2 s, the test would wait for ever.
+            # Wall time with a large margin: the budget is 2 s, otherwise the test waits forever.
             assert await worker.stop(timeout_s=60) == 0
 
 

@@ -63,7 +63,7 @@ async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
     client.send([StopJob("unknown", 1)])
     client.send([Shutdown()])
     await client.end()
-    client.send([StopJob("unknown", 1)])  # nobody hears it
+    client.send([StopJob("unknown", 1)])  # not received
     assert await client.stop() == 0
     assert all(isinstance(said.get_nowait(), EngineLoad) for _ in range(said.qsize()))
 

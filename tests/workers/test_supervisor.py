@@ -241,7 +241,7 @@ async def test_a_job_that_cannot_run_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """Too long for the model, or a row that cannot be computed: one error for one job."""
-    model = HashModelOptions(bad_row_id=1)  # a byte that it never says
+    model = HashModelOptions(bad_row_id=1)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model):
         good = await caller.submit("fine", max_tokens=30)
         too_long = await caller.submit("x" * 600)
@@ -314,7 +314,7 @@ async def test_a_job_that_kills_engines_fails_alone(
 ) -> None:
     """One poison job among many: it is found, tried alone and recorded; every other job's output is
     exact."""
-    model = HashModelOptions(crash_id=0, step_s=0.005)  # a byte that it never says
+    model = HashModelOptions(crash_id=0, step_s=0.005)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model):
         before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(6)]
         poison = await caller.submit("\0", max_tokens=20)
@@ -332,7 +332,7 @@ async def test_a_job_that_hangs_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """The engine does not exit by itself: the supervisor ends it because its step does not end."""
-    model = HashModelOptions(hang_id=0, step_s=0.005)  # a byte that it never says
+    model = HashModelOptions(hang_id=0, step_s=0.005)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model, step_timeout_s=1.5, max_crashes=2):
         before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(3)]
         hanging = await caller.submit("\0", max_tokens=20)

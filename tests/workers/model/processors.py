@@ -4,7 +4,7 @@ from workers.model.native.library import supported_isas
 from workers.model.processor import Processor, Product, find_processor
 
 _widest = find_processor().isa
-# Of this machine, up to the one that the run is narrowed to (BATCHWAY_CPU_ISA).
+# This machine's, up to the limit of this run (BATCHWAY_CPU_ISA).
 ISAS = supported_isas()[: supported_isas().index(_widest) + 1]
 
 PROCESSORS = {

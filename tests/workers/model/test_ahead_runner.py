@@ -26,7 +26,7 @@ from workers.strategies import ContinuousBatching
 
 MAX_SEQS = 6
 Outputs = dict[tuple[str, int], list[tuple[Any, ...]]]
-# What jobs ask for: what the device draws, and what it must leave to the host.
+# Parameters of jobs: some that the device can draw, and some that need the host.
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},

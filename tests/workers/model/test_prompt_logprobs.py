@@ -18,7 +18,7 @@ from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.strategies import ContinuousBatching
 
-# The paged way, and each way that a state goes on.
+# A paged model, and one for each way to continue a state.
 FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]
 
 

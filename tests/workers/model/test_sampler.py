@@ -15,7 +15,7 @@ from workers.model.penalties import adjust_logits
 from workers.model.sampler import sample
 from workers.model.thresholds import find_allowed
 
-# Exceeded once in 10,000 by a sampler that is right, by degrees of freedom (seeds are fixed).
+# A correct sampler exceeds this once in 10,000, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
 NUM_DRAWS = 20_000
 

@@ -18,9 +18,9 @@ from workers.model.loader import ModelRefused, load_model
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
 from workers.model.sequential_probe import choose_continuation
 
-# One that goes on anywhere, one at single tokens only, one that never goes on.
+# States that continue anywhere, at single tokens only, and never.
 KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]
-# What these lose by going on is less than half precision rounds off.
+# The error of continuing these is less than the rounding of half precision.
 IMPRECISE = {"zamba2", "nemotron_h"}
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (query heads, KV heads)
 HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 1), (10, 2), (20, 1)]
 DIMS = [64, 72, 80, 96, 112, 128, 192, 256]
-# Of models whose every kernel is interpreted; the slow ones wait for the campaigns.
+# Models with every kernel interpreted; the slow ones run in the campaigns.
 OTHER_FAMILIES = ["qwen3", "gemma2", "gpt2"]
 
 
