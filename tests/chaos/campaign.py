@@ -176,7 +176,7 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
     functions = Functions(client, keys)
     prefix = keys.job("")
     found: Any = await client.keys(f"{prefix}*")
-    # A call without a key needs a caller who attends; the oracle's questions are such calls too.
+    # A call without a key needs a connected caller; the oracle's questions are such calls too.
     has_key = {
         key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
     }

@@ -171,5 +171,5 @@ class Leaver(Client):
         except (Broken, Gone, TimeoutError):
             pass
         if story.job_id is None:
-            self._ledger.counts["calls that nobody heard of"] += 1
+            self._ledger.counts["calls without a reply"] += 1
             await self._again()

@@ -16,8 +16,8 @@ from enum import StrEnum
 from contract.events import End, LogEntry, Tokens
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
-# What `appendfsync everysec` may lose: a second, and while the disk is busy the two by which Redis
-# puts off a write.
+# What `appendfsync everysec` may lose: one second, and while the disk is busy the two seconds by
+# which Redis delays a write.
 LOSS_S = 3.0
 
 Output = Mapping[int, Sequence[int]]  # token ids by choice
@@ -67,12 +67,12 @@ class Story:
     may_be_cancelled: bool = False
     has_callback: bool = False
     job_id: str | None = None
-    status: str | None = None  # terminal, as the client was told
+    status: str | None = None  # the terminal status that the client received
     events: dict[int, Event] = field(default_factory=dict)
     is_diverged: bool = False
     num_tokens_at_cancel: int | None = None
     opened_s: float = 0.0
-    accepted_s: float = 0.0  # when the client first heard of its job
+    accepted_s: float = 0.0  # when the client received its job's id
     last_news_s: float = 0.0
     _next: int = 1
     _heard: set[int] = field(default_factory=set)  # numbers on this connection
@@ -104,7 +104,7 @@ class Story:
 
     def vanished(self, kind: Kind = Kind.LOST, detail: str = "the accepted job is unknown") -> None:
         """The accepted job no longer exists; the client submits it again."""
-        assert self.job_id is not None, "nobody can miss what nobody was promised"
+        assert self.job_id is not None, "a job without an id cannot vanish"
         if self.is_excused:
             self.ledger.num_rolled_back += 1
         else:
@@ -115,7 +115,7 @@ class Story:
     def connect(self, after: int) -> None:
         """A connection that resumes after an event, or starts again."""
         if after == 0 and self.may_have_lost:
-            self.events.clear()  # what is said again may be cut into other events
+            self.events.clear()  # repeated output may be split into other events
         self._next = after + 1
         self._heard.clear()
 
@@ -161,7 +161,7 @@ class Story:
         if self.is_diverged or list(self.expected[choice][start : start + len(ids)]) == ids:
             return
         if not self.is_exact:
-            self.is_diverged = True  # the model says whether it was a near-tie
+            self.is_diverged = True  # the model decides whether it was a near-tie
             return
         self.violate(Kind.WRONG, f"{where}: tokens of choice {choice} from position {start}")
 
@@ -229,7 +229,7 @@ class Ledger:
     num_rolled_back: int = 0
     num_near_ties: int = 0
     num_tokens: int = 0  # in the logs at the end
-    num_callbacks: int = 0  # ended jobs whose receiver is to be told
+    num_callbacks: int = 0  # ended jobs with a callback
     num_deliveries: int = 0  # that receivers have accepted, repeats included
     longest_stall_s: float = 0.0
 
@@ -253,7 +253,7 @@ class Ledger:
         if self.cuts_s:
             self.num_rolled_back += 1
         else:
-            self.violations.append(Violation(Kind.LOST, name, "a job that nobody had heard of"))
+            self.violations.append(Violation(Kind.LOST, name, "a job whose id no client received"))
 
     def by_kind(self) -> dict[str, int]:
         """The number of violations of each kind, also of kinds without any."""

@@ -22,7 +22,7 @@ from workers.model.runner import ModelRunner
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# The demo model is sure of every digit of a count, at any temperature, unless it may not repeat.
+# Counting, the demo model is sure of every digit at any temperature, unless repeats are penalised.
 DOUBT = {"presence_penalty": 1.5, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
 
 

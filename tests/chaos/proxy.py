@@ -30,7 +30,7 @@ class Link:
         self.delay_s = 0.0  # of every reply
         self.passes_replies = asyncio.Event()
         self.passes_replies.set()
-        self.dooms: list[Doom] = []  # for the next connections on which something is said
+        self.dooms: list[Doom] = []  # for the next connections that send something
         self.effects: Counter[str] = Counter()
         self.struck = asyncio.Event()  # set by each effect of a doom
 

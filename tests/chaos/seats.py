@@ -202,7 +202,7 @@ class WorkerSeat(Seat):
             "lease_s": LEASE_S,
             "drain_s": 1.0,
             # Engines are killed here a thousand times as often as anywhere else, and not by the
-            # jobs: three deaths within one job's life say nothing about it.
+            # jobs: three deaths during one job do not make it poison.
             "max_crashes": 1000,
             **self._settings,
         }

@@ -134,7 +134,7 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
     """130 waiting tokens at 13 per second take ten seconds. The lane's bound, the deadline and the
     ETA use this figure."""
     unknown = (await functions.submit(make_job(), make_submission())).position
-    assert unknown.eta_s is not None  # nothing is ahead of it, but nobody lives: at a cold start
+    assert unknown.eta_s is not None  # nothing is ahead, but no worker lives: a cold start
     await beat(functions, WorkerCapacity(tokens_per_s=13.0, lanes=("standard",)))
     jobs = [make_job() for _ in range(10)]
     for job in jobs:

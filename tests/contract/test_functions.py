@@ -265,7 +265,7 @@ async def test_a_move_reaches_the_job_s_worker_and_its_record(
     await claim(functions)
     async with redis_client.pubsub() as heard:
         await heard.subscribe(keys.control_channel("w1"))
-        await anext(heard.listen())  # from now on it hears
+        await anext(heard.listen())  # from now on it receives messages
         moved = await functions.reprioritise(job.id, "t", lane="interactive", deadline_s=5)
         message = await anext(heard.listen())
     assert moved is Verdict.OK

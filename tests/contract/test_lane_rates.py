@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 LANES = ("interactive", "standard", "batch")
 SHARES = {"standard": 0.2, "batch": 0.1}
 RATE = 13.0  # one job's cost a second
-START_MS = 1_700_000_000_000  # where a window begins
+START_MS = 1_700_000_000_000  # the start of a window
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def full_disk(tmp_path: Path) -> Iterator[tuple[str, int]]:
     server = subprocess.Popen(
         [find_server(), *arguments],
         stdout=subprocess.DEVNULL,
-        restore_signals=False,  # SIGXFSZ stays ignored: the write fails, the process lives
+        restore_signals=False,  # SIGXFSZ stays ignored: the write fails, the process survives
     )
     try:
         yield f"unix://{url}", server.pid

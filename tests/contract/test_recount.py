@@ -66,8 +66,8 @@ async def make_jobs(functions: Functions) -> dict[str, str]:
     return {"ended": ended.job.id, "running": running.job.id, "waiting": jobs[2].id}
 
 
-# What is planted: commands, their keys without the tag; then of each correction its kind, key,
-# field, what it held and what it holds ('*': anything).
+# Planted errors: commands, their keys without the tag; then of each correction its kind, key,
+# field, wrong value and right value ('*': anything).
 PLANTED: dict[str, tuple[list[str], list[tuple[str, ...]]]] = {
     "a lane's waiting jobs": (
         ["HSET counters:m:standard queued_jobs 4"],
@@ -185,7 +185,7 @@ async def test_drift_is_corrected_and_reported(
     totals = (await functions.snapshot("m", [])).totals
     assert totals[f"corrections_total:{found[0].kind}"] > 0
     assert sum(n for name, n in totals.items() if name.startswith("corrections_")) == len(found)
-    if name != "a lease":  # it lapses at once, which is another step
+    if name != "a lease":  # it expires at once, which is another step
         audit.check()
     assert await sweep(functions, redis_client, keys, 3) == []
     audit.check()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-_PROGRESS_S = 10.0  # between two lines where no terminal shows them in place
+_PROGRESS_S = 10.0  # between two lines without a terminal
 EXIT_INTERRUPTED = 130
 
 

@@ -22,14 +22,14 @@ from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import WorkerProcess
 
 HASH_MODEL = HashModelOptions(step_s=0.02, eos_rate=0.0, num_blocks=512)
-# How far over its budget a worker of a crowded machine may come before it counts as a violation;
-# the longest exit is told in any case.
+# How far a worker on a busy machine may exceed its budget before it counts as a violation. The
+# longest exit is reported in any case.
 LATE_S = 5.0
-LEASE_S = 10.0  # none lapses
+LEASE_S = 10.0  # none expires
 NUM_WORKERS = 3
 NUM_JOBS = 24  # at a time
 LONGEST_JOB = 2.0  # budgets that the longest job runs for
-REPEATED_SHARE = 0.25  # of the workers, told three times
+REPEATED_SHARE = 0.25  # of the workers, which get the signal three times
 
 
 @dataclass
@@ -43,7 +43,7 @@ class DrainReport:
     num_tokens: int = 0
     num_moved: int = 0
     num_releases: int = 0
-    num_held: int = 0  # jobs that workers held when they were told
+    num_held: int = 0  # jobs held by workers when their drains began
     exits_s: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ _KIND_BY_COMMAND = {
     "reaper": "reaper",
 }
 _MIB = 2**20
-# Where a recount stands, and which lanes were idle: also there at times while nothing runs.
+# The position of a recount, and idle lanes: keys that sometimes exist while nothing runs.
 _COMES_AND_GOES = re.compile(r":0}:(recount|idle):")
 
 
@@ -89,7 +89,7 @@ def compare(before: Footprint, after: Footprint, tolerance: Tolerance) -> list[s
     found += [f"{then[pid].kind} {pid} has ended" for pid in then.keys() - now.keys()]
     found += [f"{now[pid].kind} {pid} is new" for pid in now.keys() - then.keys()]
     both = sorted(then.keys() & now.keys())
-    # A descriptor of Redis is a connection, and the other end of it one of a part's own.
+    # Each descriptor of Redis is a connection, whose other end is a descriptor of another part.
     connections = sum(
         max(0, now[pid].num_fds - then[pid].num_fds) for pid in both if now[pid].kind != "redis"
     )

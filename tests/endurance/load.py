@@ -15,7 +15,7 @@ import httpx
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import MODEL
 
-BAD_ROW_ID = 1  # a byte that nobody says but to fail; see HashModelOptions
+BAD_ROW_ID = 1  # a byte only in prompts that are to fail; see HashModelOptions
 NUM_CALLERS = 12
 # Few: `tokenizers` keeps the last 10,000 texts, 16 MiB of texts such as ours, which is no leak.
 NUM_TEXTS = 50

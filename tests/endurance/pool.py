@@ -38,7 +38,7 @@ class Pool:
     server: EmbeddedRedis
     caller: Caller
     workers: list[WorkerProcess]
-    url: str  # of the gateway; '' where there is none
+    url: str  # of the gateway; '' without one
 
     async def infos(self) -> list[dict[str, Any]]:
         """The contents of each worker's next heartbeat."""

@@ -1,7 +1,6 @@
-"""Checks the invariants of docs/protocol.md on what really lies in Redis.
+"""Checks the invariants of docs/protocol.md on the contents of Redis.
 
-What does not hold is named: the key without its tag, the field, what it holds, what the records
-say.
+A violation names the key without its tag, the field, its value, and the value by the records.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ TERMINAL = {status.value for status in TERMINAL_STATUSES}
 
 @dataclass
 class Audit:
-    """Remembers what was seen, so that what may never change or fall is checked too."""
+    """Keeps what it saw earlier, to check also values that may never change or decrease."""
 
     client: Any  # redis.Redis, whose replies are typed as bytes or str
     keys: Keys
@@ -37,7 +36,7 @@ class Audit:
     _ttls: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises AssertionError at the first invariant that does not hold."""
+        """Raises AssertionError at the first violated invariant."""
         jobs = self._jobs()
         waiting, pending = self._queue_entries()
         leases = {i.decode() for i in self.client.zrange(self.keys.of("leases"), 0, -1)}
@@ -117,10 +116,10 @@ class Audit:
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
 
-    # --- what lies in Redis -------------------------------------------------------------------
+    # --- contents of Redis --------------------------------------------------------------------
 
     def _jobs(self) -> dict[str, Record]:
-        """The records by id; their logs and times to live are fetched in the same round trip."""
+        """The records by id. Their logs and times to live are fetched in the same round trip."""
         prefix = self.keys.job("")
         job_ids = [key.decode()[len(prefix) :] for key in self.client.keys(f"{prefix}*")]
         with self.client.pipeline(transaction=False) as pipe:
@@ -143,9 +142,8 @@ class Audit:
         return jobs
 
     def _complete(self, jobs: dict[str, Record]) -> None:
-        """How far jobs are that go on, from what their workers' hashes hold, packed; what else is
-        packed must be what the record says.
-        """
+        """Adds the progress of running jobs, packed in their workers' hashes. Other packed progress
+        must equal the record."""
         prefix = self.keys.of("run", "")
         for key in self.client.keys(f"{prefix}*"):
             packed: Any = self.client.hgetall(key)
@@ -173,7 +171,7 @@ class Audit:
                 job["hash"] = hash_.decode()
 
     def _queue_entries(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Where jobs have an entry that no worker was handed, and where one that is pending."""
+        """Jobs with a queue entry that no worker has, and jobs with a pending entry."""
         waiting: dict[str, list[str]] = defaultdict(list)
         pending: dict[str, list[str]] = defaultdict(list)
         tag = self.keys.tag
@@ -210,7 +208,7 @@ class Audit:
         pending: dict[str, list[str]],
         leases: set[str],
     ) -> str:
-        """I1, I2: terminal, queued or running, and nothing in between."""
+        """I1, I2: each job is terminal, queued or running."""
         states = {"queued": "queued", "claimed": "running", "streaming": "running"}
         kind = "terminal" if job["state"] in TERMINAL else states.get(job["state"], "")
         assert kind, f"I2: {job.key} state: holds {job['state']!r}"
@@ -277,8 +275,7 @@ class Audit:
         self._sound_rows[job_id] = self._rows[job_id]
 
     def _check_lists(self, jobs: dict[str, Record]) -> None:
-        """I15: every record is in its tenant's list and in no other; an ended one waits to be
-        forgotten."""
+        """I15: every record is in its tenant's list and in no other; an ended one has an expiry."""
         lists: dict[str, dict[str, int]] = defaultdict(dict)
         kept = {}
         for job_id, job in jobs.items():
@@ -332,7 +329,7 @@ class Audit:
             )
 
     def _check_counters(self, expected: dict[str, dict[str, int]]) -> None:
-        """I11. A field that was never counted up is not there."""
+        """I11. A field that was never incremented does not exist."""
         found = {
             key: {name: record.number(name) for name in record}
             for key, record in self._hashes("counters:").items()
@@ -344,7 +341,7 @@ class Audit:
         same("I11: counters", found, wanted)
 
     def _check_bill(self, job: Record, kind: str) -> None:
-        """What was reserved is charged or refunded at the end, and not before."""
+        """A reservation is charged or refunded at the job's end, and not before."""
         if kind != "terminal":
             assert "charge" not in job, f"a bill comes at the end: {job.key} charge"
             return
@@ -354,7 +351,7 @@ class Audit:
         same("what was used is charged, the rest refunded", {job.key: found}, {job.key: wanted})
 
     def _check_lines(self, expected: dict[str, dict[str, int]]) -> None:
-        """I11: each tenant's line in a lane has the jobs and tokens that wait in it."""
+        """I11: each tenant's queue in a lane counts the jobs and tokens that wait in it."""
         found = {
             key: {name: record.number(name) for name in ("jobs", "tokens")}
             for key, record in self._hashes("line:").items()
@@ -362,7 +359,7 @@ class Audit:
         same("I11: lines", found, expected)
 
     def _check_tenants(self, expected: dict[str, int]) -> None:
-        """I11: what a tenant has reserved is the cost of its unfinished jobs."""
+        """I11: a tenant's reservation is the cost of its unfinished jobs."""
         found = {}
         for key, record in self._hashes("tenant:").items():
             for name, value in record.items():
@@ -377,7 +374,7 @@ class Audit:
         same("I11: reservations", found, wanted)
 
     def _check_sets(self, kind: str, expected: dict[str, set[str]]) -> None:
-        """I11: the sets by owner, and of the jobs run alone, hold what the records say."""
+        """I11: the sets by owner, and of the jobs that run alone, agree with the records."""
         prefix = f"{self.keys.tag}:"
         found = {
             key.decode()[len(prefix) :]: members({i.decode() for i in self.client.smembers(key)})
@@ -387,7 +384,7 @@ class Audit:
         same(f"I11: {kind}", found, wanted)
 
     def _hashes(self, kind: str) -> dict[str, Record]:
-        """Of a family, by key without the tag."""
+        """The hashes of a family, by key without the tag."""
         prefix = f"{self.keys.tag}:"
         found = {}
         for raw_key in self.client.keys(f"{prefix}{kind}*"):
@@ -396,7 +393,7 @@ class Audit:
         return found
 
     def _check_outbox(self, jobs: dict[str, Record]) -> None:
-        """I12: one record for each end with a callback, in the one place that its state says."""
+        """I12: one record for each end with a callback, in the one place given by its state."""
         places = {name: self._zsets(f"{name}:") for name in ("due", "flying", "dead")}
         records = self._outbox_records()
         wanted = {i for i, job in jobs.items() if "callback_to" in job and job["state"] in TERMINAL}
@@ -437,7 +434,7 @@ class Audit:
     def _check_turns(
         self, due: dict[str, dict[str, float]], flying: dict[str, dict[str, float]]
     ) -> None:
-        """A destination is looked at once something of it is due, or a lease of it lapses."""
+        """A destination is visited when one of its messages is due or a lease expires."""
         rows: Any = self.client.zrange(self.keys.of("outbox"), 0, -1, withscores=True)
         turns = {to.decode(): at for to, at in rows}
         wanted = members(due.keys() | flying.keys())
@@ -445,7 +442,7 @@ class Audit:
         now_ms = self._now_ms()
         for to, at in turns.items():
             first = min([*due.get(to, {}).values(), *flying.get(to, {}).values()])
-            is_full = bool(flying.get(to))  # its next look may wait for what is on its way
+            is_full = bool(flying.get(to))  # its next visit may wait for running attempts
             last = min(flying[to].values()) if is_full else first
             assert at <= max(now_ms, last), f"no destination is forgotten: {to} until {at}"
 

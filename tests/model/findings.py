@@ -1,11 +1,11 @@
-"""What an audit reads and compares, and how it says what it found."""
+"""Values that an audit reads and compares, and the messages of its findings."""
 
 from collections.abc import Iterable, Mapping
 
 
 class Record(dict[str, str]):
-    """A hash. Asked for a field that it lacks, or for a number where there is none, it raises an
-    AssertionError that says so."""
+    """A hash. Reading a missing field, or a number from a field without one, raises an
+    AssertionError that names it."""
 
     def __init__(self, key: str, fields: Mapping[str, str]) -> None:
         super().__init__(fields)
@@ -26,7 +26,7 @@ def same(
     found: Mapping[str, Mapping[str, object]],
     wanted: Mapping[str, Mapping[str, object]],
 ) -> None:
-    """Raises AssertionError with the keys and fields that are not as the records say."""
+    """Raises AssertionError with the keys and fields that differ from the records."""
     differences = [
         f"{key} {name}: holds {found.get(key, {}).get(name, 'nothing')!r}, "
         f"the records say {wanted.get(key, {}).get(name, 'nothing')!r}"
@@ -38,5 +38,5 @@ def same(
 
 
 def members(job_ids: Iterable[str]) -> dict[str, object]:
-    """A set, to be compared as the fields of a hash are."""
+    """A set, in the form in which the fields of a hash are compared."""
     return dict.fromkeys(job_ids, "it")

@@ -1,16 +1,16 @@
-"""Mistakes planted in the functions, to see whether the tests find them."""
+"""Mistakes planted in the functions, to check that the tests find them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One text of the library put in the place of another."""
+    """One text of the library and its replacement."""
 
     name: str
     text: str
     instead: str
-    is_postal: bool = False  # in the outbox, where another walk looks more closely
+    is_postal: bool = False  # in the outbox, which PostalWalk exercises more
     seed: int = 0  # of the walk that is tried first: it found this one, which few do
 
     def apply(self, source: str) -> str:

@@ -1,4 +1,4 @@
-"""Mistakes planted in the functions of the outbox and in what writes to it."""
+"""Mistakes planted in the functions of the outbox and in the functions that write to it."""
 
 from tests.model.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""A seeded random walk that looks at the outbox above all: few ways to run, many to deliver."""
+"""A seeded random walk that exercises the outbox: few jobs, many deliveries."""
 
 import random
 from collections.abc import Callable
@@ -67,14 +67,14 @@ class PostalWalk:
         self._world.heartbeat(self._rng.choice(WORKERS))
 
     def _taken(self) -> Taken:
-        """Mostly one of the last that were taken; sometimes one long over, or none."""
+        """Mostly one of the messages taken last; sometimes an old one, or none."""
         taken = self._world.postmen.taken
         if not taken or self._rng.random() < 0.06:
             return NOBODY
         return self._rng.choice(taken[-4:] if self._rng.random() < 0.9 else taken)
 
     def _start(self) -> None:
-        """Often where another message came since the relay took one."""
+        """Often a destination that got another message since the relay took one."""
         entries = self._world.reference.outbox.entries
         taken = [
             t for t in self._world.postmen.taken[-20:] if t.attempt == entries[t.job_id].attempt
@@ -88,7 +88,7 @@ class PostalWalk:
         self._world.postmen.done(self._taken(), outcome, self._rng.choice([0, 2, 20]))
 
     def _replay(self) -> None:
-        """Each state alike, of the records in it one; mostly for their own tenant."""
+        """Each state equally often, and one of its records; mostly for its own tenant."""
         entries = self._world.reference.outbox.entries
         state = self._rng.choice(list(OutboxState))
         job_ids = [i for i, entry in entries.items() if entry.state is state]

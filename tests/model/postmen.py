@@ -1,4 +1,4 @@
-"""Relays and receivers in the small world: the outbox in Redis against its reference."""
+"""Relays and receivers in the small world: the outbox in Redis, compared with its reference."""
 
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Postmen:
-    """What relays believe to have taken, and the comparison of all that they are told."""
+    """The messages that relays believe to hold, and the comparison of all replies to them."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -25,7 +25,7 @@ class Postmen:
         self.taken: list[Taken] = []  # the youngest last; also those whose attempt is over
 
     def take(self, max_messages: int) -> None:
-        """Redis may choose among what is due; the reference says among what."""
+        """Redis may choose among the due messages; the reference gives the set."""
         now_ms = self._world.reference.now_ms
         wanted = self._there.can_be_taken(now_ms, MAX_PER_TARGET)
         reply = self._call(
@@ -84,7 +84,7 @@ class Postmen:
         self._heard("dead", ["some" if letters else "nothing"])
 
     def deliver_all(self) -> None:
-        """Receivers are well again: every message arrives."""
+        """Receivers accept again: every message is delivered."""
         while any(e.state in (OutboxState.DUE, OutboxState.TAKEN) for e in self._entries()):
             self._world.pass_time(100)  # longer than any lease and any rung of these tests
             self.take(1000)
@@ -92,7 +92,7 @@ class Postmen:
                 self.done(taken, "delivered", 0)
 
     def compare(self) -> None:
-        """The records in Redis say what the reference says."""
+        """The records in Redis are those of the reference."""
         names = ("state", "kind", "number", "attempt", "failures")
         entries = self._there.entries
         with self._world.client.pipeline(transaction=False) as pipe:
@@ -108,7 +108,7 @@ class Postmen:
         return list(self._there.entries.values())
 
     def _has_lapsed(self, to: str) -> bool:
-        """Whether Redis looked at a destination, some of whose leases were over."""
+        """Whether Redis visited a destination with expired leases."""
         now_ms = self._world.reference.now_ms
         flying: Any = self._world.client.zrange(
             self._world.keys.of("flying", to), 0, now_ms, byscore=True

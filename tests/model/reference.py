@@ -72,7 +72,7 @@ _RUNNING = (JobStatus.CLAIMED, JobStatus.STREAMING)
 
 @dataclass(slots=True)
 class Record:
-    """A job as the table sees it. Times in ms of the reference's clock."""
+    """A job in the state table. Times are in ms of the reference's clock."""
 
     job: Job
     submission: Submission
@@ -110,7 +110,7 @@ class Record:
 
     @property
     def done(self) -> int:
-        """Tokens of its cost that are computed: the prompt with the first output."""
+        """The computed tokens of its cost; the prompt counts with the first output."""
         num_prompt = self.job.num_prompt_tokens
         return min(self.cost, num_prompt + self.num_tokens) if self.num_tokens else 0
 
@@ -150,7 +150,7 @@ class Reference:
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self.is_restarted = False
         self.memory_is_full = False
-        self.wakes: list[tuple[str, str]] = []  # (model, lane) of each that was told to workers
+        self.wakes: list[tuple[str, str]] = []  # (model, lane) of each hint published to workers
 
     # --- callers ------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Reference:
         )
 
     def position(self, job_id: str, tenant: str) -> QueuePosition | None:
-        """What `read` says of a job's place."""
+        """The job's place in the queue, as in the reply to `read`."""
         record = self._owned(job_id, tenant)
         if record is None or record.state is not JobStatus.QUEUED:
             return None
@@ -247,7 +247,7 @@ class Reference:
         return Verdict.OK
 
     def _move_charge(self, record: Record, lane: str, *, keeps: bool) -> None:
-        """What it was charged goes with it to a lane, unless it waits there to be charged anew."""
+        """Moves the job's charge to another lane, unless it waits there to be charged anew."""
         model, tenant = record.job.model, record.job.tenant
         num_tokens = record.charged / self._weight(tenant)
         if record.charged:
@@ -423,7 +423,7 @@ class Reference:
         return lost
 
     def live_workers(self, model: str) -> set[str]:
-        """Those that take jobs."""
+        """The workers that take jobs."""
         return set(self._workers.get(model, {}))
 
     def drain(self, incarnations: Sequence[str]) -> list[bool]:
@@ -467,7 +467,7 @@ class Reference:
         return Swept(len(lapsed), len(expired), len(unattended), len(forgotten))
 
     def restart(self) -> None:
-        """Redis has been restarted: the next sweep grants a grace."""
+        """Redis has been restarted: the next sweep grants a grace period."""
         self.is_restarted = True
 
     # --- transitions --------------------------------------------------------------------------
@@ -608,7 +608,7 @@ class Reference:
         self.outbox.post(record.job, record.submission, kind, self.now_ms)
 
     def _is_over(self, record: Record) -> bool:
-        """Whether a job has ended so long ago that it is kept no more."""
+        """Whether a job ended so long ago that its record has expired."""
         if record.finished_ms is None:
             return False
         return record.finished_ms + int(record.submission.retention_s * 1000) <= self.now_ms
@@ -650,7 +650,7 @@ class Reference:
             self._turns_in(record.job.model, record.lane).retire(record.job.tenant)
 
     def _line(self, record: Record) -> tuple[str, str, str] | None:
-        """Its tenant's line in its lane, where it waits there."""
+        """The tenant's queue in the job's lane, if the job waits there."""
         if record.queue in (BACK, SUSPECT):
             return None
         return record.job.model, record.lane, record.job.tenant
@@ -662,7 +662,7 @@ class Reference:
         return self._weights.get(tenant, 1.0)
 
     def _weight_of_others(self, model: str, lane: str, tenant: str) -> float:
-        """That wait in a lane."""
+        """The weights of the other tenants that wait in a lane."""
         active = self._turns_in(model, lane).active
         names = sorted(active, key=lambda name: (active[name], name))
         return sum(self._weight(name) for name in names if name != tenant)
@@ -678,7 +678,8 @@ class Reference:
         places: Mapping[str, Places],
         skipped: list[Record],
     ) -> Record | None:
-        """The next job to hand out: of a lane that is owed its cost, else in the lanes' order."""
+        """The next job to hand out: from a lane that is owed its cost, otherwise in the lanes'
+        order."""
         for lane, share in [(lane, share) for lane, share in shares if lane in rooms]:
             owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
             if owed > 0 and rooms[lane].max_owed > 0:
@@ -704,7 +705,7 @@ class Reference:
     def _next_below_share(
         self, model: str, lane: str, places: Places, skipped: list[Record]
     ) -> Record | None:
-        """Of a tenant with less than its share of a lane's places, given back ones first."""
+        """A job of a tenant with less than its share of a lane's places, released ones first."""
         found = self._next_back_below_share(model, lane, places, skipped)
         if found is not None:
             return found
@@ -740,7 +741,7 @@ class Reference:
     def _next_in_lane(
         self, model: str, lane: str, room: int, skipped: list[Record]
     ) -> tuple[Record | None, bool]:
-        """Given back first, then by tenant; True where nothing may go before one that waits. There
+        """Released jobs first, then by tenant; True if no job may go before one that waits. There
         must be room for one of its choices."""
         for queue in (BACK, *self._turns_in(model, lane).order()):
             found, is_blocked = self._next_in_line((model, lane, queue), room, skipped)
@@ -751,7 +752,7 @@ class Reference:
     def _next_in_line(
         self, line: tuple[str, str, str], room: int, skipped: list[Record]
     ) -> tuple[Record | None, bool]:
-        """The same of one line."""
+        """The same for one tenant's queue."""
         for num_skipped, job_id in enumerate(self._queues.get(line, []), start=1):
             record = self.records[job_id]
             if record.cost / record.job.num_choices <= room:
@@ -820,7 +821,7 @@ class Reference:
         return refusal(job, refused.reason, refused.limit, refused.retry_ms, rates)
 
     def _settle(self, record: Record, status: JobStatus) -> None:
-        """The bill: free where no worker took it."""
+        """The charge at the job's end: nothing if no worker took it."""
         num_prompt = record.job.num_prompt_tokens
         record.charge = num_prompt + record.num_tokens if record.epoch else 0
         tenant = self._tenants[record.job.tenant]
@@ -862,7 +863,7 @@ class Reference:
                 load.done_tokens += record.done
         return loads
 
-    # --- who may what -------------------------------------------------------------------------
+    # --- permissions --------------------------------------------------------------------------
 
     def _handed_out(self, record: Record) -> Claimed:
         return Claimed(

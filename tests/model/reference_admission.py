@@ -17,19 +17,20 @@ from tests.model.reference_pools import LaneRates, Pool, drain_ms
 from tests.model.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
-MIN_LENGTHS = 5  # outputs seen before their length says anything
+MIN_LENGTHS = 5  # outputs needed for an estimate of their length
 UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
 
 @dataclass(slots=True)
 class Lengths:
-    """What is known of the lengths of choices: nine in ten stay below the estimate, nearly."""
+    """Estimates of the lengths of choices: about nine in ten stay below."""
 
     estimate: float = 0.0
     num_seen: int = 0
 
     def learn(self, num_tokens: int, num_choices: int = 1) -> None:
-        """A fifth of the way up to a longer output, a fiftieth down to a shorter one."""
+        """Moves the estimate by a fifth towards a longer output, by a fiftieth towards a shorter
+        one."""
         length = num_tokens / num_choices
         gap = length - self.estimate
         step = gap * (0.2 if gap > 0 else 0.02)
@@ -40,7 +41,7 @@ class Lengths:
 def predicted_output(
     known: Sequence[Lengths], max_tokens: int, num_choices: int, min_lengths: int = MIN_LENGTHS
 ) -> int:
-    """The output to expect: by the first of those known that has seen enough, else the cap."""
+    """The expected output: by the first estimate with enough observations, otherwise the cap."""
     for lengths in known:
         if lengths.num_seen >= min_lengths:
             return max(1, min(max_tokens, math.ceil(lengths.estimate * num_choices)))
@@ -49,7 +50,7 @@ def predicted_output(
 
 @dataclass(slots=True)
 class Meter:
-    """What was used of a limit per minute; it leaks by the limit each minute (GCRA)."""
+    """The use of a limit per minute, which decreases by the limit each minute (GCRA)."""
 
     used: float = 0.0
     at_ms: int = 0
@@ -62,7 +63,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Tenant:
-    """What a tenant has used and holds, in all lanes of all models."""
+    """A tenant's use and reservation, in all lanes of all models."""
 
     requests: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
@@ -100,7 +101,8 @@ class Tenant:
 
 @dataclass(slots=True)
 class Load:
-    """What waits and runs in a lane. Tokens are those of jobs' costs; `done` of the running."""
+    """The waiting and running jobs of a lane. Tokens are those of jobs' costs; `done` of the
+    running."""
 
     queued_jobs: int = 0
     queued_tokens: int = 0
@@ -111,7 +113,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What goes before a job, and what its lane and the workers hold."""
+    """The jobs ahead of a job, and the capacity of its lane and the workers."""
 
     jobs: int
     tokens: int
@@ -220,7 +222,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job before its admission: all that the decision rests on."""
+    """A job before its admission: all inputs of the decision."""
 
     submission: Submission
     line: Line
@@ -249,11 +251,12 @@ class Candidate:
 
     @property
     def finds_room(self) -> bool:
-        """Whether it starts at once, behind nobody."""
+        """Whether the job starts at once, with none ahead of it."""
         return self.ahead.jobs == 0 and self.wait_ms == 0
 
     def refusal(self, promises: Promises) -> Refusal | None:
-        """Why it may not come in, and when, after those who were told before; None where it may."""
+        """The reason for a refusal and the retry time, after the callers refused earlier; None if
+        the job is admitted."""
         refused = self._refusal()
         gap_ms = drain_ms(self.pool.rate, UNPROMISED_RATIO * self.cost)
         if refused is None or UNKNOWN_MS in (refused.retry_ms, gap_ms) or refused.limit in METERS:
@@ -306,10 +309,10 @@ class Candidate:
         return Refusal(ErrorCode.LANE_FULL, "lane_wait", over_ms) if over_ms > 0 else None
 
     def _over_wait_ms(self) -> int:
-        """By how much its wait is over the lane's bound in seconds; 0 or less where it is not.
+        """By how much the wait exceeds the lane's bound in seconds; 0 or less if it does not.
 
-        The cold start does not count: a pool that starts for its jobs would never start. Before a
-        rate is measured, as much may wait as the workers hold at once.
+        The cold start does not count: a pool that starts on demand would never start. Before a rate
+        is measured, as much may wait as the workers hold at once.
         """
         bound_ms = int(self.submission.lane_bound_s * 1000)
         if bound_ms == 0:
@@ -333,7 +336,7 @@ class Candidate:
         return Refusal(ErrorCode.DEADLINE_INFEASIBLE, "", retry_ms)
 
     def _drain_ms(self, rate: float, held: int, bound: float) -> int:
-        """Until a bound has room for the job; never where it is too small for it alone."""
+        """The time until a bound has room for the job; UNKNOWN_MS if the job alone exceeds it."""
         if self.cost > bound:
             return UNKNOWN_MS
         return drain_ms(rate, held + self.cost - bound)

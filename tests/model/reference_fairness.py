@@ -24,8 +24,8 @@ MAX_OWED = 2**20
 
 @dataclass(slots=True)
 class Turns:
-    """Of one lane: tokens handed out by tenant, divided by its weight, while it has a line and
-    after.
+    """The turns of one lane: tokens handed out by tenant, divided by its weight, while it has
+    waiting jobs and after.
 
     A returning tenant starts at the higher of its own counter and that of the tenant served last.
     """
@@ -44,7 +44,7 @@ class Turns:
         self.idle = {name: at for name, at in self.idle.items() if at > self.clock}
 
     def bill(self, tenant: str, num_tokens: float) -> None:
-        """Adds to its counter, tokens by weight; gives back where they are negative."""
+        """Adds tokens by weight to the tenant's counter; negative tokens are given back."""
         if tenant in self.active:
             self.active[tenant] += num_tokens
         elif num_tokens:
@@ -53,18 +53,18 @@ class Turns:
                 self.idle[tenant] = own
 
     def charge(self, tenant: str, num_tokens: float) -> None:
-        """A job of its line is handed out, of so many tokens by weight."""
+        """A job of the tenant is handed out, of this many tokens by weight."""
         self.clock = max(self.clock, self.active[tenant])
         self.bill(tenant, num_tokens)
 
     def order(self) -> list[str]:
-        """Who has waited with the least comes first."""
+        """The waiting tenants, the one with the lowest counter first."""
         return sorted(self.active, key=lambda name: (self.active[name], name))[:MAX_TENANTS]
 
 
 @dataclass(slots=True)
 class Shares:
-    """What the lanes with a minimum share are owed, in tokens."""
+    """Tokens owed to the lanes with a minimum share."""
 
     owed: dict[str, float] = field(default_factory=dict)
 
@@ -81,17 +81,17 @@ class Shares:
 
 @dataclass(slots=True)
 class Places:
-    """Of a lane at a worker whose places are all taken: how many there are, in places and tokens,
-    and what each tenant holds. Each has a share by its weight."""
+    """The places of a lane at a full worker: their number, in places and tokens, and what each
+    tenant holds. Each tenant has a share by its weight."""
 
     max_jobs: int
     max_tokens: int
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)  # 1 where there is none
+    weights: Mapping[str, float] = field(default_factory=dict)  # 1 for tenants without one
 
     def room_of(self, tenant: str) -> int:
-        """The largest job that the tenant may be handed, in tokens: 0 or less where one more place
-        would give it more than its share, among those that hold any and itself."""
+        """The largest job that the tenant may get, in tokens: 0 or less if one more place would
+        exceed its share, among the tenants that hold any and itself."""
         num_jobs, num_tokens = self.held.get(tenant, (0, 0))
         holders = list(self.held) if tenant in self.held else [*self.held, tenant]
         weight = self.weights.get(tenant, 1.0)
@@ -101,6 +101,6 @@ class Places:
         return math.floor(self.max_tokens * weight / total) - num_tokens
 
     def hold(self, tenant: str, num_choices: int, cost: int) -> None:
-        """The tenant was handed a job."""
+        """The tenant got a job."""
         num_jobs, num_tokens = self.held.get(tenant, (0, 0))
         self.held[tenant] = num_jobs + num_choices, num_tokens + cost

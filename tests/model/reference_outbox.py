@@ -1,4 +1,4 @@
-"""The functions of the outbox in Python, as reference.py has the others."""
+"""The functions of the outbox in Python, like reference.py for the others."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from contract.outbox import DoneVerdict, Outcome, Taken
 
 @dataclass(slots=True)
 class OutboxEntry:
-    """A job's record. `due_ms` where it waits, `lease_ms` where an attempt is under way."""
+    """A job's record. `due_ms` is set while it waits, `lease_ms` during an attempt."""
 
     tenant: str
     destination: str
@@ -27,13 +27,13 @@ class OutboxEntry:
 
 
 class OutboxReference:
-    """The records of one partition. Destinations are tried in an order that tests sort away."""
+    """The records of one partition. Tests ignore the order in which destinations are tried."""
 
     def __init__(self) -> None:
         self.entries: dict[str, OutboxEntry] = {}
 
     def post(self, job: Job, submission: Submission, kind: MessageKind, now_ms: int) -> None:
-        """What a job's transition writes, where the job has a callback."""
+        """Writes what a job's transition writes for a job with a callback."""
         callback = submission.callback
         if callback is None:
             return
@@ -61,7 +61,7 @@ class OutboxReference:
         }
 
     def take(self, taken: Taken, *, lease_s: float, now_ms: int) -> None:
-        """Follows what Redis has chosen out of what could be taken."""
+        """Takes what Redis has chosen among the messages that could be taken."""
         entry = self.entries[taken.job_id]
         entry.attempt += 1
         assert entry.attempt == taken.attempt, "attempts are counted one by one"
@@ -69,7 +69,7 @@ class OutboxReference:
         entry.due_ms, entry.lease_ms = None, now_ms + int(lease_s * 1000)
 
     def lapse(self, now_ms: int, destinations: set[str]) -> None:
-        """What a look at destinations gives back: messages whose leases are over."""
+        """Gives back messages with expired leases, as a visit to their destinations does."""
         for entry in self.entries.values():
             is_over = entry.lease_ms is not None and entry.lease_ms <= now_ms
             if entry.destination in destinations and is_over:
@@ -117,7 +117,7 @@ class OutboxReference:
         return entry.state
 
     def dead(self, tenant: str) -> set[str]:
-        """The jobs of a tenant whose ends could not be told."""
+        """The jobs of a tenant whose callbacks could not be delivered."""
         return {
             job_id
             for job_id, entry in self.entries.items()

@@ -11,12 +11,12 @@ from contract.replies import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
 WINDOW_MS = 10_000
-LEAST_SHARE = 0.05  # of the rate, that a lane without a share is said to have under a flood
+LEAST_SHARE = 0.05  # of the rate, predicted for a lane without a share under a flood
 
 
 @dataclass(slots=True)
 class Use:
-    """Tokens of a lane's jobs that were handed out, in the present window and the one before."""
+    """Tokens of a lane's jobs handed out in the current window and the one before."""
 
     window: int = 0
     num_tokens: int = 0
@@ -27,7 +27,7 @@ class Use:
         self.num_tokens += num_tokens
 
     def per_s(self, now_ms: int) -> float:
-        """Of the last ten seconds, as if the window before had been even."""
+        """The rate over the last ten seconds, as if the earlier window had been uniform."""
         self._roll(now_ms)
         before = self.num_before * (WINDOW_MS - now_ms % WINDOW_MS) / WINDOW_MS
         return (self.num_tokens + before) * 1000 / WINDOW_MS
@@ -42,9 +42,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class LaneRates:
-    """What a lane can count on, in tokens per second of jobs' costs.
+    """The rates available to a lane, in tokens per second of jobs' costs.
 
-    `left` is for it and all that goes before it; `own`, what it is guaranteed, waits for no other.
+    `left` is for it and all that goes before it; `own`, its guaranteed rate, waits for no other
+    lane.
     """
 
     left: float
@@ -57,9 +58,9 @@ class LaneRates:
 
 @dataclass(slots=True)
 class Pool:
-    """The workers of a model: what one of them does and holds on average, and how many live.
+    """The workers of a model: the average rate and capacity of one, and the number of live ones.
 
-    `shares` are the minimum shares of lanes, `used` what was handed out in each.
+    `shares` are the minimum shares of lanes, `used` the tokens handed out in each.
     """
 
     means: dict[str, float] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Pool:
     now_ms: int = 0
 
     def measure(self, live: Sequence[WorkerCapacity]) -> None:
-        """The mean of what those that live and know say; nothing is forgotten for want of one."""
+        """The mean over live workers with a measurement; without any, the former value is kept."""
         for name in ("tokens_per_s", "stream_tokens_per_s", "max_tokens", "max_jobs"):
             known = [value for worker in live if (value := getattr(worker, name)) > 0]
             if known:
@@ -81,13 +82,14 @@ class Pool:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all that live; of the first, where one has yet to come."""
+        """Tokens per second of all live workers, or of one if none is live."""
         return self.mean("tokens_per_s") * max(1, self.num_live)
 
     def count_on(
         self, lane: str, before: Sequence[str], after_with_work: Sequence[str]
     ) -> LaneRates:
-        """Once the lanes before it have had as much as lately, and the others their shares."""
+        """The lane's rates, after the recent use of the lanes before it and the shares of the
+        others."""
         used, kept = 0.0, 0.0  # added up one by one, as in Redis: sum() rounds otherwise
         for name in before:
             used += self.used.get(name, Use()).per_s(self.now_ms)
@@ -97,7 +99,7 @@ class Pool:
         return LaneRates(left, self.shares.get(lane, 0.0) * self.rate)
 
     def service_ms(self, num_output: int, num_choices: int) -> int:
-        """How long a job runs; 0 where unknown, so that nothing is refused for it."""
+        """How long a job runs; 0 if unknown, so that no job is refused for it."""
         rate = self.mean("stream_tokens_per_s")
         return math.ceil(num_output * 1000 / num_choices / rate) if rate else 0
 
@@ -106,5 +108,5 @@ class Pool:
 
 
 def drain_ms(rate: float, num_tokens: float) -> int:
-    """Until so many are drained at so many per second."""
+    """The time until this many tokens are drained at this rate per second."""
     return math.ceil(num_tokens * 1000 / rate) if rate else UNKNOWN_MS

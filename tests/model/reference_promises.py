@@ -14,12 +14,12 @@ Line = tuple[str, str]  # lane and tenant
 
 @dataclass(slots=True)
 class Promises:
-    """Of one model: when the next of each line may come (ms); what is past is no more."""
+    """The promises of one model: the next retry time of each line (ms). Past ones do not count."""
 
     next_ms: dict[Line, int] = field(default_factory=dict)
 
     def next(self, line: Line, gap_ms: int, retry_ms: int, now_ms: int) -> tuple[int, int]:
-        """The time of the line's next promise, in `retry_ms` at the earliest, and of that after it.
+        """The line's next retry time, at the earliest in `retry_ms`, and the one after it.
 
         `gap_ms` is how long a job of this cost takes of the promised rate.
         """
@@ -34,9 +34,9 @@ class Promises:
         return min(at_ms, latest_ms), min(at_ms + num_lines * gap_ms, latest_ms)
 
     def book(self, line: Line, after_ms: int) -> None:
-        """The line's next one comes at this time, or later."""
+        """The line's next caller returns at this time or later."""
         self.next_ms[line] = after_ms
 
     def forget(self, line: Line) -> None:
-        """A job of the line has found room at once: what was promised waits for nobody."""
+        """A job of the line was admitted at once: its promises no longer delay others."""
         self.next_ms.pop(line, None)

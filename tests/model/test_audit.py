@@ -1,4 +1,4 @@
-"""The audit names what it found: key, field, what it holds, what the records say."""
+"""The audit's findings name the key, the field, its value and the value by the records."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 
 async def make_jobs(functions: Functions) -> dict[str, str]:
-    """Ids of a job that has ended, one that runs and one that waits."""
+    """Ids of three jobs: ended, running and waiting."""
     jobs = [make_job() for _ in range(3)]
     for job in jobs:
         await functions.submit(job, make_submission())
@@ -40,7 +40,7 @@ async def make_jobs(functions: Functions) -> dict[str, str]:
 
 
 def finding(client: redis.Redis) -> str:
-    """What the audit says, '' where all is as it should be."""
+    """The audit's finding, or ''."""
     try:
         Audit(client, KEYS).check()
     except AssertionError as found:
@@ -51,7 +51,7 @@ def finding(client: redis.Redis) -> str:
 async def test_half_a_record_is_a_finding_and_no_error(
     client: redis.Redis, functions: Functions
 ) -> None:
-    """Whichever field of whichever record is missing, or is no number: nothing but a finding."""
+    """Whichever field of whichever record is missing or not a number."""
     jobs = await make_jobs(functions)
     assert finding(client) == ""
     for job_id in jobs.values():
@@ -70,7 +70,7 @@ async def test_half_a_record_is_a_finding_and_no_error(
     assert finding(client) == wanted
 
 
-# What is planted, and what is then said; {waiting} and the others are ids.
+# Planted errors and their findings; {waiting} and the others are ids.
 PLANTED = {
     "a counter": (
         ("HSET", "counters:m:standard", "queued_jobs", "4"),

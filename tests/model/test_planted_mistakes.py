@@ -1,4 +1,4 @@
-"""Mistakes planted in the functions are found: the reference and the audit are awake."""
+"""The reference and the audit find mistakes planted in the functions."""
 
 import pytest
 
@@ -12,15 +12,15 @@ from tests.model.whole_walk import walk
 
 pytestmark = pytest.mark.campaign
 
-# Replies are compared at every step. What only lies wrong in Redis mostly stays there to be found
-# some steps later, and an audit costs ten times a step: at every twelfth, all mutants are found in
-# half of the time that it takes with one at every fourth.
+# Replies are compared at every step. Wrong values in Redis mostly stay there for some steps, and an
+# audit takes as long as ten steps: with one at every twelfth step, all mutants are found in half of
+# the time that it takes with one at every fourth.
 AUDIT_EVERY = 12
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
-    """Each mutant of the functions is told from the right ones, within a hundred walks."""
+    """Each mutant is found within a hundred walks."""
     source = mutant.apply(library_source())
     draws = PostalWalk if mutant.is_postal else Walk
     for seed in (mutant.seed, *range(100)):  # rare faults take their time

@@ -1,4 +1,4 @@
-"""The functions in Redis against the reference, step by step, with every invariant audited."""
+"""The functions in Redis, compared with the reference step by step; every invariant is audited."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ REFUSALS = (
     "deadline_infeasible",
 )
 
-# What each function can say. The walk must have heard each of it TIMES.
+# The replies of each function. The walk must get each of them TIMES.
 REPLIES = {
     "submit": ("new", "known", "idempotency_mismatch", "memory_full", *REFUSALS),
     "quote": ("OK", *REFUSALS),
@@ -81,7 +81,7 @@ MAX_STEPS = 60_000
 
 
 class ProtocolMachine(RuleBasedStateMachine):
-    """Hypothesis orders the steps and shrinks what goes wrong; the world audits Redis at each."""
+    """Hypothesis orders the steps and shrinks failures; the world audits Redis after each step."""
 
     redis_url = ""
 
@@ -228,7 +228,8 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(600)
 def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -> None:
-    """Hypothesis looks for an order that breaks one, or on which function and reference differ."""
+    """Hypothesis looks for an order that violates one, or for which function and reference
+    differ."""
     ProtocolMachine.redis_url = redis_server.url
     case = ProtocolMachine.TestCase
     case.settings = settings(
@@ -242,7 +243,7 @@ def test_any_order_of_steps_keeps_every_invariant(redis_server: EmbeddedRedis) -
 
 
 class QuotingWalk(Walk):
-    """Asks for a quote in place of every seventh job, so that rare replies to quotes come early."""
+    """Requests a quote instead of every seventh job, so that rare replies to quotes occur early."""
 
     def _submit(self, is_quote: bool = False) -> None:
         super()._submit(is_quote or self._flip(0.15))
@@ -250,7 +251,7 @@ class QuotingWalk(Walk):
 
 @pytest.mark.timeout(600)
 def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -> None:
-    """A random walk hears each answer a few times, and never one that is wrong.
+    """A random walk gets each reply several times, and never a wrong one.
 
     Replies are compared at every step; here Redis is audited at every tenth.
     """
@@ -262,7 +263,7 @@ def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -
 
 @pytest.mark.timeout(600)
 def test_every_reply_of_the_outbox_is_reached(redis_server: EmbeddedRedis) -> None:
-    """Four times each, of the functions that relays call, in a walk that is mostly theirs."""
+    """Each reply of the functions that relays call, four times, in a walk mostly of their calls."""
     heard = hear(redis_server.url, OUTBOX_REPLIES, PostalWalk, 4)
     known = {f"{name} {reply}" for name, replies in OUTBOX_REPLIES.items() for reply in replies}
     assert {reply for reply in heard if reply.startswith("outbox_")} <= known
@@ -274,7 +275,7 @@ def hear(
     draws: type[Walk] | type[PostalWalk],
     times: int,
 ) -> Counter[str]:
-    """Walks until each of the replies was heard often enough."""
+    """Walks until each of the replies has occurred often enough."""
     heard: Counter[str] = Counter()
     wanted = [f"{name} {reply}" for name, said in replies.items() for reply in said]
     num_steps, seed = 0, 1000

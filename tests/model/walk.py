@@ -1,4 +1,4 @@
-"""A seeded random walk through a World: what a stage manager with dice would order."""
+"""A seeded random walk through a World."""
 
 import random
 from typing import Any
@@ -7,8 +7,8 @@ from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, Wo
 from contract.jobs import JobStatus
 from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
-# What may happen, and how often. Worlds of all kinds of steps keep small and full of conflicts;
-# in the others the queue is long and much is claimed, limits are what it is about, or time passes.
+# Steps and their weights. A world with all kinds of steps stays small and has many conflicts. The
+# others have a long queue and many claims, or many refusals by limits, or much time that passes.
 _EVERYTHING = {
     "submit": 16,
     "quote": 1,
@@ -69,7 +69,7 @@ STAGES = (_EVERYTHING, _QUEUES, _EVERYTHING, _LIMITS, _EVERYTHING, _TIMES)
 
 
 class Walk:
-    """Draws one step after another from one stage."""
+    """Draws one step after another from one seed."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
@@ -93,13 +93,13 @@ class Walk:
         return self._rng.random() < probability
 
     def _job_id(self) -> str:
-        """Mostly one of the youngest jobs, sometimes none."""
+        """Mostly one of the newest jobs, sometimes none."""
         if not self._world.job_ids or self._flip(0.03):
             return "job-0-none"
         return self._rng.choice(self._world.job_ids[-8:])
 
     def _held(self) -> tuple[str, str]:
-        """A worker and a job: mostly one that it believes to hold."""
+        """A worker and a job: mostly one that the worker believes to hold."""
         worker = self._rng.choice(WORKERS)
         held = sorted(self._world.beliefs[worker])[-4:]
         if held and self._flip(0.85):
@@ -151,7 +151,7 @@ class Walk:
         )
 
     def _terms(self) -> dict[str, Any]:
-        """Some jobs come under this world's limits and bounds, the others under none."""
+        """Some jobs get this world's limits and bounds, the others none."""
         terms: dict[str, Any] = {"cold_start_s": self._rng.choice([0, 4])}
         terms["needs_worker"] = self._flip(0.1)
         if self._flip(0.8 if self._stage is _LIMITS else 0.2):
@@ -170,7 +170,7 @@ class Walk:
         self._world.read(job_id, self._rng.choice(TENANTS))
 
     def _ended_or_any(self) -> str:
-        """Often a job that has ended, each way of ending alike: callers come late."""
+        """Often an ended job, each kind of end equally often: callers may be late."""
         ended: dict[str, list[str]] = {}
         for job_id, record in self._world.reference.records.items():
             if record.is_terminal:
@@ -263,7 +263,7 @@ class Walk:
         )
 
     def _go_on(self) -> None:
-        """A worker says a token of some jobs, again and again for longer than a lease."""
+        """A worker appends a token to some jobs, repeatedly for longer than a lease."""
         worker, job_id = self._held()
         beside = sorted(self._world.beliefs[worker])[-3:]
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""One world walked through from its first step to its end, when nothing may be left."""
+"""A walk through one world from its first step to its end, when nothing may be left."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ def walk(
     audit_every: int = 1,
     draws: type[Walk] | type[PostalWalk] = Walk,
 ) -> Counter[str]:
-    """Plays one world; returns how often each reply was heard. Raises what it finds."""
+    """Runs one world; returns how often each reply occurred. Raises what it finds."""
     world = World(redis_url, source or library_source(), audit_every=audit_every)
     try:
         steps = draws(world, seed)

@@ -1,7 +1,7 @@
-"""A small world of callers, workers and time, played on Redis and on the reference at once.
+"""A small world of callers, workers and time, run on Redis and on the reference at once.
 
-Every reply is compared, and after every step the invariants are audited. Who chooses the steps
-is somebody else's: Hypothesis, or a random walk.
+Every reply is compared, and after every step the invariants are audited. The caller chooses the
+steps: Hypothesis, or a random walk.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass
 class World:
-    """One partition, its reference, and what each worker believes that it holds."""
+    """One partition, its reference, and the jobs that each worker believes to hold."""
 
     redis_url: str
     source: str = field(default_factory=library_source)
@@ -106,7 +106,7 @@ class World:
             ignore_subscribe_messages=True
         )
         self._hints.subscribe(self.keys.wake_channel("m"))
-        self._hints.get_message(timeout=5)  # the confirmation: from now on it hears
+        self._hints.get_message(timeout=5)  # the confirmation: from now on it receives messages
 
     def close(self) -> None:
         self._hints.close()
@@ -118,7 +118,7 @@ class World:
     # --- time ---------------------------------------------------------------------------------
 
     def _freeze_clock(self) -> None:
-        """Steps take no time: the clock of the functions moves only when it is told to."""
+        """Steps take no time: the clock of the functions moves only when a step moves it."""
         seconds, _ = self.client.time()
         self.reference.now_ms = seconds * 1000
         self.hold_clock()
@@ -252,9 +252,8 @@ class World:
         beside: Sequence[str] = (),
         renews: bool = True,
     ) -> None:
-        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap. A token of each job that is
-        said `beside` comes first.
-        """
+        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap. A token of each job in
+        `beside` comes first."""
         result = REF if fin and is_kept_elsewhere else None
         items = [self._said(worker, other, 1) for other in beside if other != job_id]
         items.append(self._said(worker, job_id, num_tokens, shift, fin, result))
@@ -274,7 +273,8 @@ class World:
         fin: str = "",
         result: ObjectRef | None = None,
     ) -> Append:
-        """By what the worker believes of its job; the tokens go on where the log ends."""
+        """An append by the worker's knowledge of its job; the tokens continue where the log
+        ends."""
         epoch, number = self.beliefs[worker].get(job_id, (1, 1))
         record = self.reference.records.get(job_id)
         start = record.num_tokens if record is not None else 0
@@ -319,20 +319,20 @@ class World:
         self._both("sweep", 1000)
 
     def restart(self) -> None:
-        """As if Redis had been restarted: the next sweep meets another run id."""
+        """As if Redis had been restarted: the next sweep sees another run id."""
         if self.client.exists(self.keys.of("runid")):
             self.client.set(self.keys.of("runid"), "another")
             self.reference.restart()
 
     def fill_memory(self, *, is_full: bool) -> None:
-        """As if memory had been found full, or not; in a world of its own it never is."""
+        """Sets whether memory counts as full. In a small world it never is."""
         self.client.set(self.keys.of("memory"), "full" if is_full else "free")
         self.reference.memory_is_full = is_full
 
     # --- the comparison -----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Faults have stopped and time passes: everything must end."""
+        """Without faults, as time passes, everything must end."""
         self.pass_time(10_000)
         self.sweep()  # perhaps the one after a restart
         self.pass_time(10_000)
@@ -345,7 +345,7 @@ class World:
         self.audit.check_at_rest()
 
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
-        """Calls function and reference; compares replies and records, audits Redis."""
+        """Calls function and reference, compares replies and records, and audits Redis."""
         self.hold_clock()
         there = _comparable(self._call(getattr(self.functions, name), *args, **options))
         here = _comparable(_outcome(lambda: getattr(self.reference, name)(*args, **options)))
@@ -359,7 +359,8 @@ class World:
         return there
 
     def _recount(self) -> None:
-        """What sweeps hold against the records is always right: a count goes on at every step."""
+        """Counts and lists that sweeps check are always right here; a recount continues at every
+        step."""
         if self.reference.is_restarted:
             return  # the next sweep grants a grace
         swept = self.loop.run_until_complete(self.functions.sweep(0))
@@ -385,8 +386,9 @@ class World:
         return self.loop.run_until_complete(run())
 
     def _compare_hints(self) -> None:
-        """That a job waits is told to the workers of its model, once, with its lane."""
-        self._hints.ping()  # its answer comes behind all that was said before
+        """The hint that a job waits is published to the workers of its model, once, with its
+        lane."""
+        self._hints.ping()  # its reply follows all earlier messages
         there = []
         while (message := self._hints.get_message(timeout=10)) is None or message["type"] != "pong":
             if message is not None:
@@ -434,7 +436,7 @@ class World:
         assert forgotten == self.reference.orphaned, forgotten ^ self.reference.orphaned
 
     def _compare_snapshot(self) -> None:
-        """What metrics show: totals as the reference has counted, lanes as its records are."""
+        """The figures for metrics: totals as counted by the reference, lanes as in its records."""
         self.hold_clock()
         snapshot = self.loop.run_until_complete(self.functions.snapshot("m", LANES))
         there = {
@@ -451,7 +453,7 @@ class World:
         self.replies["snapshot totals"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:
-        """Compares what is said of a job's place."""
+        """Compares the reported place of a job."""
         self.hold_clock()
         found = self.loop.run_until_complete(self.functions.read(job_id, tenant))
         there = found[0].position if found is not None else None
@@ -476,13 +478,13 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def _refusal(refused: JobRefused) -> tuple[Any, ...]:
-    """All that a refusal says."""
+    """All fields of a refusal."""
     figures = (refused.limit, refused.retry_after_s, refused.rates)
     return ("refused", str(refused.code), refused.message, *figures)
 
 
 def _comparable(reply: Any) -> Any:
-    """Exceptions are equal to themselves only: a quote's becomes what it says."""
+    """Exceptions equal only themselves, so a quote's exception is replaced by its fields."""
     if isinstance(reply, Quote) and reply.refusal is not None:
         return replace(reply, refusal=_refusal(reply.refusal))
     return reply
@@ -493,7 +495,7 @@ def _by_id(claimed: Any) -> Any:
 
 
 def _kinds(reply: Any) -> list[str]:
-    """Short words for a reply, to count what has been heard."""
+    """Short names of replies, for counting them."""
     if isinstance(reply, list):
         return [kind for part in reply for kind in _kinds(part)] or ["nothing"]
     if isinstance(reply, Claimed):

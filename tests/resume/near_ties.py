@@ -19,7 +19,7 @@ from workers.model.noise import add_gumbel_noise, row_key
 from workers.model.penalties import adjust_logits
 from workers.model.runner import ModelRunner
 
-# Of what the sampler compares: logits over temperature, with noise.
+# In the sampler's scores: logits divided by temperature, plus noise.
 NEAR_TIE = 1e-3
 LOGPROB_TOLERANCE = 1e-4
 

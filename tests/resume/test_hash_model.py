@@ -26,7 +26,7 @@ from workers.supervisor.held_job import HeldJob
 PROMPT = encode_text("Interrupt me wherever you like.")
 OTHERS = (encode_text("Me too."), PROMPT)
 NUM_TOKENS = 32
-# Two prompts do not fit into a step, so that the choices of a job are at different places.
+# Two prompts do not fit into one step, so the choices of a job are at different positions.
 OPTIONS = EngineOptions(model_path="hash", max_num_batched_tokens=40)
 
 
@@ -38,7 +38,7 @@ class Case:
     eos_rate: float = 0.0
     max_model_len: int = 512
     stops_at: tuple[int, int] | None = None  # characters of the text
-    never_stops_at: tuple[int, int] | None = None  # the same, and then one that never comes
+    never_stops_at: tuple[int, int] | None = None  # and then a character that never follows
     stop_token_at: int | None = None  # position of the output
 
 

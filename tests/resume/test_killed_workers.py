@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"prompt_logprobs": 1, "n": 3, "temperature": 1.0},
     "prompts": {"temperature": 1.0, "n": 2, "prompt_logprobs": 0, "varies_seed": True},
-    "stop": {},  # a stop string out of the middle of what it says
+    "stop": {},  # a stop string from the middle of its output
     "never": {},  # one that begins again and again and never completes
 }
 STOP_AT = 35  # characters
@@ -71,7 +71,7 @@ def assert_exact(job: Job, answer: Answer) -> None:
 
 
 async def busiest(caller: Caller, workers: list[WorkerProcess]) -> WorkerProcess:
-    """The process id of the worker with most jobs, from its incarnation."""
+    """The worker with most jobs, found by the process id in its incarnation."""
     held: dict[int, int] = {}
     prefix = caller.keys.of("own", "")
     keys: Any = await caller.client.keys(f"{prefix}*")

@@ -1,4 +1,5 @@
-"""Tokens that nobody wants: at most a step and a publish behind a cancel, and they are counted."""
+"""Tokens computed after a cancel: at most those of one step and one publish, and they are
+counted."""
 
 import asyncio
 from typing import Any
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Engine:
-    """Stands where the engine process is: a test says what it computes, and sees what it hears."""
+    """Stands in for the engine process: a test sets its output and reads its input."""
 
     def __init__(self) -> None:
         self.heard: list[ToEngine] = []
@@ -39,7 +40,7 @@ class Engine:
 async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     redis_client: redis.asyncio.Redis, redis_server: Any, functions: Functions, keys: Keys
 ) -> None:
-    """One token was computed while the caller cancelled, one more while its append was refused."""
+    """One token was computed while the caller cancelled, another while its append was refused."""
     caller = Caller(functions, redis_client, keys)
     settings = hash_worker_settings(redis_server.url)
     lane, engine = WorkerBroker(settings, "w1"), Engine()
@@ -62,10 +63,10 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     await caller.has_output(job, 1)
     await functions.cancel(job.id, TENANT)
     holding.job_left.clear()
-    step(1)  # computed as the cancel came: its append is refused, and says why
+    step(1)  # computed during the cancel: the append is refused with the reason
     await holding.job_left.wait()
     assert engine.heard == [StopJob(job.id, claimed.epoch)]
-    step(2)  # computed before the engine heard of it
+    step(2)  # computed before the engine received the cancel
     assert holding.tokens_after_cancel == 2
     assert (await caller.view(job)).num_output_tokens == 1
     await end(publishing)
@@ -75,7 +76,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
 async def test_a_cancel_seen_before_an_append_counts_unlogged_tokens(
     redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
-    """Tokens that wait for a publish when the hint comes; a fenced job's tokens are not counted."""
+    """Tokens not yet published when the hint arrives. Tokens of a fenced job are not counted."""
     caller = Caller(functions, redis_client, keys)
     engine = Engine()
     link = EngineLink(hash_worker_settings("").engine, client=engine)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""batching.yaml: what it says, what it refuses and on which line, and when its version changes."""
+"""batching.yaml: its values, its errors with their lines, and when its version changes."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from workers.configuration import ConfigurationError, find, load, parse
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
 
 FULL = """\
-# Everything there is.
+# Every key.
 strategy:
   name: dynamic
   batch_size: 16
@@ -35,7 +35,7 @@ lanes:
 
 
 def test_every_key_reaches_its_option() -> None:
-    """Milliseconds become seconds; the names of the file become those of the options."""
+    """Milliseconds become seconds; the file's names become the options' names."""
     options = parse(FULL).apply(EngineOptions(model_path="m"))
 
     assert options == EngineOptions(
@@ -66,7 +66,7 @@ def test_every_key_reaches_its_option() -> None:
 
 
 def test_the_command_line_overrides_the_file() -> None:
-    """What the options already say other than default stays."""
+    """Options that differ from their defaults keep their values."""
     config = parse("max_num_seqs: 4\ntoken_budget: 100\n")
 
     options = config.apply(EngineOptions(model_path="m", max_num_seqs=9))
@@ -115,7 +115,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
 def test_errors_name_file_line_and_key(text: str, message: str) -> None:
-    """One sentence for each, which says what would be right."""
+    """Each is one sentence that also says what is allowed."""
     with pytest.raises(ConfigurationError) as caught:
         parse(text)
 
@@ -123,7 +123,7 @@ def test_errors_name_file_line_and_key(text: str, message: str) -> None:
 
 
 def test_an_error_for_an_unknown_key_lists_known_keys() -> None:
-    """All keys of that place, in order."""
+    """All keys allowed at that place, in order."""
     with pytest.raises(
         ConfigurationError, match=r":1: zzz: unknown key; known are kv_high_water, "
     ):
@@ -131,7 +131,7 @@ def test_an_error_for_an_unknown_key_lists_known_keys() -> None:
 
 
 def test_all_errors_are_reported_together() -> None:
-    """Mending a file one error at a time is no way to spend a night."""
+    """So that an operator can correct them all at once."""
     with pytest.raises(ConfigurationError) as caught:
         parse("token_budget: 0\nlanes:\n  batch:\n    priority: high\nunheard_of: 1\n", "my.yaml")
 
@@ -139,8 +139,8 @@ def test_all_errors_are_reported_together() -> None:
     assert [line.split(": ")[0] for line in lines] == ["my.yaml:1", "my.yaml:4", "my.yaml:5"]
 
 
-def test_the_version_is_that_of_the_content() -> None:
-    """Comments and order do not change it; values do. Twelve hexadecimal digits."""
+def test_the_version_depends_on_the_values_alone() -> None:
+    """Comments and order do not change it. Twelve hexadecimal digits."""
     version = parse("max_num_seqs: 4\ntoken_budget: 100\n").version
 
     assert parse("# hello\ntoken_budget: 100\n\nmax_num_seqs:   4").version == version
@@ -150,7 +150,7 @@ def test_the_version_is_that_of_the_content() -> None:
 
 
 def test_an_empty_file_changes_nothing() -> None:
-    """But it has a version, so that one sees that it was read."""
+    """It still has a version, which shows that it was read."""
     config = parse("# nothing yet\n")
 
     assert config.apply(EngineOptions(model_path="m")) == EngineOptions(
@@ -159,7 +159,7 @@ def test_an_empty_file_changes_nothing() -> None:
 
 
 def test_the_file_is_found_beside_the_model(tmp_path: Path) -> None:
-    """An id of the Hub has no folder, so no file; a folder has one if it is there."""
+    """A model's folder may contain a file. An id of the Hub has no folder, so no file."""
     assert find("owner/model") is None
     assert find(str(tmp_path)) is None
 
@@ -170,13 +170,13 @@ def test_the_file_is_found_beside_the_model(tmp_path: Path) -> None:
     assert load(found).values == {"max_num_seqs": 3}
 
 
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    """Named by --batching, say, with a slip of the hand."""
+def test_a_missing_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    """For example, after a typing error in --batching."""
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load(tmp_path / "batchin.yaml")
 
 
-def test_tags_build_no_objects() -> None:
-    """The safe loader: a file is values, never code."""
+def test_yaml_tags_build_no_objects() -> None:
+    """The safe loader is used: a file contains values, never code."""
     with pytest.raises(ConfigurationError, match=r"batching\.yaml:1: not YAML"):
         parse("token_budget: !!python/object/apply:os.getcwd []\n")

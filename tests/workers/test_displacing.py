@@ -1,4 +1,4 @@
-"""A worker full of batch jobs makes place for urgent ones: over Redis, supervisor and engine."""
+"""A worker full of batch jobs displaces some for urgent jobs: over Redis, supervisor and engine."""
 
 from pathlib import Path
 
@@ -33,14 +33,14 @@ def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) 
 
 @pytest.fixture
 def batching(tmp_path: Path) -> str:
-    """Where the worker finds its lanes and the number of its places."""
+    """The worker's batching.yaml, with its lanes and its number of places."""
     path = tmp_path / "batching.yaml"
     path.write_text(BATCHING)
     return str(path)
 
 
 async def fill(caller: Caller) -> list[Job]:
-    """Batch jobs in every place, each with output."""
+    """Runs batch jobs in all places until each has output."""
     jobs = [
         await caller.submit(f"soak {number}", lane="batch", max_tokens=NUM_OUT)
         for number in range(NUM_PLACES)
@@ -51,7 +51,7 @@ async def fill(caller: Caller) -> list[Job]:
 
 
 async def end_ms(caller: Caller, job: Job) -> int:
-    """Waits for the job's end; when it was, on the clock of Redis."""
+    """Waits for the job's end and returns its time on the clock of Redis."""
     assert_exact(job, await caller.answer(job), SLOW)
     finished_ms = (await caller.view(job)).finished_ms
     assert finished_ms is not None
@@ -61,7 +61,8 @@ async def end_ms(caller: Caller, job: Job) -> int:
 async def test_an_urgent_job_does_not_wait_for_a_batch_job_s_end(
     caller: Caller, redis_server: EmbeddedRedis, batching: str
 ) -> None:
-    """It has ended before any batch job, with all places taken; and all come out whole."""
+    """All places are taken. It ends before any batch job, and the output of all jobs is
+    complete."""
     async with fleet(redis_server.url, 1, SLOW, batching_path=batching):
         soaking = await fill(caller)
         urgent = await caller.submit("now", lane="interactive", max_tokens=5)
@@ -72,8 +73,9 @@ async def test_an_urgent_job_does_not_wait_for_a_batch_job_s_end(
 async def test_batch_keeps_its_share_under_an_urgent_flood(
     caller: Caller, redis_server: EmbeddedRedis, batching: str
 ) -> None:
-    """Three urgent jobs, longer than those of batch, run at once; the place of a batch job is not
-    theirs, so it ends before them, and the fourth waits for the end of one of its own."""
+    """Three urgent jobs, longer than those of batch, run at once. They cannot take the place of
+    batch's share, so its job ends before them, and the fourth urgent job waits for another urgent
+    job."""
     async with fleet(redis_server.url, 1, SLOW, batching_path=batching):
         soaking = await fill(caller)
         flood = [

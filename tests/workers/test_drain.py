@@ -1,4 +1,4 @@
-"""A worker that is asked to go: it ends what it can, gives back the rest in time, and is gone."""
+"""Drains: a worker finishes what it can, releases the rest in time, and exits."""
 
 import asyncio
 import threading
@@ -36,10 +36,10 @@ def roster(redis_client: redis.asyncio.Redis, keys: Keys) -> Roster:
 @pytest.mark.parametrize(
     ("budget_s", "release_s", "running_s"), [(30, 10, 20), (12, 10, 8), (0.3, 10, 0.2), (5, 0, 5)]
 )
-def test_a_short_budget_keeps_a_third_for_giving_back(
+def test_a_third_of_a_short_drain_budget_is_kept_for_releases(
     budget_s: float, release_s: float, running_s: float
 ) -> None:
-    """Ten seconds, or less where there is less; and the budget is granted once."""
+    """Ten seconds, or less for a short budget. The budget is granted once."""
     now_s = 100.0
     drain = Drain(budget_s, release_s, lambda: now_s)
     assert drain.begin()
@@ -52,7 +52,7 @@ def test_a_short_budget_keeps_a_third_for_giving_back(
 async def test_released_jobs_run_before_waiting_ones(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """SIGTERM: jobs that waited longer in the queue come after those that ran."""
+    """SIGTERM: jobs that ran come before jobs that waited in the queue for longer."""
     async with fleet(redis_server.url, 1, SLOW, drain_s=0.3, engine={"max_num_seqs": 2}) as [first]:
         running = [await caller.submit(f"r{i}", max_tokens=200) for i in range(2)]
         for job in running:
@@ -68,7 +68,7 @@ async def test_released_jobs_run_before_waiting_ones(
 
 
 async def told(roster: Roster, worker: WorkerProcess) -> str:
-    """Tells the one worker to go; its incarnation."""
+    """Orders the only worker to drain; returns its incarnation."""
     [view] = await roster.workers()
     assert str(worker.pid) in view.incarnation
     assert await roster.drain([view.incarnation]) == [True]
@@ -78,7 +78,7 @@ async def told(roster: Roster, worker: WorkerProcess) -> str:
 async def test_a_worker_drains_on_an_order_through_redis(
     caller: Caller, roster: Roster, redis_server: EmbeddedRedis
 ) -> None:
-    """It takes no more jobs, no gateway counts on it, its job ends, and it has left."""
+    """It claims no more jobs, gateways no longer count it, its job ends, and it exits."""
     async with fleet(redis_server.url, 1, SLOW, drain_s=30.0) as [worker]:
         job = await caller.submit("short", max_tokens=60)
         await caller.has_output(job, 2)
@@ -101,7 +101,7 @@ async def test_a_worker_drains_on_an_order_through_redis(
 async def test_a_missed_drain_order_is_found_by_the_heartbeat(
     caller: Caller, roster: Roster, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
-    """The message is a hint; the order stays in the worker's record."""
+    """The message is only a hint; the order stays in the worker's record."""
     async with fleet(redis_server.url, 1, drain_s=1.0) as [worker]:
         await caller.num_workers(1)
         [view] = await roster.workers()
@@ -112,7 +112,7 @@ async def test_a_missed_drain_order_is_found_by_the_heartbeat(
 async def test_a_notice_in_a_file_drains(
     caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """The machine is about to go: the job is given back, and nothing counts against it."""
+    """The machine will be shut down: the job is released, and no attempt is counted."""
     notice = tmp_path / "notice"
     settings = {"drain_s": 0.3, "spot_notice": str(notice)}
     async with fleet(redis_server.url, 1, SLOW, **settings) as [worker]:
@@ -127,7 +127,7 @@ async def test_a_notice_in_a_file_drains(
 async def test_a_signal_to_the_whole_group_kills_no_job(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """Some service managers send SIGTERM to every process: the supervisor alone obeys."""
+    """Some service managers send SIGTERM to every process: only the supervisor obeys."""
     async with fleet(redis_server.url, 1, SLOW, drain_s=30.0) as [worker]:
         job = await caller.submit("go on", max_tokens=60)
         await caller.has_output(job, 3)
@@ -140,8 +140,8 @@ async def test_a_signal_to_the_whole_group_kills_no_job(
         assert not any(map(is_alive, children))
 
 
-async def test_a_worker_leaves_within_its_budget_while_redis_is_away(keys: Keys) -> None:
-    """It cannot give its job back, and does not wait for ever: the lease will lapse."""
+async def test_a_worker_exits_within_its_budget_without_redis(keys: Keys) -> None:
+    """It cannot release its job and does not wait forever: the lease will expire."""
     with EmbeddedRedis() as server:
         async with fleet(server.url, 1, HashModelOptions(), drain_s=2.0) as [worker]:
 
@@ -152,12 +152,12 @@ async def test_a_worker_leaves_within_its_budget_while_redis_is_away(keys: Keys)
 
             await until(is_up)
             server.kill()
-            # Wall time, with much to spare: the budget is 2 s, the test would wait for ever.
+            # Wall time with a large margin: the budget is 2 s, otherwise the test waits forever.
             assert await worker.stop(timeout_s=60) == 0
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """As EC2 answers: with a token only, and 404 until there is a notice."""
+    """Answers as EC2 does: only with a token, and 404 until there is a notice."""
 
     token = "t0ken"
     has_notice = threading.Event()
@@ -179,7 +179,7 @@ class Metadata(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def metadata_url() -> Iterator[str]:
 
 
 async def test_a_notice_on_http_is_found(metadata_url: str) -> None:
-    """404 is none, 200 is one; a token is fetched where one is asked for."""
+    """404 is no notice, 200 is one. A token is fetched if the service requires one."""
     waiting = asyncio.create_task(SpotNotice(metadata_url, poll_s=0.01).wait())
     await asyncio.to_thread(Metadata.was_asked.wait, 20)
     assert not waiting.done()

@@ -1,4 +1,4 @@
-"""Strategies and their change in a real engine process, over the socket."""
+"""Batching strategies and their change in a real engine process, over the socket."""
 
 import time
 
@@ -40,9 +40,8 @@ def assert_oracle(messages: list[FromEngine], *jobs: StartJob) -> None:
 
 
 def test_a_static_engine_runs_full_batches_one_after_another(start_engine: StartEngine) -> None:
-    """Three jobs in batches of two, the last after its wait; padding is counted, tokens are not
-    changed by it.
-    """
+    """Three jobs in batches of two, the last after its wait. Padding is counted and does not change
+    tokens."""
     engine = start_engine(STATIC, eos_rate=0.0)
     jobs = [start_message(f"job-{n}", prompt="x" * n, max_tokens=5 * n) for n in (1, 2, 3)]
 
@@ -62,7 +61,7 @@ def test_a_static_engine_runs_full_batches_one_after_another(start_engine: Start
 
 
 def test_an_engine_that_waits_for_a_batch_sleeps(start_engine: StartEngine) -> None:
-    """One job alone: after its 200 ms it runs, and meanwhile the engine has not spun."""
+    """One job alone runs after its 200 ms, and the engine does not spin meanwhile."""
     engine = start_engine(STATIC)
     engine.hear_until(is_ready)
     job = start_message("alone")
@@ -111,8 +110,8 @@ def test_a_reload_under_load_loses_no_token(start_engine: StartEngine) -> None:
     assert "reconfigured" in engine.end()
 
 
-def test_an_output_cap_holds_for_jobs_that_come_after_it(start_engine: StartEngine) -> None:
-    """The job asked for 40 tokens; seven are the most that this engine gives."""
+def test_an_output_cap_applies_to_later_jobs(start_engine: StartEngine) -> None:
+    """The job requests 40 tokens; this engine yields at most seven."""
     engine = start_engine(msgspec.structs.replace(OPTIONS, max_output_tokens=7), eos_rate=0.0)
     engine.say(start_message("long"))
 

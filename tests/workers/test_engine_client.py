@@ -1,4 +1,4 @@
-"""The supervisor's end of an engine process, at the process's end."""
+"""The supervisor's side of the connection when an engine process ends."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ OPTIONS = EngineOptions(model_path="hash")
 
 
 class LateProcess:
-    """An engine process that ends by itself, but only as it is about to be killed."""
+    """An engine process that exits by itself just before it is killed."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -33,13 +33,13 @@ class LateProcess:
 
     @property
     def pid(self) -> int:
-        """Asked for the kill. By then it has ended, and its group has nobody left to be killed."""
+        """Read for the kill. By then the process has ended, and its group is empty."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.pid
 
 
-async def test_an_engine_that_ends_as_it_is_killed_has_ended() -> None:
-    """The race between its last moment and the end of its grace costs the supervisor nothing."""
+async def test_a_kill_of_an_exited_engine_is_no_error() -> None:
+    """The engine exits at the end of its grace period, just before the kill."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", "import time; time.sleep(60)"), stdin=asyncio.subprocess.DEVNULL
     )
@@ -50,7 +50,7 @@ async def test_an_engine_that_ends_as_it_is_killed_has_ended() -> None:
 
 
 async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
-    """It is told to end, and what was said before that has been taken in."""
+    """After the order to shut down, all earlier messages are processed first."""
     said: asyncio.Queue[FromEngine] = asyncio.Queue()
 
     def take_in(messages: list[FromEngine]) -> None:
@@ -63,13 +63,13 @@ async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
     client.send([StopJob("unknown", 1)])
     client.send([Shutdown()])
     await client.end()
-    client.send([StopJob("unknown", 1)])  # nobody hears it
+    client.send([StopJob("unknown", 1)])  # not received
     assert await client.stop() == 0
     assert all(isinstance(said.get_nowait(), EngineLoad) for _ in range(said.qsize()))
 
 
 async def test_a_malformed_message_ends_the_engine() -> None:
-    """The error is the caller's to judge; nothing is taken in after it."""
+    """The caller gets the error; no later message is processed."""
     num_taken = 0
 
     def take_in(messages: list[FromEngine]) -> None:

@@ -1,4 +1,4 @@
-"""What an engine says becomes log events at once; its steps are booked afterwards, one by one."""
+"""An engine's output is appended to logs at once; its steps are recorded afterwards, one by one."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ JOB = "job"
 
 
 class Desk:
-    """A keeper with all it tells, and a Redis that says yes to each append and notes what it saw
-    of the engine's load."""
+    """A keeper with its callbacks, and a Redis that accepts each append and records the engine's
+    load at that time."""
 
     def __init__(self) -> None:
         settings = hash_worker_settings("unix:///nowhere")
@@ -54,12 +54,12 @@ def load(ended_s: float, num_tokens: int = 1) -> EngineLoad:
 
 
 async def booked() -> None:
-    """Once all that waits to be done at this moment is done."""
+    """Returns once all callbacks that are due have run."""
     await asyncio.sleep(0)
 
 
-async def test_a_step_s_tokens_are_appended_before_it_is_booked() -> None:
-    """Its books take longer to make than the append, for which a caller waits."""
+async def test_a_step_s_tokens_are_appended_before_it_is_recorded() -> None:
+    """Recording takes longer than the append, for which a caller waits."""
     async with contextlib.aclosing(Desk()) as desk:
         start(desk.holding, JOB)
         await booked()
@@ -71,8 +71,8 @@ async def test_a_step_s_tokens_are_appended_before_it_is_booked() -> None:
         assert desk.engine.load == load(1.0)
 
 
-async def test_steps_that_come_at_once_are_booked_one_by_one() -> None:
-    """After a pause of ours: each token has the time of its own step."""
+async def test_steps_that_arrive_together_are_recorded_one_by_one() -> None:
+    """After a pause of the supervisor, each token gets the time of its own step."""
     async with contextlib.aclosing(Desk()) as desk:
         start(desk.holding, JOB)
         messages: list[FromEngine] = []
@@ -84,8 +84,8 @@ async def test_steps_that_come_at_once_are_booked_one_by_one() -> None:
         assert fields["inter_token_latency_seconds:standard:sum"] == 2 * 250_000
 
 
-async def test_a_place_that_comes_free_is_offered_when_the_step_is_booked() -> None:
-    """Not before: who fills it must know when the step that takes it in ends."""
+async def test_a_free_place_is_offered_once_the_step_is_recorded() -> None:
+    """Not earlier: a claim needs to know when the next step ends."""
     async with contextlib.aclosing(Desk()) as desk:
         start(desk.holding, JOB, max_tokens=1)
         desk.hear([TokenOut(JOB, 1, 0, 0, 97, FinishReason.LENGTH), load(1.0)])

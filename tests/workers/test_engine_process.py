@@ -1,4 +1,4 @@
-"""The engine process as its supervisor sees it: a socket, frames, an exit code."""
+"""The engine process as its supervisor sees it: a socket, frames, and an exit code."""
 
 import json
 import socket
@@ -69,7 +69,7 @@ class EngineUnderTest:
         self._socket.sendall(encode_frame(messages))
 
     def hear_until(self, is_last: Callable[[FromEngine], bool]) -> list[FromEngine]:
-        """All messages up to the first for which `is_last` holds."""
+        """All messages up to the first for which `is_last` is true."""
         heard: list[FromEngine] = []
         while True:
             while self._heard:
@@ -87,7 +87,7 @@ class EngineUnderTest:
         return self.process.wait(TIMEOUT_S)
 
     def end(self) -> str:
-        """Ends the process, whatever it does, and returns what it logged."""
+        """Ends the process in any state, and returns its log."""
         self.hang_up()
         self.process.kill()
         _, stderr = self.process.communicate(timeout=TIMEOUT_S)
@@ -99,7 +99,7 @@ StartEngine = Callable[..., EngineUnderTest]
 
 @pytest.fixture
 def start_engine() -> Iterator[StartEngine]:
-    """Starts engine processes around hash models and ends them after the test."""
+    """Starts engine processes with hash models and ends them after the test."""
     started: list[EngineUnderTest] = []
 
     def start(options: EngineOptions = OPTIONS, **model_options: object) -> EngineUnderTest:
@@ -113,7 +113,7 @@ def start_engine() -> Iterator[StartEngine]:
 
 
 def start_message(job_id: str, prompt: str = "hello", **changes: object) -> StartJob:
-    """A fresh job; `changes` are sampling parameters."""
+    """A new job; `changes` are sampling parameters."""
     params = msgspec.convert({"max_tokens": 40, "seed": 7, **changes}, SamplingParams)
     return StartJob(
         job_id,
@@ -136,7 +136,7 @@ def is_idle(message: FromEngine) -> bool:
 
 
 def tokens_of(messages: list[FromEngine], job_id: str, choice: int = 0) -> list[int]:
-    """The token ids said of one choice; asserts that positions have neither gap nor repeat."""
+    """The token ids of one choice. Asserts that positions have neither gap nor repeat."""
     outs = [
         m for m in messages if isinstance(m, TokenOut) and (m.job_id, m.choice) == (job_id, choice)
     ]
@@ -145,7 +145,8 @@ def tokens_of(messages: list[FromEngine], job_id: str, choice: int = 0) -> list[
 
 
 def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine) -> None:
-    """Two jobs, three choices: each yields the oracle's tokens, each step ends with a load."""
+    """Two jobs, three choices: each yields the oracle's tokens, and each step ends with a load
+    message."""
     engine = start_engine()
     greeting = engine.hear_until(is_ready)
     one, two = start_message("one", n=2), start_message("two", prompt="other", seed=9)
@@ -167,8 +168,8 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
         assert reasons == [None] * (len(token_ids) - 1) + [reason]
 
 
-def test_log_probabilities_come_where_asked(start_engine: StartEngine) -> None:
-    """A job that asks for two alternatives gets them beside each token; another gets none."""
+def test_log_probabilities_are_sent_if_requested(start_engine: StartEngine) -> None:
+    """A job that requests two alternatives gets them with each token; another job gets none."""
     engine = start_engine()
 
     engine.say(start_message("asks", logprobs=2), start_message("asks_not"))
@@ -184,7 +185,7 @@ def test_log_probabilities_come_where_asked(start_engine: StartEngine) -> None:
 
 
 def test_a_stopped_job_reports_nothing_and_others_continue(start_engine: StartEngine) -> None:
-    """It is stopped long before its 400 steps of 10 ms are over; the other job reaches its end."""
+    """It is stopped long before the end of its 400 steps of 10 ms; the other job completes."""
     engine = start_engine(eos_rate=0.0, step_s=0.01)
     engine.say(start_message("endless", max_tokens=400), start_message("other", max_tokens=20))
     engine.hear_until(lambda m: isinstance(m, TokenOut) and m.job_id == "endless")
@@ -198,7 +199,7 @@ def test_a_stopped_job_reports_nothing_and_others_continue(start_engine: StartEn
 
 
 def test_a_stopped_choice_leaves_its_siblings_running(start_engine: StartEngine) -> None:
-    """One of two choices meets a stop string; the other, nearly done, reaches its own end."""
+    """One of two choices meets a stop string; the other, nearly done, completes."""
     engine = start_engine(eos_rate=0.0, step_s=0.01)
     job = start_message("job", n=2, max_tokens=400)
     engine.say(msgspec.structs.replace(job, outputs=((), tuple(range(97, 117)) * 19)))
@@ -213,7 +214,7 @@ def test_a_stopped_choice_leaves_its_siblings_running(start_engine: StartEngine)
 
 
 def test_an_impossible_job_fails_alone(start_engine: StartEngine) -> None:
-    """A prompt beyond the context fails with its code, in an idle engine too."""
+    """A prompt longer than the context fails with its code, also in an idle engine."""
     engine = start_engine()
 
     engine.say(start_message("long", prompt="x" * 600))
@@ -227,7 +228,7 @@ def test_an_impossible_job_fails_alone(start_engine: StartEngine) -> None:
 
 
 def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
-    """NaN in one row is a JobFailed for that row's job; the other ends as ever."""
+    """NaN in one row is a JobFailed for that row's job; the other job completes."""
     engine = start_engine(bad_row_id=ord("!"), eos_rate=0.0)
     good = start_message("good", max_tokens=1)
 
@@ -239,7 +240,7 @@ def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
 
 
 def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> None:
-    """All of a choice's tokens were in the log already: it ends with their reason."""
+    """All of its tokens were in the log already: it ends with their reason."""
     engine = start_engine()
     fresh = start_message("job")
     token_ids, reason = expected_output(fresh.prompts[0], fresh.params)
@@ -252,7 +253,7 @@ def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> No
 
 
 def test_a_frame_larger_than_the_socket_buffer_arrives_whole(start_engine: StartEngine) -> None:
-    """Hundreds of jobs in one frame of over a megabyte; each is answered."""
+    """Hundreds of jobs in one frame of over a megabyte; each gets a reply."""
     engine = start_engine()
     jobs = [start_message(f"job-{i}", prompt="x" * 4000) for i in range(300)]
     assert len(encode_frame(jobs)) > 2**20
@@ -265,7 +266,7 @@ def test_a_frame_larger_than_the_socket_buffer_arrives_whole(start_engine: Start
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_busy: bool) -> None:
-    """A supervisor that is gone leaves no engine behind, idle or in the middle of a job."""
+    """A dead supervisor leaves no engine behind, idle or in the middle of a job."""
     engine = start_engine(eos_rate=0.0, step_s=0.001)
     engine.hear_until(is_ready)
     if is_busy:
@@ -278,15 +279,15 @@ def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_bu
 
 
 def test_shutdown_ends_the_process(start_engine: StartEngine) -> None:
-    """Told to, it ends cleanly, with work under way."""
+    """It exits cleanly, also with running jobs."""
     engine = start_engine(eos_rate=0.0)
     engine.say(start_message("endless", max_tokens=500), Shutdown())
 
     assert engine.wait() == ExitCode.OK
 
 
-def test_sigint_is_the_supervisors_to_handle(start_engine: StartEngine) -> None:
-    """A Ctrl-C that reaches the whole process group does not end the engine."""
+def test_the_engine_ignores_sigint(start_engine: StartEngine) -> None:
+    """A Ctrl-C reaches the whole process group; only the supervisor handles it."""
     engine = start_engine()
     engine.hear_until(is_ready)
 
@@ -307,7 +308,7 @@ def test_a_refused_model_gives_one_sentence(start_engine: StartEngine) -> None:
 
 
 def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: StartEngine) -> None:
-    """An exception in a step is fatal; the log names its type and nothing of the job."""
+    """An exception in a step is fatal; the log names its type and no content of the job."""
     engine = start_engine(crash_id=ord("!"))
     engine.hear_until(is_ready)
 
@@ -321,7 +322,7 @@ def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: S
 
 
 def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngine) -> None:
-    """Told before the step: what is computed with the poison, and not what waits or has ended."""
+    """The engine names the jobs before each step, without waiting and ended ones."""
     engine = start_engine(crash_id=ord("!"), num_blocks=32, eos_rate=0.0)
     engine.say(start_message("ended", max_tokens=1))
     engine.hear_until(is_idle)
@@ -336,7 +337,7 @@ def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngi
 
 
 def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> None:
-    """Once for a job, however many steps it takes."""
+    """Once for each job, however many steps it takes."""
     engine = start_engine(eos_rate=0.0)
     engine.say(start_message("one", max_tokens=5))
     heard = engine.hear_until(is_idle)
@@ -348,8 +349,8 @@ def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> 
     assert told == [Running(("one",)), Running(("two",))]
 
 
-def test_a_deadline_ends_a_job_wherever_it_is(start_engine: StartEngine) -> None:
-    """It fails with its own code; the job beside it, whose deadline was lifted, goes on."""
+def test_a_deadline_fails_its_job_unless_it_is_lifted(start_engine: StartEngine) -> None:
+    """With a code of its own; the job whose deadline was lifted completes."""
     engine = start_engine(eos_rate=0.0, step_s=0.005)
     late, lifted = start_message("late", max_tokens=400), start_message("lifted", max_tokens=40)
 
@@ -365,7 +366,7 @@ def test_a_deadline_ends_a_job_wherever_it_is(start_engine: StartEngine) -> None
 
 
 def test_an_exception_is_described_by_type_and_place_only() -> None:
-    """Messages of exceptions can quote what was being computed."""
+    """Messages of exceptions can quote prompts and outputs."""
     try:
         raise ValueError("a secret prompt")
     except ValueError as exc:
@@ -377,7 +378,7 @@ def test_an_exception_is_described_by_type_and_place_only() -> None:
 
 
 def test_both_ends_may_write_more_than_the_socket_holds() -> None:
-    """The engine reads while it cannot write, so a supervisor that only writes goes on."""
+    """The engine reads while it cannot write, so a supervisor that only writes is not blocked."""
     supervisor, engine = socket.socketpair()
     with supervisor, engine:
         channel = Channel(engine)
@@ -409,7 +410,7 @@ def test_both_ends_may_write_more_than_the_socket_holds() -> None:
 
 
 def test_a_peer_that_goes_away_during_a_large_frame_is_noticed() -> None:
-    """A broken socket is PeerGone, not an error of some system call."""
+    """A broken socket raises PeerGone, not an OSError."""
     supervisor, engine = socket.socketpair()
     with supervisor, engine:
         channel = Channel(engine)
@@ -423,7 +424,8 @@ def test_a_peer_that_goes_away_during_a_large_frame_is_noticed() -> None:
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=40), num_messages=st.integers(0, 5))
 def test_frames_survive_any_cut(sizes: list[int], num_messages: int) -> None:
-    """Bytes in any portions give the same messages, and none before its frame is whole."""
+    """However the bytes are split, the messages are the same, and none arrives before its frame is
+    complete."""
     messages = [start_message(f"job-{i}") for i in range(num_messages)]
     frames = encode_frame(messages) + encode_frame([Shutdown()])
     decoder = decoder_to_engine()
@@ -442,14 +444,14 @@ def test_frames_survive_any_cut(sizes: list[int], num_messages: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", encode_frame([Loading("wrong way")])]
 )
-def test_bytes_that_are_no_frame_are_an_error(data: bytes) -> None:
-    """A length beyond the limit, no msgpack, and messages of the other direction."""
+def test_malformed_frames_are_an_error(data: bytes) -> None:
+    """A length above the limit, bytes that are not msgpack, and messages of the other direction."""
     with pytest.raises(FrameError):
         decoder_to_engine().feed(data)
 
 
 def test_options_travel_as_one_json_argument() -> None:
-    """An option that the engine does not know is an error, not a silent default."""
+    """An unknown option is an error, not a silent default."""
     options = EngineOptions(model_path="/models/tiny", num_threads=2)
 
     encoded = msgspec.json.encode(options)
@@ -460,5 +462,5 @@ def test_options_travel_as_one_json_argument() -> None:
 
 
 def test_the_engines_error_codes_are_the_contracts() -> None:
-    """The engine may not import contract.errors, so its words are held against it here."""
+    """The engine may not import contract.errors, so this test compares its codes."""
     assert {code.value for code in EngineErrorCode} <= {code.value for code in ErrorCode}

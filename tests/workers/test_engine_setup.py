@@ -1,4 +1,4 @@
-"""From options to the engine's parts."""
+"""How options become the engine's parts."""
 
 from workers.engine_process.engine_setup import lanes_of, strategies_of
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
@@ -6,7 +6,7 @@ from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatchi
 
 
 def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
-    """A new lane is like standard; the others stay as they are."""
+    """A new lane has the defaults of standard; the others keep their own."""
     options = EngineOptions(model_path="m", lanes=(LaneOptions(name="night", priority=9),))
 
     lanes = {lane.name: lane for lane in lanes_of(options)}
@@ -16,8 +16,8 @@ def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
     assert lanes["batch"].min_share == 0.05
 
 
-def test_minimum_shares_that_are_given_are_all_there_are() -> None:
-    """Otherwise a valid file could exceed the whole by a default, and take the engine down."""
+def test_given_minimum_shares_replace_all_defaults() -> None:
+    """Otherwise a valid file plus a default could exceed 1 and stop the engine."""
     options = EngineOptions(
         model_path="m",
         lanes=(LaneOptions(name="standard", min_share=0.98),),
@@ -27,7 +27,8 @@ def test_minimum_shares_that_are_given_are_all_there_are() -> None:
 
 
 def test_strategies_are_built_with_their_own_defaults() -> None:
-    """A window of a second for static, of 20 ms for dynamic; no batch larger than may run."""
+    """A window of one second for static and of 20 ms for dynamic; no batch larger than the number
+    of places."""
     night = LaneOptions(name="night", strategy=StrategyOptions(name="static", batch_size=32))
     options = EngineOptions(
         model_path="m",

@@ -1,4 +1,4 @@
-"""A place that comes free with a step goes to who comes first in turn when the step ends."""
+"""A place that becomes free at a step's end goes to the job that is first in turn at that time."""
 
 from pathlib import Path
 
@@ -30,8 +30,8 @@ async def test_a_job_claimed_in_the_last_step_joins_the_next(
     keys: Keys,
     tmp_path: Path,
 ) -> None:
-    """One place, whose job is in its last step, and one that waits for it: a job of the lane that
-    is asked first gets the place, though it came when that step was under way."""
+    """The one place holds a job in its last step, and another job waits. A job of a lane claimed
+    earlier gets the place, although it arrived during that step."""
     caller = Caller(functions, redis_client, keys)
     batching = tmp_path / "batching.yaml"
     batching.write_text(BATCHING)

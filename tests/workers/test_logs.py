@@ -1,4 +1,4 @@
-"""Every log line says under which configuration it was written."""
+"""Every log line names the version of the configuration."""
 
 import io
 import logging
@@ -11,7 +11,7 @@ from workers import logs
 
 @pytest.fixture
 def output() -> Iterator[io.StringIO]:
-    """What the process logs, through a handler of its own."""
+    """The log of the process, through a handler of its own."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logging.getLogger().addHandler(handler)
@@ -21,7 +21,7 @@ def output() -> Iterator[io.StringIO]:
 
 
 def test_lines_carry_the_version_that_is_in_force(output: io.StringIO) -> None:
-    """One version at a time, once a line; nothing where there is no configuration."""
+    """One version per line; none without a configuration."""
     log = logging.getLogger("batchway.test")
     for version in ("abc", "def", ""):
         logs.stamp(version)

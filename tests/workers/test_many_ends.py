@@ -1,4 +1,4 @@
-"""Many jobs end in one step: they end a few at a time, so that other jobs' tokens come between."""
+"""Jobs that end in one step are ended a few at a time, with other jobs' tokens in between."""
 
 import asyncio
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ async def test_jobs_that_end_together_end_a_few_at_a_time(
     tmp_path: Path,
     is_kept: bool,
 ) -> None:
-    """Also where their results are kept in an object store: then few logs are read at once."""
+    """Also with results in an object store: then few logs are read at once."""
     caller = Caller(functions, redis_client, keys)
     lane = CountingLane(hash_worker_settings(redis_server.url), "w1")
     holding = Holding(EngineLink(hash_worker_settings("").engine, client=None))

@@ -1,4 +1,4 @@
-"""A worker's own page: there while it lives, on its port, with what it alone has counted."""
+"""A worker's own metrics page, served on its port while it lives, with its own counts."""
 
 import socket
 from pathlib import Path
@@ -30,7 +30,7 @@ def free_port() -> int:
 async def test_a_worker_shows_its_steps_and_ends_with_its_page(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
-    """What it computed is there at once, before any heartbeat."""
+    """The steps show at once, before any heartbeat."""
     caller, port = Caller(functions, redis_client, keys), free_port()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         model = HashModelOptions(eos_rate=0.0)
@@ -47,8 +47,7 @@ async def test_a_worker_shows_its_steps_and_ends_with_its_page(
             await http.get("/metrics")
 
 
-async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    """Whoever asks for a page gets it, or no worker."""
+async def test_a_worker_does_not_start_if_its_metrics_port_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = hash_worker_settings("", metrics_port=taken.getsockname()[1])
         with pytest.raises(MetricsUnservable, match="no metrics on"):

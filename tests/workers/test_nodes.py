@@ -1,4 +1,5 @@
-"""Engine processes on several machines find and lose each other; and a node that only computes."""
+"""Engine processes on several machines connect and lose each other; and a node that only
+computes."""
 
 import asyncio
 import os
@@ -35,7 +36,8 @@ def ignore(_: str) -> None:
 
 
 def test_nodes_start_with_the_options_of_node_0_and_end_with_any_other() -> None:
-    """Two come before node 0, and strangers too, who say nonsense, nothing, or a wrong rank."""
+    """Two connect before node 0 starts. So do strangers, which send nonsense, nothing, or a wrong
+    rank."""
     address = free_address()
     lost = {rank: threading.Event() for rank in range(3)}
     listens = threading.Event()
@@ -79,7 +81,7 @@ def test_node_0_learns_that_another_node_has_ended() -> None:
 
 
 def test_a_node_learns_that_node_0_has_ended() -> None:
-    """Also one that comes to a node 0 that ends before it has said its options, and again."""
+    """Also if node 0 ends before it has sent its options, and again after the next start."""
     lost = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -102,7 +104,7 @@ def test_an_address_that_is_taken_is_an_error() -> None:
 
 @pytest.mark.anyio
 async def test_a_node_starts_its_ranks_again_until_it_is_asked_to_end() -> None:
-    """It has no Redis. The kill of its process stands for the end of node 0's engine."""
+    """The node has no Redis. Killing its process stands for the end of node 0's engine."""
     running = asyncio.create_task(run_node(hash_worker_settings("")))
     try:
         first = await rank_process(running)
@@ -128,7 +130,7 @@ async def test_a_node_whose_model_is_refused_ends(monkeypatch: pytest.MonkeyPatc
 
 
 async def rank_process(running: asyncio.Task[int], after: int = 0) -> int:
-    """The engine process of the node, another than `after`."""
+    """The node's engine process, other than `after`."""
     async with asyncio.timeout(30):
         while not running.done():
             found = [

@@ -1,4 +1,4 @@
-"""What bounds a step: the arithmetic, the advice, and a whole profile of the demo model."""
+"""What limits a step: the arithmetic, the advice, and a whole profile of the demo model."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ FINDING = ClassFinding(
 
 
 def test_a_step_reads_weights_once_and_each_context_once() -> None:
-    """Two streams behind 10 and 20 tokens, and a chunk of 4 behind 6 that samples nothing."""
+    """Two streams after 10 and 20 tokens, and a chunk of 4 tokens after 6 that does not sample."""
     shape = Shape(
         weight_bytes=1000,
         num_body_weights=100,
@@ -60,10 +60,10 @@ def test_a_step_reads_weights_once_and_each_context_once() -> None:
 
 @pytest.mark.parametrize(("quantization", "num_bytes"), [("none", 4), ("int8", 1)])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_demo_model_is_counted_whole_however_it_is_laid_out(
+def test_the_demo_model_s_weights_are_counted_in_any_layout(
     fused: bool, quantization: str, num_bytes: int
 ) -> None:
-    """Packed and merged weights are the same ones: by its card, all but the embedding's."""
+    """Packed and merged weights count the same: all of the model card's except the embedding."""
     options = EngineOptions(
         model_path=str(demo_model_path()), num_threads=1, fused=fused, quantization=quantization
     )
@@ -82,7 +82,7 @@ def test_the_demo_model_is_counted_whole_however_it_is_laid_out(
 
 
 def test_the_bound_of_a_step_is_its_largest_part() -> None:
-    """The larger of the two least times, where it explains half of the model's time or more."""
+    """The larger of the two minimum times, if it explains at least half of the model's time."""
     assert FINDING.bound is Bound.MEMORY
     assert FINDING.efficiency == pytest.approx(0.9)
     assert dataclasses.replace(FINDING, compute_s=0.0095).bound is Bound.COMPUTE
@@ -111,13 +111,13 @@ def test_advice_names_the_setting_that_moves_the_bound() -> None:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
-    """A short one of the demo model, on one core."""
+    """A short profile of the demo model, on one core."""
     traces = tmp_path_factory.mktemp("traces")
     return take_profile(OPTIONS, Load(4, 64, 3), num_profiled=2, trace_dir=traces), traces
 
 
-def test_each_class_has_the_steps_that_it_should(profile: tuple[Profile, Path]) -> None:
-    """Decode: a token for each stream; prefill: a full budget of prompts; mixed: both."""
+def test_each_class_of_steps_has_its_tokens(profile: tuple[Profile, Path]) -> None:
+    """Decode: one token for each stream; prefill: a full budget of prompt tokens; mixed: both."""
     decode, mixed, prefill = profile[0].findings
     assert (decode.kind, mixed.kind, prefill.kind) == KINDS
     assert (decode.num_tokens, decode.num_seqs) == (4, 4)
@@ -133,7 +133,7 @@ def test_each_class_has_the_steps_that_it_should(profile: tuple[Profile, Path]) 
 
 
 def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
-    """One Chrome trace for each class; afterwards the kernels are as they were."""
+    """One Chrome trace for each class. Afterwards the kernels are as before."""
     for kind in KINDS:
         events = json.loads((profile[1] / f"{kind}.json").read_text())["traceEvents"]
         assert any(event.get("name", "").startswith(("aten::", "mkldnn::")) for event in events)
@@ -144,6 +144,6 @@ def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
 
 
 def test_a_window_that_the_model_cannot_hold_is_refused() -> None:
-    """Said before anything is measured."""
+    """Before anything is measured."""
     with pytest.raises(CannotProfile, match="ask for fewer"):
         take_profile(OPTIONS, Load(1, 2000, 50), num_profiled=1, trace_dir=None)

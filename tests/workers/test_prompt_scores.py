@@ -1,4 +1,4 @@
-"""Log probabilities of prompts on their way into the log: whole, in order, each position once."""
+"""Log probabilities of prompts in the log: complete, in order, each position once."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ SCORES = tuple(TokenLogprob(i, -float(i)) for i in range(1, 6))  # of positions 
 
 
 def hold(*logged: Prompt | Tokens, n: int = 1, num_prompts: int = 1) -> HeldJob:
-    """A job that asks for its prompts of six tokens to be scored, held behind a log."""
+    """A held job that requests log probabilities of its prompts of six tokens, with a log."""
     job = Job(
         id="job",
         tenant="t",
@@ -56,7 +56,7 @@ def says(start: int, end: int) -> PromptLogprobs:
 
 
 def test_a_prompt_is_an_event_of_its_own_before_the_output() -> None:
-    """What came in several steps is one event; the output follows in the next."""
+    """The results of several steps are one event; the output follows in the next."""
     held = hold()
     held.take_prompt(says(1, 3))
     held.take_prompt(says(3, 6))
@@ -69,8 +69,8 @@ def test_a_prompt_is_an_event_of_its_own_before_the_output() -> None:
     assert not held.has_news
 
 
-def test_a_repeated_error_is_logged_once() -> None:
-    """After a preemption, and behind what an earlier worker logged."""
+def test_repeated_prompt_logprobs_are_logged_once() -> None:
+    """After a preemption, and after an earlier worker logged them."""
     held = hold(Prompt(1, SCORES[:2]))
     held.take_prompt(says(1, 3))
     assert not held.has_news
@@ -80,7 +80,8 @@ def test_a_repeated_error_is_logged_once() -> None:
 
 
 def test_output_waits_for_the_prompt() -> None:
-    """A choice that is faster than the one that says the prompt speaks after it."""
+    """Output of a choice that is faster than the one that reports the prompt comes after the
+    prompt."""
     held = hold(n=2)
     held.take(TokenOut("job", 1, 1, 0, 65))
     assert held.take_event() == (None, 0)
@@ -89,8 +90,8 @@ def test_output_waits_for_the_prompt() -> None:
     assert held.take_event()[1] == 1
 
 
-def test_a_prompt_waits_for_no_other() -> None:
-    """Its choices speak once it is said itself, and each event says of which prompt it is."""
+def test_a_prompt_s_output_does_not_wait_for_other_prompts() -> None:
+    """It follows its own prompt's log probabilities, and each event names its prompt."""
     held = hold(n=2, num_prompts=2)
     held.take(TokenOut("job", 1, 1, 0, 65))
     held.take(TokenOut("job", 1, 3, 0, 66))
@@ -118,7 +119,7 @@ async def submit(caller: Caller, **params: Any) -> Job:
 
 
 def assert_exact(job: Job, answer: Answer) -> None:
-    """Prompt and output as the hash model has them when nothing disturbs it."""
+    """Prompt and output are those of an undisturbed hash model."""
     for number, prompt_ids in enumerate(job.prompts):
         expected = expected_prompt_logprobs(prompt_ids, 2)
         said = [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
@@ -131,7 +132,7 @@ def assert_exact(job: Job, answer: Answer) -> None:
 async def test_a_worker_killed_amid_a_prompt_leaves_no_gap_and_no_repeat(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """kill -9 with a part of the prompt logged: the next worker logs the rest alone."""
+    """kill -9 after a part of the prompt was logged: the next worker logs only the rest."""
     async with fleet(redis_server.url, 1, SLOW, engine=CHUNKS) as [first]:
         job = await submit(caller)
 
@@ -151,7 +152,7 @@ async def test_a_worker_killed_amid_a_prompt_leaves_no_gap_and_no_repeat(
 async def test_a_worker_killed_after_scoring_a_prompt_does_not_repeat_it(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """kill -9 with output logged: the prompt stands in the log once."""
+    """kill -9 after output was logged: the prompt is in the log once."""
     async with fleet(redis_server.url, 1, SLOW) as [first]:
         job = await submit(caller)
         await caller.has_output(job, 4)

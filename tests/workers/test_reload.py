@@ -1,4 +1,4 @@
-"""batching.yaml in a real worker: read at its start, and again on SIGHUP."""
+"""batching.yaml in a real worker: read at the start, and again on SIGHUP."""
 
 import os
 import signal
@@ -22,20 +22,20 @@ SLOW = HashModelOptions(step_s=0.005, eos_rate=0.0)
 
 
 async def runs_on(caller: Caller, text: str) -> bool:
-    """Whether a worker has said that it goes by this file."""
+    """Whether a worker has reported this file's version."""
     version = configuration.parse(text).version
     return any(info["batching"] == version for info in await caller.worker_info())
 
 
 def change(path: Path, worker: WorkerProcess, text: str) -> None:
-    """Writes the worker's file anew, and tells it."""
+    """Writes the worker's file anew and sends SIGHUP."""
     path.write_text(text)
     os.kill(worker.pid, signal.SIGHUP)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A batching.yaml of which nothing is asked yet."""
+    """A batching.yaml without strategies."""
     path = tmp_path / "batching.yaml"
     path.write_text("max_num_seqs: 4\n")
     return path
@@ -51,7 +51,7 @@ async def worker(redis_server: EmbeddedRedis, path: Path) -> AsyncIterator[Worke
 async def test_a_reload_under_load_loses_no_token(
     caller: Caller, worker: WorkerProcess, path: Path
 ) -> None:
-    """Jobs run on through a change of strategy, and through a file that cannot be used."""
+    """Jobs continue after a change of strategy, and after a file with errors."""
     jobs = [await caller.submit(f"before {n}", max_tokens=60) for n in range(6)]
     await caller.has_output(jobs[0], 5)
 
@@ -68,7 +68,7 @@ async def test_a_reload_under_load_loses_no_token(
 async def test_a_lane_that_a_reload_adds_is_served(
     caller: Caller, worker: WorkerProcess, path: Path
 ) -> None:
-    """The next claim goes by the new file."""
+    """The next claim uses the new file."""
     await caller.num_workers(1)
     change(path, worker, changed := "lanes:\n  urgent: {priority: 0}\n")
     await until(lambda: runs_on(caller, changed))
@@ -78,10 +78,10 @@ async def test_a_lane_that_a_reload_adds_is_served(
     assert_exact(job, await caller.answer(job), SLOW)
 
 
-async def test_a_worker_does_not_start_on_a_file_that_it_cannot_use(
+async def test_a_worker_does_not_start_on_a_file_with_errors(
     redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """Better no worker than one with other limits than its operator thinks."""
+    """Otherwise it would run with other limits than its operator expects."""
     path = tmp_path / "batching.yaml"
     path.write_text("max_num_seqs: none\n")
 

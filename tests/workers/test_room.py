@@ -1,4 +1,4 @@
-"""How many jobs a worker asks for: as many as the next step has places for, and no more."""
+"""The number of jobs that a worker claims: as many as the next step has places for."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ READY = Ready(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)
 
 @pytest.fixture
 def holding() -> Holding:
-    """Of a worker whose engine is ready."""
+    """The held jobs of a worker whose engine is ready."""
     options = EngineOptions(model_path="hash", max_num_seqs=NUM_PLACES)
     return Holding(EngineLink(options, ready=READY))
 
@@ -65,8 +65,8 @@ def places(holding: Holding, now_s: float = 0.0) -> int:
 
 
 def test_a_job_in_its_last_step_leaves_its_place(holding: Holding) -> None:
-    """With one token to go it ends in the step that is under way: another may be claimed before
-    it has, so that no step has an empty place."""
+    """It has one token left and ends with the current step: another job may be claimed before that,
+    so that no step has an empty place."""
     jobs = [start(holding, str(number)) for number in range(NUM_PLACES)]
     assert places(holding) == 0
     jobs[0].take(TokenOut(jobs[0].job.id, 1, 0, 0, 97))
@@ -80,7 +80,8 @@ def test_a_job_in_its_last_step_leaves_its_place(holding: Holding) -> None:
 
 
 def test_a_place_that_comes_free_is_given_away_at_the_last_call(holding: Holding) -> None:
-    """Who comes while the step is under way takes part; what is empty already is given at once."""
+    """Jobs that arrive during the step may get it. A place that is empty already is filled at
+    once."""
     job = start(holding, "ends", max_tokens=2, lane="interactive")
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
@@ -95,8 +96,9 @@ def test_a_place_that_comes_free_is_given_away_at_the_last_call(holding: Holding
     assert holding.rest_s(claim_deadline_s, checked_s=claim_deadline_s) == math.inf
 
 
-def test_a_last_call_that_passed_since_the_last_look_is_due(holding: Holding) -> None:
-    """Who looked a moment before it found no place: to wait on would cost one its next step."""
+def test_a_last_call_between_two_checks_is_still_made(holding: Holding) -> None:
+    """The earlier check found no place; to wait longer would leave the place empty for the next
+    step."""
     job = start(holding, "ends", max_tokens=2)
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
@@ -106,7 +108,7 @@ def test_a_last_call_that_passed_since_the_last_look_is_due(holding: Holding) ->
 
 
 def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
-    """The next one starts with whatever comes first."""
+    """The next engine starts with whatever arrives first."""
     holding.engine.steps.end(1.0)
     holding.engine.steps.begin(10.0)
     holding.engine.forget()
@@ -114,7 +116,7 @@ def test_an_engine_that_is_gone_has_no_step_under_way(holding: Holding) -> None:
 
 
 def test_a_choice_that_has_ended_leaves_its_tokens(holding: Holding) -> None:
-    """Of a job that is larger than the worker's room, long before the last choice has ended."""
+    """Of a job larger than the worker's room, long before its last choice ends."""
     job = start(holding, "list", max_tokens=3, n=4, cost_tokens=2 * holding.max_tokens)
     assert holding.room(0.0) is None
     for choice in range(3):
@@ -123,14 +125,14 @@ def test_a_choice_that_has_ended_leaves_its_tokens(holding: Holding) -> None:
 
 
 def test_a_job_without_output_keeps_its_place(holding: Holding) -> None:
-    """Of one token in all nobody knows how many steps its prompt takes."""
+    """Also with a cap of one token: the number of steps that its prompt takes is unknown."""
     for number in range(NUM_PLACES):
         start(holding, str(number), max_tokens=1)
     assert places(holding) == 0
 
 
 def test_each_choice_has_a_place(holding: Holding) -> None:
-    """Three choices take three; one that has ended takes none, while the others go on."""
+    """Three choices take three places. One that has ended takes none while the others continue."""
     job = start(holding, "three", n=3)
     assert places(holding) == NUM_PLACES - 3
     job.take(TokenOut("three", 1, 1, 0, 97))
@@ -139,7 +141,7 @@ def test_each_choice_has_a_place(holding: Holding) -> None:
 
 
 def test_nothing_is_claimed_while_a_sequence_waits_in_the_engine(holding: Holding) -> None:
-    """Whatever places there are: what was claimed goes first."""
+    """However many places are free: sequences claimed earlier go first."""
     start(holding, "one")
     holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0)
     assert places(holding) == 0
@@ -156,13 +158,14 @@ TERMS = {
 def places_of(
     holding: Holding, now_s: float = 0.0, terms: Mapping[str, LaneTerms] | None = None
 ) -> dict[str, int]:
-    """What is there for jobs of any tenant."""
+    """The places for jobs of any tenant."""
     rooms = holding.rooms(terms or TERMS, now_s)
     return {name: room.max_jobs for name, room in rooms.items() if room.fair is None}
 
 
 def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
-    """Of four, batch keeps the one that its share guarantees; its equals take none from a lane."""
+    """Batch keeps one of four places, its guaranteed share. A lane takes no place from a lane of
+    equal priority."""
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
     assert places(holding) == 0
@@ -171,9 +174,9 @@ def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> 
     assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
 
 
-def test_a_lane_at_its_share_is_a_shield(holding: Holding) -> None:
-    """The engine would take batch's last place before those of standard, which has no share: so
-    none is asked for, until batch holds none."""
+def test_a_lane_at_its_share_protects_the_lane_above_it(holding: Holding) -> None:
+    """The engine would take batch's last place before those of standard, which has no share. So
+    none is claimed until batch holds none."""
     batch = start(holding, "batch", lane="batch")
     for number in range(NUM_PLACES - 1):
         start(holding, str(number))
@@ -183,8 +186,8 @@ def test_a_lane_at_its_share_is_a_shield(holding: Holding) -> None:
     assert places_of(holding) == {"interactive": NUM_PLACES}
 
 
-def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
-    """The engine might take all places from the one whose share it is."""
+def test_lanes_of_equal_priority_are_not_displaced_if_one_has_a_share(holding: Holding) -> None:
+    """The engine might take all places from the lane with the share."""
     terms = {"interactive": LaneTerms(0, 0.0), "a": LaneTerms(1, 0.25), "b": LaneTerms(1, 0.0)}
     for lane in "aabb":
         start(holding, str(len(holding.jobs)), lane=lane)
@@ -195,10 +198,10 @@ def test_of_equals_with_a_share_none_is_displaced(holding: Holding) -> None:
 
 
 @pytest.mark.parametrize(("share", "num_kept"), [(0.0, 0), (0.2, 1), (0.25, 2), (0.3, 2)])
-def test_a_share_keeps_the_next_number_of_places_above_it(
+def test_a_share_is_rounded_up_to_more_than_its_places(
     holding: Holding, share: float, num_kept: int
 ) -> None:
-    """Also where it is a number of places itself: with exactly those it could never catch up."""
+    """Also if it is a whole number of places: with exactly those it could never catch up."""
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
     terms = {"interactive": LaneTerms(0, 0.0), "batch": LaneTerms(2, share)}
@@ -206,8 +209,8 @@ def test_a_share_keeps_the_next_number_of_places_above_it(
 
 
 def test_owed_places_are_filled_first_if_nothing_can_be_displaced(holding: Holding) -> None:
-    """Batch in the places that are its own alone, standard only while batch holds none, and
-    interactive, which nobody displaces, in all."""
+    """Batch gets only its guaranteed places, standard gets places only while batch holds none, and
+    interactive, which cannot be displaced, gets all."""
     terms = TERMS | {"standard": LaneTerms(1, 0.4)}
     start(holding, "urgent", lane="interactive")
     first = {name: room.max_owed for name, room in holding.rooms(terms, 0.0).items()}
@@ -218,7 +221,7 @@ def test_owed_places_are_filled_first_if_nothing_can_be_displaced(holding: Holdi
 
 
 def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) -> None:
-    """Three come in the places of batch; for a fourth there is none."""
+    """Three jobs get places of batch; a fourth gets none."""
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
     for number in range(3):
@@ -228,8 +231,8 @@ def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) ->
 
 
 def test_a_displaced_job_neither_blocks_nor_attracts_others(holding: Holding) -> None:
-    """While batch waits in the engine, more urgent lanes have room and batch has none; while
-    standard waits, its equals have none either."""
+    """While batch waits in the engine, more urgent lanes have room and batch has none. While
+    standard waits, lanes of its priority have none either."""
     start(holding, "one", lane="batch")
     assert places_of(holding)["batch"] == 3
     holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("batch",))
@@ -239,15 +242,15 @@ def test_a_displaced_job_neither_blocks_nor_attracts_others(holding: Holding) ->
 
 
 def test_a_job_that_was_moved_holds_the_place_of_its_new_lane(holding: Holding) -> None:
-    """Moved to interactive, nobody displaces it."""
+    """A job moved to interactive cannot be displaced."""
     jobs = [start(holding, str(number), lane="batch") for number in range(NUM_PLACES)]
     jobs[0].lane = "interactive"
     assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
 
 
-def test_a_full_lane_tells_what_each_tenant_holds(holding: Holding) -> None:
+def test_a_claim_for_a_full_lane_lists_each_tenant_s_places(holding: Holding) -> None:
     """Also while a displaced sequence of the lane waits in the engine, but not while one of a more
-    urgent lane does: that one goes first."""
+    urgent lane waits, which goes first."""
     for number in range(NUM_PLACES):
         start(holding, str(number))
     fair = FairRoom(NUM_PLACES, holding.max_tokens, {"t": (4, 24)})
@@ -260,8 +263,8 @@ def test_a_full_lane_tells_what_each_tenant_holds(holding: Holding) -> None:
     assert "standard" not in holding.rooms(TERMS, 0.0)
 
 
-def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:
-    """One long job of batch holds all tokens: an urgent one has those beyond batch's share."""
+def test_tokens_of_displaceable_jobs_count_as_room(holding: Holding) -> None:
+    """One long batch job holds all tokens: an urgent job may have those beyond batch's share."""
     whole = holding.max_tokens
     start(holding, "long", lane="batch", cost_tokens=whole)
     assert holding.room(0.0) is None
@@ -275,10 +278,8 @@ def test_tokens_of_the_displaced_are_room_too(holding: Holding) -> None:
         {"lanes": (LaneOptions(name="batch", strategy=StrategyOptions(name="dynamic")),)},
     ],
 )
-def test_batches_of_a_fixed_make_up_are_not_displaced(
-    holding: Holding, changes: dict[str, object]
-) -> None:
-    """The engine takes nobody in while they run: a claim would only hoard."""
+def test_fixed_batches_are_not_displaced(holding: Holding, changes: dict[str, object]) -> None:
+    """The engine admits no sequence while they run, so a claimed job would only wait."""
     holding.engine.options = msgspec.structs.replace(holding.engine.options, **changes)
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")

@@ -1,4 +1,4 @@
-"""A Redis that does not answer: the engine goes on, and what it yields gathers."""
+"""A Redis that does not reply: the engine continues, and its output accumulates."""
 
 import httpx
 import pytest
@@ -22,7 +22,8 @@ NUM_WAITED = 40  # tokens
 async def test_redis_does_not_hold_up_the_step(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
 ) -> None:
-    """While no write is answered, the engine computes all that is left; then one event says it."""
+    """While no write is acknowledged, the engine computes everything left; then one event contains
+    it."""
     caller, port = Caller(functions, redis_client, keys), free_port()
     async with (
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,

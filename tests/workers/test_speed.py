@@ -1,4 +1,4 @@
-"""What a worker says of its speed, and the lanes it claims from. The clock is the tests' own."""
+"""The speed that a worker reports, and the lanes it claims from. The clock is the tests' own."""
 
 from workers.ipc.messages import LaneOptions
 from workers.settings import LANES
@@ -11,7 +11,7 @@ def rate(speed: Speed) -> float:
 
 
 def test_only_a_full_worker_measures_its_rate() -> None:
-    """A window with room in it says nothing of what the worker could do."""
+    """A window with free places does not show what the worker can do."""
     speed = Speed()
     speed.measure(0.0, 0, has_room=True)
     speed.measure(2.0, 100, has_room=False)
@@ -23,7 +23,7 @@ def test_only_a_full_worker_measures_its_rate() -> None:
 
 
 def test_an_unfilled_worker_only_learns_that_it_is_faster() -> None:
-    """Less work is no sign of less speed; more than was known is."""
+    """Less work does not mean less speed, but a higher rate than known does mean more."""
     speed = Speed()
     speed.measure(0.0, 0, has_room=False)
     speed.measure(1.0, 100, has_room=False)
@@ -37,7 +37,8 @@ def test_an_unfilled_worker_only_learns_that_it_is_faster() -> None:
 
 
 def test_a_stream_gets_a_token_a_step() -> None:
-    """Its rate is the inverse of the mean step, in which the newest weighs a twentieth."""
+    """Its rate is the inverse of the mean step duration, in which the newest step has a weight of
+    one twentieth."""
     speed = Speed()
     speed.note_step(0.1)
     assert speed.capacity(0, 0, {}).stream_tokens_per_s == 10.0
@@ -45,16 +46,16 @@ def test_a_stream_gets_a_token_a_step() -> None:
     assert speed.capacity(0, 0, {}).stream_tokens_per_s == 8.333
 
 
-def test_lanes_are_claimed_by_priority_with_the_shares_that_are_given() -> None:
-    """The operator's own lane is served too, in its place; batch keeps its default share."""
+def test_lanes_are_claimed_by_priority_with_their_shares() -> None:
+    """An operator's own lane is included at its priority; batch keeps its default share."""
     urgent = LaneOptions(name="urgent", priority=0)
     given = lane_terms(LANES, [urgent], adds_given=True)
     assert list(given) == ["interactive", "urgent", "standard", "scoring", "batch"]
     assert given["batch"].min_share == 0.05
 
 
-def test_given_shares_are_all_there_are() -> None:
-    """As in the engine; and lanes named on the command line stay the only ones."""
+def test_given_shares_replace_the_default_shares() -> None:
+    """As in the engine. Lanes named on the command line remain the only ones."""
     given = [LaneOptions(name="standard", min_share=0.2), LaneOptions(name="urgent", priority=0)]
     terms = lane_terms(("batch", "standard"), given, adds_given=False)
     shares = {name: lane.min_share for name, lane in terms.items()}

@@ -1,4 +1,5 @@
-"""Until when places that come free with a step may be given away. The clock is the tests' own."""
+"""The time until which places that become free with a step may be given away. The clock is the
+tests' own."""
 
 import math
 
@@ -9,20 +10,21 @@ from workers.supervisor.step_clock import StepClock
 
 @pytest.fixture
 def clock() -> StepClock:
-    """After one step of a second."""
+    """A step clock after one step of a second."""
     clock = StepClock()
     clock.end(1.0)
     return clock
 
 
 def test_the_last_call_comes_before_the_step_ends(clock: StepClock) -> None:
-    """A tenth of a step of a second before, so that the engine hears of it in time."""
+    """A tenth of a second before the end of a one-second step, so that the engine gets the job in
+    time."""
     clock.begin(10.0)
     assert clock.claim_deadline_s == pytest.approx(10.9)
 
 
 def test_nothing_waits_without_a_step_or_its_length(clock: StepClock) -> None:
-    """Between two steps, and in the first: what can be claimed is claimed at once."""
+    """Between two steps, and in the first: jobs are claimed at once."""
     assert clock.claim_deadline_s == -math.inf
     unknown = StepClock()
     unknown.begin(10.0)
@@ -33,7 +35,8 @@ def test_nothing_waits_without_a_step_or_its_length(clock: StepClock) -> None:
 
 
 def test_the_shortest_of_the_latest_steps_counts(clock: StepClock) -> None:
-    """A call too early costs the turn of who comes after it, one too late a step of the place."""
+    """A call that is too early costs a later job its turn; one that is too late costs a step of the
+    place."""
     clock.end(3.0)
     clock.begin(10.0)
     assert clock.claim_deadline_s == pytest.approx(10.9)
@@ -44,7 +47,7 @@ def test_the_shortest_of_the_latest_steps_counts(clock: StepClock) -> None:
 
 
 def test_slow_claims_are_made_earlier(clock: StepClock) -> None:
-    """Three times what one took; a slow one is forgotten after some that were fast."""
+    """By three times the duration of a claim. A slow claim is forgotten after some fast ones."""
     clock.note_claim(0.2)
     clock.begin(10.0)
     assert clock.claim_deadline_s == pytest.approx(10.4)
@@ -53,8 +56,8 @@ def test_slow_claims_are_made_earlier(clock: StepClock) -> None:
     assert clock.claim_deadline_s == pytest.approx(10.9)
 
 
-def test_short_steps_wait_for_nobody() -> None:
-    """In ten milliseconds there is no time for a late call: the claim goes out as they begin."""
+def test_short_steps_have_no_late_call() -> None:
+    """Ten milliseconds are too short for one: the claim is made as the step begins."""
     clock = StepClock()
     clock.end(0.01)
     clock.begin(10.0)

@@ -33,7 +33,7 @@ def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) 
 
 
 def assert_exact(job: Job, answer: Answer, model: HashModelOptions | None = None) -> None:
-    """Each choice is what the hash model says to its prompt alone, when nothing disturbs it."""
+    """Each choice is the undisturbed hash model's output for its prompt alone."""
     options = model or HashModelOptions()
     assert answer.token_ids.keys() == set(range(job.num_choices))
     for choice in range(job.num_choices):
@@ -55,10 +55,11 @@ def assert_exact(job: Job, answer: Answer, model: HashModelOptions | None = None
     assert end.output_tokens == sum(map(len, answer.token_ids.values()))
 
 
-async def test_many_jobs_at_once_are_each_as_if_alone(
+async def test_concurrent_jobs_have_the_output_of_each_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """Forty jobs, several choices and samplings, one worker: exact tokens, text and usage."""
+    """Forty jobs with several choices and sampling parameters, one worker: exact tokens, text and
+    usage."""
     async with fleet(redis_server.url, 1):
         jobs = [
             await caller.submit(
@@ -77,7 +78,7 @@ async def test_many_jobs_at_once_are_each_as_if_alone(
 
 
 async def test_a_worker_makes_its_model_known(caller: Caller, redis_server: EmbeddedRedis) -> None:
-    """Card and tokenizer are in Redis once it is ready; it is gone from the list at its end."""
+    """Card and tokenizer are in Redis once it is ready; it is removed from the list at its end."""
     catalogue = Catalogue(caller.client, caller.keys)
     async with fleet(redis_server.url, 1):
         await caller.num_workers(1)
@@ -91,7 +92,7 @@ async def test_a_worker_makes_its_model_known(caller: Caller, redis_server: Embe
 async def test_a_killed_worker_s_jobs_go_on_elsewhere_token_for_token(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """kill -9 during 16 jobs: another worker finishes them; no token is lost or repeated."""
+    """kill -9 during 16 jobs: another worker completes them; no token is lost or repeated."""
     async with fleet(redis_server.url, 1, SLOW) as [first]:
         jobs = [
             await caller.submit(f"count {i}", max_tokens=60, n=1 + i % 2, temperature=1.0, seed=i)
@@ -108,12 +109,12 @@ async def test_a_killed_worker_s_jobs_go_on_elsewhere_token_for_token(
                 assert (await caller.view(job)).attempt == 2
 
 
-async def test_more_prompts_than_a_worker_has_places_for_outlive_it_token_for_token(
+async def test_a_list_larger_than_a_worker_survives_its_kill(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """A list of 16 prompts on four places and a KV cache that holds three of them at their ends:
-    they run in turns. kill -9 with some ended, some under way and some not begun: the next worker
-    goes on with each where its tokens end."""
+    """16 prompts on four places, with a KV cache that holds three of them when they are complete:
+    they run in turns. kill -9 with some ended, some running and some not started: the next worker
+    continues each where its tokens end."""
     small = structs.replace(SLOW, num_blocks=12, max_model_len=64, step_s=0.005)
     fields: dict[str, Any] = {"engine": {"max_num_seqs": 4, "max_model_len": 64}, "lease_s": 1.0}
     prompts = [f"prompt {number}" for number in range(16)]
@@ -135,7 +136,7 @@ async def test_more_prompts_than_a_worker_has_places_for_outlive_it_token_for_to
 async def test_a_dead_engine_process_is_replaced_and_its_jobs_go_on(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """kill -9 of the engine alone: the supervisor gives its jobs back and starts another."""
+    """kill -9 of the engine alone: the supervisor releases its jobs and starts another engine."""
     async with fleet(redis_server.url, 1, SLOW) as [worker]:
         jobs = [await caller.submit(f"p{i}", max_tokens=50) for i in range(4)]
         for job in jobs:
@@ -164,7 +165,8 @@ async def test_a_killed_supervisor_leaves_no_engine_behind(
 async def test_a_drained_worker_releases_unfinished_jobs(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """SIGTERM with a budget too short: exit 0, the job goes on elsewhere, no attempt counted."""
+    """SIGTERM with too short a budget: exit status 0, another worker continues the job, no attempt
+    is counted."""
     async with fleet(redis_server.url, 1, SLOW, drain_s=0.1) as [worker]:
         job = await caller.submit("a long one", max_tokens=80)
         await caller.has_output(job, 5)
@@ -179,7 +181,8 @@ async def test_a_drained_worker_releases_unfinished_jobs(
 async def test_a_draining_worker_finishes_what_fits_its_budget(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """SIGTERM with time enough: the running job ends here, the waiting one is not touched."""
+    """SIGTERM with a sufficient budget: the running job ends here, the waiting one is not
+    touched."""
     async with fleet(redis_server.url, 1, SLOW, drain_s=20.0) as [worker]:
         job = await caller.submit("short", max_tokens=20)
         await caller.has_output(job, 2)
@@ -213,7 +216,7 @@ async def test_a_cancel_stops_the_engine_within_a_step_and_a_publish(
 async def test_a_stop_string_ends_a_choice_and_is_not_shown(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """The supervisor finds it; the engine, which knows no text, is told."""
+    """The supervisor finds it and stops the choice in the engine, which knows no text."""
     plain = await caller.submit("find a stop", max_tokens=60)
     async with fleet(redis_server.url, 1, SLOW):
         text = (await caller.answer(plain)).text[0]
@@ -227,7 +230,7 @@ async def test_a_stop_string_ends_a_choice_and_is_not_shown(
 async def test_logprobs_travel_beside_their_tokens(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """One entry a token, with as many alternatives as asked."""
+    """One entry per token, with as many alternatives as requested."""
     async with fleet(redis_server.url, 1):
         answer = await caller.answer(await caller.submit("lp", logprobs=2, max_tokens=5))
     assert [lp.token_id for lp in answer.logprobs[0]] == answer.token_ids[0]
@@ -237,8 +240,8 @@ async def test_logprobs_travel_beside_their_tokens(
 async def test_a_job_that_cannot_run_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """Too long for the model, or a row that cannot be computed: one error, one job."""
-    model = HashModelOptions(bad_row_id=1)  # a byte that it never says
+    """Too long for the model, or a row that cannot be computed: one error for one job."""
+    model = HashModelOptions(bad_row_id=1)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model):
         good = await caller.submit("fine", max_tokens=30)
         too_long = await caller.submit("x" * 600)
@@ -251,7 +254,7 @@ async def test_a_job_that_cannot_run_fails_alone(
 async def test_a_log_that_cannot_be_read_fails_its_job_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """A gap in it, which no worker leaves: the worker lives on and runs the next job."""
+    """Its log has a gap, which no worker leaves: the worker continues with the next job."""
     broken = await caller.submit("broken")
     [claimed] = await caller.functions.claim(
         "another", "m", ("standard",), lease_s=60, max_jobs=1, max_tokens=1000
@@ -271,7 +274,8 @@ async def test_a_log_that_cannot_be_read_fails_its_job_alone(
 
 
 async def test_jobs_go_on_when_redis_is_killed_and_comes_back(keys: Keys) -> None:
-    """kill -9 of Redis mid-answer: its file brings it back, and the answers are exact."""
+    """kill -9 of Redis in the middle of answers: it restarts from its file, and the answers are
+    exact."""
     with EmbeddedRedis() as server:
         client = connect(server.url)
         await ensure_library(client)
@@ -296,7 +300,7 @@ async def test_a_refused_model_ends_the_worker_with_one_sentence(
 
 
 async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
-    """It would lose jobs without a word: exit status 3, though the model is loaded."""
+    """It could lose jobs silently: exit status 3, although the model is loaded."""
     with EmbeddedRedis() as server:
         client = connect(server.url)
         await client.config_set("maxmemory-policy", "volatile-ttl")
@@ -308,8 +312,9 @@ async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
 async def test_a_job_that_kills_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """One poison among many: it is found, tried alone, put on record; every other job is exact."""
-    model = HashModelOptions(crash_id=0, step_s=0.005)  # a byte that it never says
+    """One poison job among many: it is found, tried alone and recorded; every other job's output is
+    exact."""
+    model = HashModelOptions(crash_id=0, step_s=0.005)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model):
         before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(6)]
         poison = await caller.submit("\0", max_tokens=20)
@@ -326,8 +331,8 @@ async def test_a_job_that_kills_engines_fails_alone(
 async def test_a_job_that_hangs_engines_fails_alone(
     caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
-    """Nothing dies by itself here: the supervisor ends an engine whose step does not end."""
-    model = HashModelOptions(hang_id=0, step_s=0.005)  # a byte that it never says
+    """The engine does not exit by itself: the supervisor ends it because its step does not end."""
+    model = HashModelOptions(hang_id=0, step_s=0.005)  # a byte that never occurs in its output
     async with fleet(redis_server.url, 1, model, step_timeout_s=1.5, max_crashes=2):
         before = [await caller.submit(f"before {i}", max_tokens=20) for i in range(3)]
         hanging = await caller.submit("\0", max_tokens=20)

@@ -1,4 +1,4 @@
-"""Token ids to text: nothing lost, nothing shown that a stop string cuts off."""
+"""Token ids to text: no text is lost, and no text after a stop string is shown."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
 
 
 def run(text: str | bytes, *stop: str, min_tokens: int = 0) -> tuple[str, list[str], bool]:
-    """The whole text released, its pieces, and whether a stop string was met."""
+    """The complete released text, its pieces, and whether a stop string was found."""
     token_ids = list(text) if isinstance(text, bytes) else encode_text(text)
     choice = ChoiceText(tokenizer, (65,), stop, min_tokens)
     pieces: list[str] = []
@@ -26,15 +26,15 @@ def run(text: str | bytes, *stop: str, min_tokens: int = 0) -> tuple[str, list[s
 
 @given(st.text(max_size=60))
 def test_all_text_is_released_whole(text: str) -> None:
-    """Any Unicode text comes out as it went in, never with half a character in between."""
+    """Any Unicode text is unchanged, and no piece ends inside a character."""
     whole, pieces, stopped = run(text)
     assert (whole, stopped) == (text, False)
     assert "\N{REPLACEMENT CHARACTER}" in text or not any("\ufffd" in piece for piece in pieces)
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_text_lose_nothing_around_them(raw: bytes) -> None:
-    """Broken UTF-8 shows as replacement characters; what is whole is shown."""
+def test_invalid_utf_8_does_not_affect_the_text_around_it(raw: bytes) -> None:
+    """It is shown as replacement characters."""
     assert run(raw)[0] == raw.decode(errors="replace")
 
 
@@ -42,7 +42,7 @@ def test_bytes_that_are_no_text_lose_nothing_around_them(raw: bytes) -> None:
 def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
     text: str, stop: list[str]
 ) -> None:
-    """Held against a search that sees one more character at a time."""
+    """Compared with a search that sees one more character at a time."""
     expected, found = text, False
     for end in range(1, len(text) + 1):
         starts = [i for s in stop if (i := text[:end].find(s)) >= 0]
@@ -55,18 +55,18 @@ def test_a_stop_string_is_found_at_its_first_place_and_never_shown(
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
-    """A stream is as prompt as its stop strings allow."""
+    """Everything else is released at once."""
     _, pieces, _ = run("abcabd", "abd")
     assert pieces == ["", "", "abc", "", "", ""]
 
 
-def test_stop_strings_are_not_looked_for_within_the_least_length() -> None:
-    """`min_tokens` holds for stop strings as for stop tokens."""
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
+    """As stop tokens are."""
     assert run("aXbXc", "X", min_tokens=2) == ("aXb", ["a", "X", "b", ""], True)
 
 
 def test_special_tokens_have_no_text() -> None:
-    """An end-of-sequence token that is ignored leaves no trace in the text."""
+    """An ignored end-of-sequence token does not show in the text."""
     choice = ChoiceText(tokenizer, (), (), 0)
     assert [choice.push(i) for i in (97, EOS_ID, 98)] == ["a", "", "b"]
     assert choice.flush() == ""
@@ -74,7 +74,7 @@ def test_special_tokens_have_no_text() -> None:
 
 @pytest.mark.parametrize("cut", range(7))
 def test_a_replay_reaches_the_same_state(cut: int) -> None:
-    """Released text depends on the tokens alone: a second decoder agrees after every token."""
+    """Released text depends only on the tokens: a second decoder agrees after every token."""
     token_ids = encode_text("ab→cX")
     first, second = (ChoiceText(tokenizer, (), ("cXY",), 0) for _ in range(2))
     for token_id in token_ids[:cut]:

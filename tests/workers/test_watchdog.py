@@ -1,4 +1,4 @@
-"""When silence means that an engine hangs, and when it does not."""
+"""When a silent engine hangs, and when it does not."""
 
 import asyncio
 
@@ -12,13 +12,12 @@ LIMIT_S = 0.01
 
 
 async def test_silence_with_work_is_a_hang() -> None:
-    """The watch ends."""
     async with asyncio.timeout(20):
         await Watchdog(LIMIT_S, lambda: True).engine_hangs()
 
 
 async def test_an_idle_engine_may_be_silent() -> None:
-    """Looks without work in between start the count again."""
+    """A check without work in between restarts the count."""
     looks = 0
 
     def has_work() -> bool:
@@ -32,7 +31,7 @@ async def test_an_idle_engine_may_be_silent() -> None:
 
 
 async def test_an_engine_that_sends_messages_does_not_hang() -> None:
-    """Each word starts the count again."""
+    """Each message restarts the count."""
     looks = 0
 
     def has_work() -> bool:

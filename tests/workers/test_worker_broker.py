@@ -1,4 +1,4 @@
-"""Which of a worker's calls renew its leases, and how often."""
+"""The calls of a worker that renew its leases, and how often they do."""
 
 import pytest
 import redis.asyncio
@@ -17,7 +17,7 @@ LEASE_S = 100.0
 
 
 class Clock:
-    """Shows the time that it is given."""
+    """Returns the time that a test sets."""
 
     now_s = 1000.0
 
@@ -31,9 +31,8 @@ async def test_appends_renew_leases_once_in_a_twentieth_of_one(
     redis_server: EmbeddedRedis,
     keys: Keys,
 ) -> None:
-    """The first does, those that follow at once do not, and the next one after a while does again;
-    only what renewed counts as contact, since the worker drops its jobs by that.
-    """
+    """The first append does, those that follow at once do not, and one after a while does again.
+    Only a renewal counts as contact with Redis, since the worker drops its jobs by that."""
     job = make_job()
     await functions.submit(job, make_submission())
     await functions.claim("w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)

@@ -17,7 +17,7 @@ from workers.engine.step_plan import StepPlan
 _BLOCK_SIZE = 4
 _PRIORITY = {lane.name: lane.priority for lane in DEFAULT_LANES}
 
-# Lane, tokens of the prompt, of output, to come, preemptions so far.
+# Lane, prompt tokens, output tokens, future tokens, preemptions so far.
 _shapes = st.tuples(
     st.sampled_from(sorted(_PRIORITY)),
     st.integers(1, 9),

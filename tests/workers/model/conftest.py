@@ -1,4 +1,4 @@
-"""Tiny models, loaded once a session, and one thread for torch: the tests' tensors are small."""
+"""Tiny models, loaded once per session, and one thread for torch, because the tensors are small."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A 32k prompt on a tiny model, in a process of its own: prints its peak memory and first tokens.
+"""A 32k prompt on a tiny model in its own process: prints its peak memory and first tokens.
 
-`python -m tests.workers.model.long_prompt FOLDER NUM_TOKENS CHUNK_TOKENS`, last line JSON.
+`python -m tests.workers.model.long_prompt FOLDER NUM_TOKENS CHUNK_TOKENS`; the last line is JSON.
 """
 
 import json

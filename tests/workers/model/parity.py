@@ -58,7 +58,7 @@ _expected: dict[str, Expected] = {}
 def expected_of(family: str, folder: Path) -> Expected:
     """Computed once a session."""
     if family not in _expected:
-        # Falcon's ALiBi is another one by each of transformers' implementations.
+        # Falcon's ALiBi differs between transformers' implementations.
         attention = "eager" if family in PAGED else None
         decoder: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
         _expected[family] = Expected(decoder, make_prompts(PROMPT_LENGTHS, VOCAB_SIZE))

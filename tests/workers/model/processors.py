@@ -1,10 +1,10 @@
-"""The processors that tests narrow this machine to: every instruction set that it has."""
+"""The instruction sets to which tests limit this machine: all that it has."""
 
 from workers.model.native.library import supported_isas
 from workers.model.processor import Processor, Product, find_processor
 
 _widest = find_processor().isa
-# Of this machine, up to the one that the run is narrowed to (BATCHWAY_CPU_ISA).
+# This machine's, up to the limit of this run (BATCHWAY_CPU_ISA).
 ISAS = supported_isas()[: supported_isas().index(_widest) + 1]
 
 PROCESSORS = {

@@ -26,7 +26,7 @@ from workers.strategies import ContinuousBatching
 
 MAX_SEQS = 6
 Outputs = dict[tuple[str, int], list[tuple[Any, ...]]]
-# What jobs ask for: what the device draws, and what it must leave to the host.
+# Parameters of jobs: some that the device can draw, and some that need the host.
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -198,7 +198,7 @@ def test_the_host_decides_open_rows(runner: ModelRunner, monkeypatch: pytest.Mon
     assert 0 < model.num_rows_used < model.num_rows_started
 
 
-def test_more_sequences_than_rows_are_served_as_ever(runner: ModelRunner) -> None:
+def test_more_sequences_than_rows_are_served(runner: ModelRunner) -> None:
     """An operator may raise the number while the worker runs."""
     arguments: dict[str, Any] = {"seed": 1, "disturb": 0.1, "num_jobs": 16, "max_num_seqs": 9}
 
@@ -210,7 +210,7 @@ def test_more_sequences_than_rows_are_served_as_ever(runner: ModelRunner) -> Non
 def test_the_triton_kernel_reads_tables_on_the_device(
     split_tokens: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contexts in one part, and in more than the longest one has."""
+    """Contexts in one part, and in more parts than the longest one has."""
     triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", split_tokens)
     backend = triton_attention.TritonAttention(runner.block_size)
@@ -221,7 +221,7 @@ def test_the_triton_kernel_reads_tables_on_the_device(
     assert found == run_jobs(runner, WISHES, **arguments)
 
 
-def test_steps_that_there_are_not_are_refused() -> None:
+def test_unknown_and_unavailable_step_modes_are_refused() -> None:
     """With one sentence for the operator."""
     with pytest.raises(ModelRefused, match="steps graphs needs a CUDA device"):
         check_steps("graphs", torch.device("cpu"))
@@ -229,14 +229,14 @@ def test_steps_that_there_are_not_are_refused() -> None:
         check_steps("sideways", torch.device("cpu"))
 
 
-def test_padded_sizes_hold_what_they_are_for() -> None:
-    """There are few sizes, and none is over twice the number of rows, except the smallest."""
+def test_padded_sizes_are_few_and_large_enough() -> None:
+    """None is over twice the number of rows, except the smallest."""
     assert [padded_size(n) for n in (1, 3, 8, 9, 255, 257, 289)] == [1, 4, 8, 16, 256, 288, 320]
     assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24]
     assert sizes_up_to(300)[-3:] == [256, 288, 320]
 
 
-def test_the_loader_builds_it(tmp_path: Path) -> None:
+def test_the_loader_builds_the_ahead_runner(tmp_path: Path) -> None:
     """If the operator asks for it."""
     folder = save_tiny_model("llama", tmp_path)
     options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4, steps="ahead")

@@ -1,4 +1,4 @@
-"""The packed back end against the reference, for every flag, on the same cache."""
+"""The packed attention back end, compared with the reference for every flag on the same cache."""
 
 import numpy as np
 import pytest

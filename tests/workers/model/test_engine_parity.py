@@ -1,7 +1,7 @@
-"""Real models through the real engine: budgets, preemptions and the prefix cache change nothing.
+"""Real models in the real engine: budgets, preemptions and the prefix cache change no token.
 
-With real arithmetic a difference may be a near-tie: then teacher-forced scoring shows it, and it
-is counted. None was met when this was written.
+With a real model a difference may be a near-tie: teacher-forced scoring shows it, and it is
+counted. When this was written, there was none.
 """
 
 import random
@@ -20,8 +20,8 @@ from workers.engine.request import Request
 from workers.strategies import ContinuousBatching
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
-# A token budget and whether prefixes are cached. The tightest budget takes longest: one family runs
-# under it for each kind of positions, attention and experts.
+# A token budget and whether prefixes are cached. The smallest budget takes longest: one family of
+# each kind of positions, attention and experts runs with it.
 BUDGETS = [(7, True), (64, True), (1000, False)]
 ONE_BY_ONE = [
     *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),

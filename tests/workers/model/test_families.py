@@ -1,4 +1,5 @@
-"""Greedy tokens of every proven family against transformers' generate, batched and chunked."""
+"""Greedy tokens of every supported family, compared with transformers' generate, batched and in
+chunks."""
 
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> Non
 @pytest.mark.parametrize(
     ("families", "runner"), [(PAGED, ModelRunner), (SEQUENTIAL, SequentialRunner)]
 )
-def test_each_family_goes_its_way(
+def test_each_family_is_served_in_the_expected_way(
     families: dict[str, Any], runner: type, load_family: LoadFamily
 ) -> None:
     """Paged wherever possible."""
@@ -53,7 +54,7 @@ def test_each_family_goes_its_way(
         assert isinstance(load_family(family)[0].model, runner), family
 
 
-def test_the_page_on_models_names_the_families_that_these_tests_prove() -> None:
+def test_docs_list_the_families_tested_here() -> None:
     """docs/models.md lists each family in the right table."""
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     _, proven = page.split("## Families served in one batch")

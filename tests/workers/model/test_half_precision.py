@@ -1,7 +1,7 @@
-"""bfloat16 and float16 against transformers in the same type, teacher-forced and greedy.
+"""bfloat16 and float16, compared with transformers in the same type, teacher-forced and greedy.
 
-The two round in another order, so their logits differ by some units of the type's last place. The
-bounds are stated in shares of the logits' spread; a tie within the bound may fall either way.
+The two round in a different order, so their logits differ by some units in the last place. The
+bounds are fractions of the logits' spread; a tie within the bound may be decided either way.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ NUM_OUTPUT = 16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_path: Path) -> None:
-    """Greedy outputs in a batch and in chunks, each token scored by both, given those before it."""
+    """Greedy outputs in a batch and in chunks; both score each token, given those before it."""
     folder = save_tiny_model(family, tmp_path)
     options = EngineOptions(model_path=str(folder), device="cpu", dtype=dtype, max_num_seqs=8)
     model = load_model(options, lambda text: None).model

@@ -41,9 +41,8 @@ def test_unwritten_tensors_are_written_to_huge_pages() -> None:
     reason="Linux moves what is filled since 6.1",
 )
 def test_filled_tensors_move_unchanged() -> None:
-    """Weights, all at once. In a process of its own: one that holds more takes what there is of
-    such pages for other mappings first.
-    """
+    """Weights, all at once. Runs in its own process: a larger one uses up the huge pages for other
+    mappings first."""
     answer = _in_a_process_of_its_own("moved_bytes")
     if answer == "none to be had":
         pytest.skip("this system's free memory is in pieces of less than 2 MiB")
@@ -51,7 +50,7 @@ def test_filled_tensors_move_unchanged() -> None:
 
 
 def moved_bytes() -> int | str:
-    """Of some 64 MiB that were filled."""
+    """The moved bytes of 64 MiB that were filled."""
     with mmap.mmap(-1, 2 * _NUM_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked_directly:
         asked_directly.write(bytes([1]) * len(asked_directly))
         try:
@@ -70,14 +69,13 @@ def moved_bytes() -> int | str:
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another allocator than glibc's"
 )
 def test_freed_memory_returns_to_the_system() -> None:
-    """The allocator would keep it, below what it still holds, and pages of it would be moved. In a
-    process of its own: in one that holds more, other pages are moved meanwhile.
-    """
+    """The allocator would keep memory below what is still in use, and its pages would be moved.
+    Runs in its own process: in a larger one, other pages are moved meanwhile."""
     assert int(_in_a_process_of_its_own("given_back_bytes")) > _NUM_BYTES // 2
 
 
 def given_back_bytes() -> int:
-    """Of some 64 MiB that were freed but for the end."""
+    """The returned bytes of 64 MiB that were freed except for the end."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     libc.free.argtypes = (ctypes.c_void_p,)
@@ -100,9 +98,8 @@ def given_back_bytes() -> int:
     reason="Linux gives pages ahead since 5.14",
 )
 def test_prefaulted_pages_are_ready() -> None:
-    """Writing there asks the system for nothing, and what was written before is still there. In a
-    process of its own: one that holds more may get memory that is ready already.
-    """
+    """Writing there causes no page fault, and earlier contents are unchanged. Runs in its own
+    process: a larger one may get memory that is mapped already."""
     faults = json.loads(_in_a_process_of_its_own("faults_of_halves"))
     for of_first, of_second in faults:
         assert of_first < 64
@@ -128,7 +125,7 @@ def faults_of_halves() -> list[list[int]]:
 
 
 def _in_a_process_of_its_own(function: str) -> str:
-    """What a function of this file returns there."""
+    """The result of a function of this file in a new process."""
     asking = f"from {__name__} import {function}; print({function}())"
     answered = subprocess.run(
         [sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True, check=True, timeout=120
@@ -137,13 +134,14 @@ def _in_a_process_of_its_own(function: str) -> str:
 
 
 def _resident_bytes() -> int:
-    """Of this process, without files."""
+    """Resident memory of this process, without files."""
     [number] = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(number) * 1024
 
 
 def _huge_bytes(tensor: Tensor) -> int:
-    """In the mapping of its middle: its ends may share a page with others."""
+    """Huge pages in the mapping of the tensor's middle: its ends may share a page with other
+    data."""
     is_inside, found, middle = False, 0, tensor.data_ptr() + tensor.nbytes // 2
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

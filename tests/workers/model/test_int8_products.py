@@ -68,7 +68,7 @@ def test_the_product_is_that_of_the_widened_weights(
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
 @pytest.mark.parametrize("num_out", [32, 48, 256])
-def test_gates_and_a_norm_are_computed_within(
+def test_gates_and_a_norm_are_fused_into_the_product(
     num_out: int, num_rows: int, kernels: Kernels
 ) -> None:
     """Each half of a panel has its own scales."""
@@ -84,7 +84,7 @@ def test_gates_and_a_norm_are_computed_within(
     assert_close(found, expected.to(kernels.dtype))
 
 
-def test_a_row_is_multiplied_alike_whoever_stands_beside_it(kernels: Kernels) -> None:
+def test_a_row_s_product_does_not_depend_on_its_neighbours(kernels: Kernels) -> None:
     """Bit for bit, although with many rows the panel is widened once and kept."""
     weight = make_weight(kernels, 320, 192)
     x = torch.randn(100, 192).to(kernels.dtype)

@@ -131,7 +131,7 @@ def test_a_decoder_of_other_layers_is_refused(family: str, tmp_path: Path) -> No
         load(save_tiny_model(family, tmp_path))
 
 
-def test_other_names_and_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> None:
     """Each in one sentence, before a job is accepted."""
     folder = save_tiny_model("llama", tmp_path)
     with pytest.raises(ModelRefused, match="quantization int4 is not one of none, int8"):
@@ -163,7 +163,7 @@ def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:
     assert not any(line.startswith("weights of") for line in said)
 
 
-def test_an_embedding_that_lends_its_weight_to_the_head_stays() -> None:
+def test_an_embedding_tied_to_the_head_is_not_rounded() -> None:
     """The head has its own rounded copy."""
     decoder = make_model("llama", tie_word_embeddings=True).requires_grad_(False)
     before = decoder.model.embed_tokens.weight.clone()
@@ -176,7 +176,7 @@ def test_an_embedding_that_lends_its_weight_to_the_head_stays() -> None:
 
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
-def test_modules_are_merged_as_others_are(processor: Processor, tmp_path: Path) -> None:
+def test_rounded_modules_are_merged_like_others(processor: Processor, tmp_path: Path) -> None:
     """One product for queries, keys and values, and the layers in one loop."""
     runner: Any = load(save_tiny_model("llama", tmp_path, **WIDE), processor=processor).model
 

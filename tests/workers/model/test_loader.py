@@ -114,7 +114,7 @@ def test_end_tokens_come_from_both_configurations(llama: Path) -> None:
     assert load(llama).eos_token_ids == (EOS_ID, 7)
 
 
-def test_a_tokenizer_without_a_template_is_fine(llama: Path) -> None:
+def test_a_tokenizer_without_a_template_is_accepted(llama: Path) -> None:
     """Base models have none."""
     (llama / "chat_template.jinja").unlink()
 
@@ -122,8 +122,9 @@ def test_a_tokenizer_without_a_template_is_fine(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype: str) -> None:
-    """As many blocks as the bytes hold and one for padding, each layer's in block shape."""
+def test_the_kv_cache_has_the_requested_type_device_and_size(saved_llama: Path, dtype: str) -> None:
+    """As many blocks as fit into the bytes, and one for padding; each layer's tensor is shaped in
+    blocks."""
     loaded = load(saved_llama, dtype=dtype, kv_memory_bytes=200_000, block_size=8)
 
     cache = paged(loaded).cache
@@ -140,10 +141,10 @@ def test_the_kv_cache_has_the_asked_type_place_and_size(saved_llama: Path, dtype
             assert tensor.device.type == "cpu"
 
 
-def test_the_default_cache_holds_every_sequence_at_its_longest_where_memory_allows(
+def test_the_default_cache_holds_every_sequence_if_memory_allows(
     saved_llama: Path,
 ) -> None:
-    """And no more than that."""
+    """Each with the longest context, and no more than that."""
     loaded = load(saved_llama, max_model_len=100, max_num_seqs=3)
 
     assert loaded.context_length == loaded.model.max_model_len == 100
@@ -151,14 +152,14 @@ def test_the_default_cache_holds_every_sequence_at_its_longest_where_memory_allo
 
 
 def test_a_small_cache_shortens_the_context(saved_llama: Path) -> None:
-    """Unless the operator asked for a length that does not fit."""
+    """If the operator requested a length that does not fit, the model is refused."""
     assert load(saved_llama, kv_memory_bytes=2**16).context_length == 128
     assert "KV cache" in refusal(saved_llama, kv_memory_bytes=2**16, max_model_len=200)
     assert "blocks" in refusal(saved_llama, kv_memory_bytes=1000)
 
 
 def test_options_out_of_range_are_refused(saved_llama: Path) -> None:
-    """With the name of the option in the sentence."""
+    """The sentence names the option."""
     assert "max_model_len" in refusal(saved_llama, max_model_len=513)
     assert "dtype" in refusal(saved_llama, dtype="int8")
     assert "device" in refusal(saved_llama, device="tpu")
@@ -199,8 +200,8 @@ def test_pickled_weights_are_refused(llama: Path) -> None:
     assert "pickled" in refusal(llama)
 
 
-def test_missing_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is not there, one without a model, a file, and a Hub out of reach."""
+def test_a_missing_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such folder, a folder without a model, a file, and a Hub that cannot be reached."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "file").write_text("")
 
@@ -212,7 +213,7 @@ def test_missing_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_damaged_files_are_refused(llama: Path) -> None:
-    """Weights cut short; a configuration that is no JSON."""
+    """Truncated weights, and a configuration that is not JSON."""
     weights = llama / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "damaged" in refusal(llama)
@@ -229,17 +230,15 @@ _DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
     "name",
     ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"],
 )
-def test_a_file_that_is_no_sensible_json_is_refused_by_name(
-    llama: Path, name: str, text: str
-) -> None:
-    """Nested too deeply, no object, or damaged."""
+def test_a_malformed_json_file_is_refused_by_name(llama: Path, name: str, text: str) -> None:
+    """Nested too deeply, not an object, or damaged."""
     (llama / name).write_text(text)
 
     assert name in refusal(llama)
 
 
 @pytest.mark.parametrize("text", [_DEEP, "[1]", "null", "\0", "{}"])
-def test_a_tokenizer_that_is_no_sensible_json_is_refused(llama: Path, text: str) -> None:
+def test_a_malformed_tokenizer_is_refused(llama: Path, text: str) -> None:
     (llama / "tokenizer.json").write_text(text)
 
     assert "tokenizer" in refusal(llama)
@@ -249,7 +248,7 @@ def test_a_tokenizer_that_is_no_sensible_json_is_refused(llama: Path, text: str)
 @pytest.mark.parametrize(
     "name", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"]
 )
-def test_a_size_that_no_decoder_has_is_refused_by_name(llama: Path, name: str, size: Any) -> None:
+def test_an_impossible_size_is_refused_by_name(llama: Path, name: str, size: Any) -> None:
     """Before a decoder of that size is built."""
     edit_json(llama / "config.json", **{name: size})
 
@@ -260,23 +259,23 @@ def test_a_size_that_no_decoder_has_is_refused_by_name(llama: Path, name: str, s
 @pytest.mark.parametrize(
     "name", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"]
 )
-def test_a_size_that_does_not_work_out_is_refused(llama: Path, name: str, size: int) -> None:
-    """0 heads are those of a model without attention, which this one is not."""
+def test_inconsistent_sizes_are_refused(llama: Path, name: str, size: int) -> None:
+    """A model without attention has 0 heads, but this one has attention."""
     edit_json(llama / "config.json", **{name: size})
 
     assert refusal(llama)
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**70, "</s>", [[1]], 1.5, list(range(2000))])
-def test_an_end_token_that_is_none_is_refused(llama: Path, token_id: Any) -> None:
-    """Gateways would not take its card."""
+def test_an_invalid_end_token_is_refused(llama: Path, token_id: Any) -> None:
+    """Gateways would refuse its model card."""
     edit_json(llama / "generation_config.json", eos_token_id=token_id)
 
     assert refusal(llama)
 
 
 def header(header: bytes, num_bytes: int | None = None) -> bytes:
-    """A file of weights whose header is this, and is said to be so long."""
+    """A file of weights with this header and this declared header length."""
     return struct.pack("<Q", len(header) if num_bytes is None else num_bytes) + header
 
 
@@ -321,7 +320,7 @@ def test_a_model_without_a_tokenizer_is_refused(llama: Path) -> None:
     assert "tokenizer" in refusal(llama)
 
 
-def test_a_model_that_attends_to_both_sides_is_refused(llama: Path) -> None:
+def test_a_model_with_bidirectional_attention_is_refused(llama: Path) -> None:
     edit_json(llama / "config.json", is_causal=False)
 
     assert "causal" in refusal(llama)
@@ -334,10 +333,10 @@ def test_a_model_that_attends_to_both_sides_is_refused(llama: Path) -> None:
         ({"sliding_window": 8}, "window"),
     ],
 )
-def test_attention_that_would_be_paged_wrongly_is_not_paged(
+def test_unsupported_attention_is_not_paged(
     llama: Path, changes: dict[str, Any], word: str
 ) -> None:
-    """Chunked, or with a window that the layers do not tell us of; the reason is said."""
+    """Chunked, or with a window that the layers do not declare; the reason is reported."""
     edit_json(llama / "config.json", **changes)
     said: list[str] = []
 
@@ -357,7 +356,7 @@ def test_an_unknown_architecture_is_refused(llama: Path) -> None:
 
 
 class _ForgetfulAttention(ReferenceAttention):
-    """A back end with a bug: it sees only the newest tokens of each sequence."""
+    """A back end with a bug: it reads only the newest tokens of each sequence."""
 
     def prepare(self, spans: Seq[Span], device: torch.device) -> Any:
         return super().prepare(
@@ -368,7 +367,7 @@ class _ForgetfulAttention(ReferenceAttention):
 def test_a_model_that_paging_would_change_is_not_paged(
     saved_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the cause: here it is a back end that reads the wrong slots."""
+    """Whatever the cause: here a back end reads the wrong slots."""
     monkeypatch.setattr("workers.model.backend.PackedAttention", _ForgetfulAttention)
     said: list[str] = []
 
@@ -381,7 +380,7 @@ def test_a_model_that_paging_would_change_is_not_paged(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_passes_the_check_of_logits(family: str, dtype: str, tmp_path: Path) -> None:
-    """The bound leaves room for rounding, also in a mixture of experts."""
+    """The bound allows for rounding, also in a mixture of experts."""
     folder = save_tiny_model(family, tmp_path)
 
     assert load(folder, dtype=dtype).model.num_blocks > 0

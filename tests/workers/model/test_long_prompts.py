@@ -1,4 +1,4 @@
-"""Prompts of 32k tokens, in chunks: bounded memory, and the token of transformers' own forward."""
+"""Prompts of 32k tokens in chunks: bounded memory, and the tokens of transformers' forward."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ BOUND_MIB = 256
 
 @pytest.mark.campaign
 def test_a_prompt_of_32k_tokens_runs_in_bounded_memory(tmp_path: Path) -> None:
-    """In chunks of 2048, to the last rotary position; measured in a process of its own."""
+    """In chunks of 2048, up to the last rotary position; measured in its own process."""
     folder = save_tiny_model(
         "llama",
         tmp_path,

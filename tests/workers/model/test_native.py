@@ -1,4 +1,4 @@
-"""The CPU kernels against torch: attention with every flag, norms, rotation, gates."""
+"""The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates."""
 
 import stat
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_the_attention_kernel_equals_the_reference(
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> None:
-    """For groups and head sizes of all kinds, and queries that lie among keys and values."""
+    """For all kinds of groups and head sizes, with queries, keys and values in one tensor."""
     torch.manual_seed(0)
     (num_heads, kv_heads), (k_dim, v_dim) = heads, shape
     num_slots = NUM_BLOCKS * BLOCK_SIZE
@@ -87,7 +87,7 @@ def test_the_attention_kernel_equals_the_reference(
 
 
 def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
-    """The kernel takes 16 numbers at once."""
+    """The kernel processes 16 numbers at once."""
     torch.manual_seed(0)
     spans = make_spans(BATCHES["mixed"])
     query, keys = torch.randn(102, 4, 24), torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 24)
@@ -101,7 +101,7 @@ def test_heads_of_odd_sizes_are_left_to_packed_attention() -> None:
 
 
 def test_nan_stays_in_its_own_row(dtype: torch.dtype, kernels: Kernels) -> None:
-    """The sampler fails that job by it; a kernel that hid it would invent tokens."""
+    """The sampler then fails that job; a kernel that hid the NaN would invent tokens."""
     spans = make_spans([(40, 1), (40, 1), (0, 20)])
     query = torch.randn(22, 4, 32).to(dtype)
     keys = torch.randn(NUM_BLOCKS * BLOCK_SIZE, 2, 32).to(dtype)
@@ -120,7 +120,7 @@ def test_nan_stays_in_its_own_row(dtype: torch.dtype, kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 200])
 def test_norms_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    """Of one row, which one thread does, and of many."""
+    """Of one row, which uses one thread, and of many."""
     x, weight = torch.randn(1, num_rows, 96).to(dtype), torch.randn(96).to(dtype)
 
     found = kernels.rms_norm(x, weight, 1e-5)
@@ -131,7 +131,7 @@ def test_norms_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels
 
 @pytest.mark.parametrize("num_rows", [1, 3, 200])
 def test_gates_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    """silu(gate) * up, for large numbers of either sign too."""
+    """silu(gate) * up, also for large numbers of either sign."""
     gate_up = torch.randn(num_rows, 2 * 48).to(dtype) * 30
 
     found = kernels.silu_gate(gate_up)
@@ -142,10 +142,11 @@ def test_gates_equal_torch_s(num_rows: int, dtype: torch.dtype, kernels: Kernels
 
 @pytest.mark.parametrize("rotary", [64, 32], ids=["whole", "partial"])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed"])
-def test_queries_and_keys_turn_and_are_kept(
+def test_queries_and_keys_are_rotated_and_stored(
     has_norms: bool, rotary: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """As transformers' rotate_half has it; keys and values land in their slots, no other moves."""
+    """As by transformers' rotate_half. Keys and values are stored in their slots; no other slot
+    changes."""
     torch.manual_seed(0)
     num_tokens, num_heads, kv_heads, dim = 5, 4, 2, 64
     qkv = torch.randn(num_tokens, (num_heads + 2 * kv_heads) * dim).to(dtype)
@@ -182,7 +183,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def test_a_compiled_kernel_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start compiles nothing. Built without optimisation here, which is quicker."""
+    """A second start compiles nothing. Compiled without optimisation, which is faster."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_FLAGS", ("-O0", *library._FLAGS[1:]))
     load_library.__wrapped__()
@@ -194,8 +195,10 @@ def test_a_compiled_kernel_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [entry.stat().st_mtime_ns for entry in (tmp_path / "batchway").iterdir()] == [made]
 
 
-def test_no_compiler_and_no_code_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told in one sentence; the engine then runs on torch alone."""
+def test_a_missing_compiler_and_foreign_code_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in one sentence; the engine then uses torch alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(CannotBuild, match=r"no C\+\+ compiler"):
@@ -209,8 +212,10 @@ def test_no_compiler_and_no_code_of_others(tmp_path: Path, monkeypatch: pytest.M
         load_library.__wrapped__()
 
 
-def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its first error, and nothing half built is left."""
+def test_a_compiler_s_first_error_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No partial output remains."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++\n")
@@ -227,7 +232,8 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
 def test_the_likeliest_token_is_the_first_of_the_highest(
     find: str, vocab_size: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """In every lane of a vector and behind the last whole one, among equals and among -inf."""
+    """In every lane of a vector and after the last whole vector, among equal values and among
+    -inf."""
     find_likeliest = kernels.likeliest if find == "kernel" else likeliest
     logits = torch.randn(vocab_size, vocab_size).to(dtype)
     logits.fill_diagonal_(100.0)
@@ -241,10 +247,10 @@ def test_the_likeliest_token_is_the_first_of_the_highest(
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("find", ["kernel", "torch"])
-def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
+def test_a_row_with_nan_has_no_likeliest_token(
     find: str, number: float, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """Wherever in the row it stands; nor has a row in which nothing is possible."""
+    """Wherever the NaN is; nor has a row in which every token is impossible."""
     find_likeliest = kernels.likeliest if find == "kernel" else likeliest
     vocab_size = 37
     logits = torch.randn(vocab_size + 1, vocab_size).to(dtype)
@@ -258,7 +264,7 @@ def test_a_row_with_a_number_that_is_none_has_no_likeliest_token(
 def test_the_matrix_product_equals_that_of_torch(
     num_in: int, num_out: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """For whole and partial panels, with and without a tensor that is added, on a part of a row."""
+    """For whole and partial panels, with and without an addend, on a part of a row."""
     weight = torch.randn(num_out, num_in).to(dtype)
     panels = kernels.lay_out(weight)
     for num_rows in (0, 1, 5, 6, 7, 10, 11, 32, 100):
@@ -287,10 +293,10 @@ def test_gates_and_a_norm_within_the_product_equal_those_of_torch(
     assert_close(found, expected.to(dtype))
 
 
-def test_a_row_is_multiplied_alike_whoever_stands_beside_it(
+def test_a_row_s_product_does_not_depend_on_its_neighbours(
     dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """Bit for bit: what a neighbour adds to a batch changes no sum."""
+    """Bit for bit: neighbours in a batch change no sum."""
     weight = torch.randn(320, 192).to(dtype)
     x = torch.randn(100, 192).to(dtype)
     panels = kernels.lay_out(weight)

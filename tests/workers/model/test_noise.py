@@ -1,4 +1,4 @@
-"""The hash behind sampling: its definition, its evenness, its independence of the batch."""
+"""The hash used for sampling: its definition, its uniformity, and its independence of the batch."""
 
 import math
 
@@ -23,7 +23,7 @@ def rows(*keys: int) -> torch.Tensor:
 
 
 def test_the_tensor_hash_is_the_documented_one() -> None:
-    """Against the definition in Python's unbounded integers, for keys of both signs."""
+    """Compared with the definition in Python's unbounded integers, for keys of both signs."""
     token_ids = [0, 1, 7, 150_000]
     keys = [row_key(seed, 3, 11) for seed in (0, 1, 2, 3, 2**63 - 1)]
     assert min(keys) < 0 < max(keys)
@@ -37,7 +37,7 @@ def test_the_tensor_hash_is_the_documented_one() -> None:
 
 
 def test_the_first_hashes_never_change() -> None:
-    """Another hash would break the resume of jobs across a deployment."""
+    """Another hash would change the output of jobs that resume after a deployment."""
     assert row_key(0, 0, 0) == 2558736989570252433
     assert row_key(42, 1, 7) == -3065441783940111817
 
@@ -55,7 +55,8 @@ def test_noise_is_uniform_over_tokens_and_over_positions() -> None:
 
 
 def test_noise_of_neighbouring_draws_is_uncorrelated() -> None:
-    """Neighbours in seed, choice, position and token id: correlation within five deviations."""
+    """Neighbours in seed, choice, position and token id: correlation within five standard
+    deviations."""
     ids = torch.arange(50_000)
     base = uniform(rows(row_key(7, 0, 0)), ids)[0]
     neighbours = [
@@ -71,7 +72,7 @@ def test_noise_of_neighbouring_draws_is_uncorrelated() -> None:
 
 
 def test_gumbel_noise_is_always_finite_and_has_gumbels_mean() -> None:
-    """At both ends of what `uniform` returns too."""
+    """Also at both ends of the range of `uniform`."""
     ends = torch.tensor([2.0**-54, 1.0 - 2.0**-24])
     assert gumbel(ends).isfinite().all()
 
@@ -81,7 +82,7 @@ def test_gumbel_noise_is_always_finite_and_has_gumbels_mean() -> None:
 
 
 def test_noise_of_a_row_is_the_same_alone_and_in_a_batch() -> None:
-    """Also where the vocabulary is worked through in slices of another width."""
+    """Also if the vocabulary is processed in slices of another width."""
     keys = [row_key(seed, 0, 0) for seed in range(40)]
     together = torch.zeros(40, 9000)
     add_gumbel_noise(together, keys)

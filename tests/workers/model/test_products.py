@@ -1,4 +1,4 @@
-"""The faster product is taken for each shape, by figures that are measured once and kept."""
+"""The faster product is chosen for each shape, by measurements that are made once and stored."""
 
 import json
 import logging
@@ -28,7 +28,8 @@ def choose(kept_in: Path | None = None, *allowed: Product) -> Products:
 
 
 def keep(folder: Path, **factors: float) -> Path:
-    """A file of figures in which `onednn` takes so many times as long as ours, by shape."""
+    """A file of measurements in which `onednn` takes this many times as long as our product, by
+    shape."""
     figures = {
         shape: {"own": [1e-3] * len(ROWS), "onednn": [factor * 1e-3] * len(ROWS)}
         for shape, factor in factors.items()
@@ -44,14 +45,14 @@ def keep(folder: Path, **factors: float) -> Path:
     ids=["ours is faster", "oneDNN is hardly faster", "oneDNN is faster"],
 )
 def test_the_faster_product_is_taken(factor: float, expected: Product, tmp_path: Path) -> None:
-    """Ours where both take about as long: layers that are all ours run in one call."""
+    """Ours if both take about as long: layers that use only ours run in one call."""
     figures = keep(tmp_path, **{str(SHAPE): factor})
 
     assert choose(figures).fastest(SHAPE) is expected
 
 
 def test_a_shape_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second load of the model, and a second layer of the shape, find the figures."""
+    """A second load of the model, and a second layer of the shape, use the stored measurements."""
     monkeypatch.setattr(products, "_STEADY", float("inf"))
     monkeypatch.setattr(products, "_LEAST_SHARE", 0.0)
     file = tmp_path / "figures.json"
@@ -75,7 +76,7 @@ def test_a_shape_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_busy_machine_keeps_no_measurement_and_uses_our_product(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls that differ much, or a process that gets little of the processor, tell nothing."""
+    """Timings that differ much, or from a process that gets little processor time, are not used."""
     monkeypatch.setattr(products, "_STEADY", 0.0 if why == "uneven" else float("inf"))
     monkeypatch.setattr(products, "_LEAST_SHARE", 0.0 if why == "uneven" else float("inf"))
     file = tmp_path / "figures.json"
@@ -85,21 +86,22 @@ def test_a_busy_machine_keeps_no_measurement_and_uses_our_product(
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"float32 64x128": {"own": [0]}}', "{"])
-def test_a_damaged_file_is_measured_anew(text: str, tmp_path: Path) -> None:
-    """It is a cache: nothing fails."""
+def test_a_damaged_file_is_replaced_by_new_measurements(text: str, tmp_path: Path) -> None:
+    """The file is a cache, so this is no error."""
     file = tmp_path / "figures.json"
     file.write_text(text)
 
     assert choose(file).fastest(SHAPE) in (Product.OWN, Product.ONEDNN)
 
 
-def test_a_folder_that_cannot_be_written_to_costs_a_measurement_alone(tmp_path: Path) -> None:
-    """The choice is made all the same."""
+def test_an_unwritable_folder_costs_only_a_measurement(tmp_path: Path) -> None:
+    """The choice is made without it."""
     assert choose(tmp_path / "missing" / "figures.json").fastest(SHAPE) is not Product.TORCH
 
 
 def test_a_single_product_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd shapes are not ours, int8 is not oneDNN's, and half precision is neither's."""
+    """Ours does not support odd shapes, oneDNN's does not support int8, and neither supports half
+    precision."""
 
     def fail(*args: Any) -> None:
         raise AssertionError("measured")
@@ -116,7 +118,7 @@ def test_a_single_product_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_type_slower_than_float32_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the measured factors; float32 itself, and a faster type, say nothing."""
+    """With the measured factors. There is no warning for float32 or a faster type."""
     folder = save_tiny_model("llama", tmp_path / "model")
     speeds = {torch.float32: 1.0, torch.bfloat16: 1.5}
 
@@ -142,8 +144,8 @@ def test_a_type_slower_than_float32_is_warned_of_once(
     assert warnings("bfloat16") == []
 
 
-def test_an_operator_can_narrow_the_instructions() -> None:
-    """By a variable; a word that names none is refused."""
+def test_an_operator_can_limit_the_instruction_set() -> None:
+    """By an environment variable; an unknown name is refused."""
     assert find_processor({}).isa == "native"
     assert find_processor({"BATCHWAY_CPU_ISA": "avx2"}).isa == "avx2"
     with pytest.raises(Exception, match="BATCHWAY_CPU_ISA=sse9 is not one of avx2, avx512, native"):

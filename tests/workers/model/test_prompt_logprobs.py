@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: the same in any chunking and beside any neighbour."""
+"""Log probabilities of prompts: the same with any chunks and any neighbours."""
 
 import math
 from typing import Any
@@ -18,12 +18,12 @@ from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.strategies import ContinuousBatching
 
-# The paged way, and each way that a state goes on.
+# A paged model, and one for each way to continue a state.
 FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]
 
 
 def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> dict[int, Sample]:
-    """What is said of the first sequence's prompt, by position."""
+    """Log probabilities of the first sequence's prompt, by position."""
     found: dict[int, Sample] = {}
     allot_blocks(sequences, model)
     while pending := [s for s in sequences if s.num_output == 0]:
@@ -49,7 +49,7 @@ def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> d
 def test_prompt_logprobs_are_those_of_the_whole_prompt(
     family: str, chunk_tokens: int, load_family: LoadFamily
 ) -> None:
-    """Against log_softmax of transformers' own logits; neighbours that do not ask get none."""
+    """Compared with log_softmax of transformers' logits; neighbours that request none get none."""
     loaded, folder = load_family(family)
     prompts = make_prompts([23, 9, 30], VOCAB_SIZE)
     own: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -71,7 +71,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(
 
 
 def test_only_the_first_choice_reports_prompt_logprobs(load_family: LoadFamily) -> None:
-    """The prompt is the same for all; 0 asks for no others than its own tokens."""
+    """All choices have the same prompt. 0 requests only the prompt's own tokens."""
     model = load_family("llama")[0].model
     [prompt] = make_prompts([9], VOCAB_SIZE)
     sequences = [make_sequence(prompt, choice=i, n=2, prompt_logprobs=0) for i in (0, 1)]
@@ -101,8 +101,8 @@ def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFam
     assert said == [*list(enumerate(prompt))[1:], 0, 1, 2]
 
 
-def test_a_prompt_that_is_scored_is_computed_though_it_is_cached(load_family: LoadFamily) -> None:
-    """A block found in the prefix cache has no logits."""
+def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFamily) -> None:
+    """A block of the prefix cache has no logits."""
     limits = EngineLimits(max_num_batched_tokens=64, max_num_seqs=4, vocab_size=VOCAB_SIZE)
     engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
     [prompt] = make_prompts([40], VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""A model with exchanged modules is held against its untouched self; what is wrong goes back."""
+"""A model with exchanged modules is compared with the original; wrong modules are restored."""
 
 import gc
 import weakref
@@ -30,14 +30,14 @@ NUM_STEPS = 4  # of the proof, in each of which an MLP is called once
 
 
 def load(folder: Path, **options: Any) -> tuple[LoadedModel, list[str]]:
-    """The model, and what was said while it was loaded."""
+    """The model, and the messages while it was loaded."""
     said: list[str] = []
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16} | options
     return load_model(EngineOptions(model_path=str(folder), **arguments), said.append), said
 
 
 def check_tokens(loaded: LoadedModel, family: str, folder: Path) -> None:
-    """They are those of generate."""
+    """Asserts that they are those of generate."""
     expected = expected_of(family, folder)
     sequences = [make_sequence(prompt, max_tokens=NUM_OUTPUT) for prompt in expected.prompts]
     for number, ids in enumerate(run_to_end(loaded.model, sequences, 7)):
@@ -55,9 +55,8 @@ Answer = Callable[[Tensor, Tensor], Tensor]  # what a planted MLP makes of its i
 def plant(
     monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int, int], bool], do: Answer
 ) -> None:
-    """MLPs that do something else where `is_wrong(number, num_calls)`: of the module, in the order
-    in which they are made, and of its calls so far.
-    """
+    """MLPs with another result if `is_wrong(number, num_calls)`: the module's number in order of
+    creation, and the number of its calls so far."""
     made: list[nn.Module] = []
 
     class Planted(MergedMLP):
@@ -74,10 +73,10 @@ def plant(
     monkeypatch.setattr(surgeon, "MergedMLP", Planted)
 
 
-def test_a_module_is_tried_in_the_shape_that_its_model_uses(
+def test_a_module_is_tried_with_its_model_s_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here one that takes three dimensions alone, where a shared expert is given two."""
+    """This module takes only three dimensions, while a shared expert is given two."""
 
     class Planted(MergedMLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -95,8 +94,8 @@ def test_a_module_is_tried_in_the_shape_that_its_model_uses(
     check_tokens(loaded, "qwen2_moe", folder)
 
 
-def test_half_a_head_is_turned_where_the_model_turns_half(tmp_path: Path) -> None:
-    """By torch, since no kernel takes so little."""
+def test_half_a_head_is_rotated_if_the_model_rotates_half(tmp_path: Path) -> None:
+    """By torch, since no kernel supports so small a size."""
     patient = operated("glm4_moe")
 
     assert len(patient.done.exchanged[ATTENTION]) == 2
@@ -113,10 +112,11 @@ def raise_error(x: Tensor, out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("do", [triple, raise_error])
-def test_a_module_that_is_wrong_in_the_whole_model_is_taken_back(
+def test_a_module_that_fails_in_the_whole_model_is_restored(
     do: Answer, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second layer's passes its trial and goes wrong behind it; the first layer's stays."""
+    """The second layer's module passes its trial and fails later; the first layer's is kept
+    exchanged."""
     plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, do)
     folder = save_tiny_model("llama", tmp_path)
 
@@ -131,10 +131,10 @@ def test_a_module_that_is_wrong_in_the_whole_model_is_taken_back(
         check_tokens(loaded, "llama", folder)
 
 
-def test_a_module_that_changes_its_input_is_taken_back(
+def test_a_module_that_changes_its_input_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own answers are right; the experts beside it are given another input."""
+    """Its own results are right, but the experts beside it get another input."""
 
     def add_one(x: Tensor, out: Tensor) -> Tensor:
         x += 1.0
@@ -150,10 +150,10 @@ def test_a_module_that_changes_its_input_is_taken_back(
     check_tokens(loaded, "qwen2_moe", folder)
 
 
-def test_a_model_that_no_exchange_leaves_right_keeps_its_modules(
+def test_a_model_that_fails_after_every_exchange_keeps_its_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever goes wrong the second time too."""
+    """Every comparison fails here."""
     monkeypatch.setattr(paging, "difference", lambda *args: "planted")
     folder = save_tiny_model("llama", tmp_path)
 
@@ -167,7 +167,7 @@ def test_a_model_that_no_exchange_leaves_right_keeps_its_modules(
 def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here where several streams decode, which no prompt shows."""
+    """Here if several streams decode, which no prompt shows."""
     prepare = PackedAttention.prepare
 
     def planted(self: Any, spans: Any, device: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
 def test_a_forward_that_never_runs_is_refused(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a job can die of it."""
+    """Before a job fails by it."""
 
     def planted(self: Any, x: Tensor) -> Tensor:
         raise error("planted")
@@ -200,8 +200,9 @@ def test_a_forward_that_never_runs_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_that_score_alike_are_no_difference(dtype: torch.dtype) -> None:
-    """Rounding alone chooses between them: their choice is repeated, else the logits differ."""
+def test_a_tie_between_experts_is_no_difference(dtype: torch.dtype) -> None:
+    """Only rounding decides between them: the choice of experts is repeated, otherwise the logits
+    would differ."""
     unit = torch.finfo(dtype).eps
 
     def spoil(decoder: Any) -> None:
@@ -221,7 +222,7 @@ def test_experts_that_score_alike_are_no_difference(dtype: torch.dtype) -> None:
 
 
 def test_weights_are_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old ones are gone once exchanged; a decoder is gone before it is read again."""
+    """Exchanged modules are freed; a decoder is freed before it is loaded again."""
     plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, triple)
     old: list[weakref.ref[Tensor]] = []
     num_alive: list[int] = []

@@ -1,4 +1,5 @@
-"""The device's rows: what is shipped, who has which, and what the device moves by itself."""
+"""The device's rows: what is copied to it, which sequence has which row, and what the device
+updates."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def state() -> RequestState:
 
 
 def placed(state: RequestState, sequence: Sequence, position: int) -> int:
-    """Admits a sequence and ships it; returns its row."""
+    """Admits a sequence and copies it to the device; returns its row."""
     row = state.admit(sequence, [sequence])
     assert row is not None
     state.place(sequence, 40 + position, position)
@@ -31,8 +32,8 @@ def where(state: RequestState, row: int) -> tuple[int, int]:
     return int(state.field(TOKEN, rows)), int(state.field(POSITION, rows))
 
 
-def test_a_row_goes_on_by_itself_and_where_the_host_says(state: RequestState) -> None:
-    """What the host repeats is not lost, though it shipped the same number before."""
+def test_a_row_continues_by_itself_or_from_the_host_s_position(state: RequestState) -> None:
+    """A repeated position is copied again, although the host copied the same number before."""
     sequence = make_sequence([4, 5, 6])
     row = placed(state, sequence, 2)
     state.advance(torch.tensor([row]), torch.tensor([7]))
@@ -45,7 +46,7 @@ def test_a_row_goes_on_by_itself_and_where_the_host_says(state: RequestState) ->
 
 
 def test_tables_gain_blocks_and_begin_anew_after_a_preemption(state: RequestState) -> None:
-    """Only the blocks that are new are looked at otherwise."""
+    """Otherwise only new blocks are examined."""
     sequence = make_sequence([4, 5, 6])
     sequence.block_ids = [3, 1]
     row = placed(state, sequence, 2)
@@ -61,7 +62,7 @@ def test_tables_gain_blocks_and_begin_anew_after_a_preemption(state: RequestStat
 
 
 def test_a_row_is_taken_from_an_ended_or_idle_sequence(state: RequestState) -> None:
-    """And from no one else."""
+    """And from no other."""
     first, second, third = (make_sequence([4]) for _ in range(3))
     rows = [state.admit(first, []), state.admit(second, [])]
     assert sorted(row for row in rows if row is not None) == [0, 1]
@@ -73,7 +74,7 @@ def test_a_row_is_taken_from_an_ended_or_idle_sequence(state: RequestState) -> N
 
 
 def test_rows_after_the_order_are_padding(state: RequestState) -> None:
-    """Also after a longer step; padding rows stay at position 0 however often they run."""
+    """Also after a longer step. Padding rows stay at position 0 however often they run."""
     state.line_up([1, 0, 1])
     state.flush()
     assert state.order.tolist() == [1, 0, 1, state.padding_row]

@@ -1,4 +1,5 @@
-"""The runner: what a step writes, what a resumed sequence yields, what a neighbour may change."""
+"""The runner: the slots that a step writes, the output of resumed sequences, and the effect of
+neighbours."""
 
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,13 @@ DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
 
 
 def changed_slots(now: Tensor, before: Tensor) -> set[int]:
-    """Slots whose bits differ: what was never written may be a NaN, which differs from itself."""
+    """Slots whose bits differ: unwritten slots may contain NaN, which is not equal to itself."""
     differs = now.view(torch.int32) != before.view(torch.int32)
     return set(differs.flatten(1).any(-1).nonzero().flatten().tolist())
 
 
 def test_a_step_writes_the_slots_of_its_chunks_and_no_others(load_family: LoadFamily) -> None:
-    """Every other slot of the cache keeps what it held, bit for bit."""
+    """All other slots of the cache are unchanged, bit for bit."""
     model = paged(load_family("llama")[0])
     sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
     allot_blocks(sequences, model)
@@ -65,7 +66,8 @@ def test_a_chunk_that_does_not_sample_yields_nothing(load_family: LoadFamily) ->
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
 def test_padding_is_computed_and_changes_nothing(family: str, load_family: LoadFamily) -> None:
-    """Pad rows and pad tails go through every layer into the scratch block, and nowhere else."""
+    """Padding rows and padding at the end of rows pass every layer and are written only to the
+    scratch block."""
     model = paged(load_family(family)[0])
     sequences = [make_sequence(prompt) for prompt in make_prompts([20, 5], VOCAB_SIZE)]
     allot_blocks(sequences, model)
@@ -88,7 +90,7 @@ def test_padding_is_computed_and_changes_nothing(family: str, load_family: LoadF
 def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
     family: str, load_family: LoadFamily
 ) -> None:
-    """Seeded sampling alone, in a batch, chunked, and resumed from the middle: the same tokens."""
+    """Seeded sampling alone, in a batch, in chunks, and resumed from the middle."""
     model = paged(load_family(family)[0])
     prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
     batch = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
@@ -137,7 +139,7 @@ LONGROPE = {
 def test_longrope_is_fixed_by_the_longest_sequence_allowed(
     max_model_len: int, prompt_lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Short factors up to the original length, long ones above; as `generate` does on its side."""
+    """Short factors up to the original length, long ones above, as in `generate`."""
     folder = save_tiny_model(
         "phi3",
         tmp_path,
@@ -159,7 +161,7 @@ def test_longrope_is_fixed_by_the_longest_sequence_allowed(
 
 
 def test_longrope_does_not_change_with_the_neighbours(tmp_path: Path) -> None:
-    """A short prompt beside a long one, whose position transformers would choose factors by."""
+    """A short prompt beside a long one, by whose position transformers would choose the factors."""
     folder = save_tiny_model(
         "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64
     )
@@ -192,7 +194,7 @@ def test_longrope_does_not_change_with_the_neighbours(tmp_path: Path) -> None:
 def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
     rope: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Batched, with a prompt on either side of the original length."""
+    """Batched, with prompts shorter and longer than the original length."""
     folder = save_tiny_model("llama", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
     options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4)
     model = load_model(options, lambda text: None).model
@@ -204,7 +206,7 @@ def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
 
 
 def test_copied_blocks_are_read_before_any_is_written(load_family: LoadFamily) -> None:
-    """Two blocks that change places in one step, in every layer, keys and values."""
+    """Two blocks are swapped in one step, in every layer, keys and values."""
     cache = paged(load_family("llama")[0]).cache
     layers = list(cache.layers.values())
     for layer in layers:
@@ -219,8 +221,8 @@ def test_copied_blocks_are_read_before_any_is_written(load_family: LoadFamily) -
         assert torch.equal(layer.values[:2], values.flip(0))
 
 
-def test_a_choice_that_begins_with_a_copy_goes_on_as_if_alone(load_family: LoadFamily) -> None:
-    """It holds one full block together with another choice, and a copy of the partial one."""
+def test_a_choice_that_begins_with_a_copied_block_is_correct(load_family: LoadFamily) -> None:
+    """It shares one full block with another choice and has a copy of the partial one."""
     model = load_family("llama")[0].model
     size = model.block_size
     [prompt] = make_prompts([size + 3], VOCAB_SIZE)

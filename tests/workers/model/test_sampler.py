@@ -1,4 +1,4 @@
-"""The sampling pipeline against per-row references and against the distributions it claims."""
+"""The sampling pipeline, compared with references by row and with the distributions it promises."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from workers.model.penalties import adjust_logits
 from workers.model.sampler import sample
 from workers.model.thresholds import find_allowed
 
-# Exceeded once in 10,000 by a sampler that is right, by degrees of freedom (seeds are fixed).
+# A correct sampler exceeds this once in 10,000, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
 NUM_DRAWS = 20_000
 
@@ -27,7 +27,7 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> list[Sample]:
 
 
 def draw_counts(logits: Tensor, **params: Any) -> Tensor:
-    """How often each token of logits (vocab_size,) is drawn, over as many seeds."""
+    """How often each token of logits (vocab_size,) is drawn, over this many seeds."""
     sequences = [
         make_sequence([4], **({"temperature": 1.0} | params | {"seed": i}))
         for i in range(NUM_DRAWS)
@@ -37,7 +37,7 @@ def draw_counts(logits: Tensor, **params: Any) -> Tensor:
 
 
 def assert_distributed(counts: Tensor, probabilities: Tensor) -> None:
-    """Chi-square over the tokens that can be drawn; no other may be."""
+    """Chi-square over the tokens that can be drawn; no other may be drawn."""
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
     expected = probabilities[possible].double() * NUM_DRAWS
@@ -76,7 +76,7 @@ def test_draws_of_one_sequence_follow_the_softmax_over_positions() -> None:
 
 
 def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
-    """Each by chi-square against the softmax over the tokens that it leaves."""
+    """Each by chi-square against the softmax over the remaining tokens."""
     probabilities = torch.softmax(LOGITS, 0)
     order = probabilities.argsort(descending=True)
     for params, num_kept in (
@@ -91,7 +91,8 @@ def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 4.0])
 def test_noise_for_the_likeliest_alone_draws_the_same_tokens(scale: float) -> None:
-    """As noise for the whole vocabulary does; scores tie, by their type or all of them."""
+    """As noise for the whole vocabulary does. Some scores tie, because of their type or all of
+    them."""
     settings: list[dict[str, Any]] = [
         {"top_k": 1}, {"top_k": 40}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99},
         {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}, {},
@@ -144,7 +145,7 @@ def test_a_row_does_not_change_with_its_batch() -> None:
 
 
 def test_noise_depends_on_seed_choice_and_position_and_nothing_else() -> None:
-    """Other prompts, jobs and epochs draw alike; another seed, choice or position does not."""
+    """Other prompts, jobs and epochs draw the same; another seed, choice or position does not."""
     logits = torch.zeros(1, 1000)
 
     def token(**changes: Any) -> int:
@@ -159,7 +160,7 @@ def test_noise_depends_on_seed_choice_and_position_and_nothing_else() -> None:
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
-    """At temperature 0, whatever top-k, top-p and the seed say."""
+    """At temperature 0, whatever top-k, top-p and the seed are."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     sequences = [make_sequence([4], seed=i, top_k=3, top_p=0.1) for i in range(3)]
 
@@ -221,7 +222,7 @@ def test_bias_penalties_and_bans_equal_a_reference_per_row() -> None:
 
 
 def test_no_ending_token_is_drawn_before_min_tokens() -> None:
-    """Though the model wants nothing else; from min_tokens on it may."""
+    """Although the model always prefers it; from min_tokens on it may be drawn."""
     logits = torch.zeros(1, 20)
     logits[0, 1] = 50.0
 
@@ -233,7 +234,7 @@ def test_no_ending_token_is_drawn_before_min_tokens() -> None:
 
 
 def test_ids_outside_the_vocabulary_change_nothing() -> None:
-    """They belong to a request that the gateway should have refused; no row may suffer."""
+    """The gateway should have refused such a request; no other row may be affected."""
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
     sequence = make_sequence(
         [4], logit_bias={-1: 9.0, 20: 9.0}, min_tokens=2, ending_ids=frozenset({20, 10**9})
@@ -243,7 +244,7 @@ def test_ids_outside_the_vocabulary_change_nothing() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    """Before bias, penalties and temperature; the chosen token's, and the most likely ones."""
+    """Before bias, penalties and temperature; of the chosen token and the most likely ones."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     expected = torch.log_softmax(logits, -1)
     sequences = [
@@ -267,7 +268,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_of_nan_fails_alone(temperature: float) -> None:
-    """Its neighbours draw as if it were not there."""
+    """Its neighbours' draws are unchanged."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     sequences = [make_sequence([4], seed=i, temperature=temperature) for i in range(3)]
     expected = draw(logits, sequences)

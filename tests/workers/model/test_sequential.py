@@ -1,4 +1,4 @@
-"""Sequences that run one by one: what a state survives, when it is dropped, what it may take."""
+"""Sequences run one at a time: when a state is kept or dropped, and its size."""
 
 import gc
 import re
@@ -18,9 +18,9 @@ from workers.model.loader import ModelRefused, load_model
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
 from workers.model.sequential_probe import choose_continuation
 
-# One that goes on anywhere, one at single tokens only, one that never goes on.
+# States that continue anywhere, at single tokens only, and never.
 KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]
-# What these lose by going on is less than half precision rounds off.
+# The error of continuing these is less than the rounding of half precision.
 IMPRECISE = {"zamba2", "nemotron_h"}
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def load(folder: Path, **options: Any) -> SequentialRunner:
 def test_a_preempted_sequence_goes_on_with_the_same_tokens(
     family: str, load_family: LoadFamily
 ) -> None:
-    """Its state is dropped at the next step, even where it has no chunk in it."""
+    """Its state is dropped at the next step, even if it has no chunk in it."""
     model = sequential(load_family(family)[0])
     prompts = make_prompts([20, 9], VOCAB_SIZE)
     expected = run_to_end(model, [make_sequence(prompt) for prompt in prompts], 7)
@@ -53,10 +53,10 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_any_other_count_than_the_states_is_computed_from_the_start(
+def test_a_sequence_at_another_position_than_its_state_restarts(
     family: str, load_family: LoadFamily
 ) -> None:
-    """Rolled back by three tokens, and begun in the middle, as if a prefix were shared."""
+    """Rolled back by three tokens, and started in the middle as with a shared prefix."""
     model = sequential(load_family(family)[0])
     [prompt] = make_prompts([20], VOCAB_SIZE)
     [expected] = run_to_end(model, [make_sequence(prompt)], 7)
@@ -70,7 +70,7 @@ def test_any_other_count_than_the_states_is_computed_from_the_start(
 
 
 def test_states_end_with_their_sequences(load_family: LoadFamily) -> None:
-    """The model holds no sequence that the engine has let go."""
+    """The model keeps no sequence that the engine has ended."""
     model = sequential(load_family("qwen3_next")[0])
     gc.collect()
     before = model.num_states
@@ -119,7 +119,7 @@ def test_docs_list_how_each_family_is_served(load_family: LoadFamily) -> None:
 def test_half_precision_never_goes_on_further_than_float32(
     family: str, dtype: torch.dtype, load_family: LoadFamily
 ) -> None:
-    """Rounding must not hide a state that is lost."""
+    """Rounding must not hide a lost state."""
     order = list(Continues)
     model = make_model(family)
     exact = sequential(load_family(family)[0]).continues
@@ -140,7 +140,8 @@ def test_a_state_counts_all_its_tensors() -> None:
 
 
 def test_blocks_are_counted_so_that_all_states_fit(tmp_path: Path) -> None:
-    """Bytes per token from the blocks, bytes per sequence set aside for as many as may run."""
+    """Bytes per token come from the blocks; bytes per sequence are reserved for the maximum number
+    of sequences."""
     save_tiny_model("bloom", tmp_path / "bloom")
     save_tiny_model("mamba", tmp_path / "mamba")
 
@@ -151,8 +152,8 @@ def test_blocks_are_counted_so_that_all_states_fit(tmp_path: Path) -> None:
         load(tmp_path / "mamba", max_num_seqs=400, kv_memory_bytes=2**20)
 
 
-def test_a_model_that_sees_what_follows_is_refused() -> None:
-    """No mode of going on can serve it: here a decoder that looks ahead by one token."""
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    """It cannot be continued in any way: this decoder reads one token ahead."""
     model = make_model("bloom")
     embed = model.transformer.word_embeddings
     embed.register_forward_hook(lambda module, args, out: out + out.roll(-1, dims=1))

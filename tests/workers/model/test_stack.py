@@ -1,4 +1,4 @@
-"""A decoder's layers run as one loop where that gives the same, and nowhere else."""
+"""A decoder's layers run in one loop if the result is the same, otherwise not."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def merged(
     processor: Processor | None = None,
     **changes: Any,
 ) -> tuple[Any, Any, Untouched]:
-    """A tiny decoder whose modules have been exchanged, its runner, and what it did before."""
+    """A tiny decoder with exchanged modules, its runner, and its earlier output."""
     patient = operated(family, dtype, processor=processor, **changes)
     return patient.decoder, patient.runner, patient.untouched
 
@@ -33,7 +33,7 @@ def merged(
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Processor) -> None:
-    """Biases, windows and norms of heads among them; the trial is the comparison of the logits."""
+    """Including biases, windows and norms of heads. The logits are compared."""
     decoder, runner, untouched = merged(family, processor=processor)
 
     assert streamline(runner, decoder, untouched)
@@ -47,7 +47,7 @@ def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Pr
 def test_one_native_call_equals_the_loop_over_layers(
     family: str, wanted: list[int], dtype: torch.dtype, isa: Isa
 ) -> None:
-    """The same logits for whichever rows are wanted, and the same keys and values."""
+    """The same logits for any requested rows, and the same keys and values."""
     processor = Processor(isa, frozenset({Product.OWN}))
     decoder, runner, untouched = merged(family, dtype, processor, num_hidden_layers=3)
     assert streamline(runner, decoder, untouched)
@@ -70,7 +70,7 @@ def test_one_native_call_equals_the_loop_over_layers(
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_a_bias_keeps_the_layers_apart(processor: Processor) -> None:
-    """The call has no place for it; the loop has."""
+    """The native call does not support a bias; the loop does."""
     decoder, runner, untouched = merged("llama", processor=processor, attention_bias=True)
 
     assert streamline(runner, decoder, untouched)
@@ -79,7 +79,7 @@ def test_a_bias_keeps_the_layers_apart(processor: Processor) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
 def test_other_shapes_keep_their_forward(family: str) -> None:
-    """More norms, or none that are known."""
+    """With additional or unknown norms."""
     decoder, runner, untouched = merged(family)
 
     assert not streamline(runner, decoder, untouched)
@@ -98,7 +98,7 @@ def test_other_shapes_keep_their_forward(family: str) -> None:
 def test_a_forward_that_does_more_than_its_modules_is_kept(
     family: str, changes: dict[str, Any]
 ) -> None:
-    """Factors are nobody's modules: the comparison finds each, alone."""
+    """Factors belong to no module: the comparison finds each of them alone."""
     plain: dict[str, Any] = {
         "logits_scaling": 1.0,
         "embedding_multiplier": 1.0,
@@ -110,15 +110,15 @@ def test_a_forward_that_does_more_than_its_modules_is_kept(
 
 
 def test_a_layer_with_a_hook_keeps_the_forward() -> None:
-    """It does more than its forward says."""
+    """A hook does more than the forward shows."""
     decoder, runner, untouched = merged("llama")
     decoder.model.layers[1].register_forward_hook(lambda module, args, output: None)
 
     assert not streamline(runner, decoder, untouched)
 
 
-def test_only_wanted_rows_reach_the_head() -> None:
-    """Also where nobody wants any: keys and values are written, and that is all."""
+def test_only_requested_rows_reach_the_head() -> None:
+    """Also if none is requested: then only keys and values are written."""
     decoder, runner, untouched = merged("llama")
     assert streamline(runner, decoder, untouched)
     seen: list[int] = []

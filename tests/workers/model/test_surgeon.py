@@ -1,4 +1,4 @@
-"""Modules are exchanged where the replacement gives the same, and nowhere else."""
+"""Modules are exchanged if the replacement gives the same result, otherwise not."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from workers.model.surgery.surgeon import ATTENTION, LINEAR, MLP, NORM
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
 def test_families_of_the_common_shape_are_merged(family: str, processor: Processor) -> None:
-    """Attention with norms of heads, windows and softcaps among them; every MLP and linear."""
+    """Including attention with norms of heads, windows and softcaps; every MLP and linear layer."""
     patient = operated(family, processor=processor)
 
     num_layers = patient.decoder.config.num_hidden_layers
@@ -29,14 +29,14 @@ def test_families_of_the_common_shape_are_merged(family: str, processor: Process
 
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 def test_bfloat16_is_merged_too(isa: Isa) -> None:
-    """Within its own precision, also where the processor does not multiply bfloat16 numbers."""
+    """Within its precision, also on processors without bfloat16 multiplication."""
     patient = operated("llama", torch.bfloat16, processor=Processor(isa, frozenset({Product.OWN})))
 
     assert set(patient.done.exchanged) == {ATTENTION, MLP, NORM, LINEAR}
 
 
 def test_modules_that_only_look_alike_are_kept() -> None:
-    """A norm that adds something, a gate that squares: the comparison shows it."""
+    """A norm that adds something, a gate that squares: the comparison finds them."""
 
     def spoil(decoder: Any) -> None:
         norm, mlp = decoder.model.norm, decoder.model.layers[0].mlp
@@ -56,7 +56,7 @@ def test_modules_that_only_look_alike_are_kept() -> None:
 
 
 def test_modules_with_hooks_are_kept() -> None:
-    """It does more than its forward says."""
+    """A hook does more than the forward shows."""
 
     def spoil(decoder: Any) -> None:
         attention = decoder.model.layers[0].self_attn

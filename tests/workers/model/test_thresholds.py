@@ -1,4 +1,4 @@
-"""Which tokens a row may draw, against a sort of one row in float64."""
+"""The tokens that a row may draw, compared with a sort of one row in float64."""
 
 import math
 
@@ -10,7 +10,7 @@ from workers.model.thresholds import find_allowed
 
 
 def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The set by sorting, one row, in float64. scores (vocab_size,)."""
+    """The allowed tokens of one row, by sorting in float64. scores (vocab_size,)."""
     order = scores.argsort(descending=True).tolist()
     kept = order[: top_k or len(order)]
     probabilities = torch.softmax(scores[kept].double(), 0).tolist()
@@ -26,7 +26,7 @@ def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float)
 
 @pytest.mark.parametrize("vocab_size", [50, 3000])
 def test_the_allowed_sets_are_exact(vocab_size: int) -> None:
-    """All combinations in one batch; flat rows too, whose nucleus is beyond the first 1024."""
+    """All combinations in one batch, also flat rows, whose nucleus has more than 1024 tokens."""
     torch.manual_seed(0)
     settings = [
         (k, p, m)

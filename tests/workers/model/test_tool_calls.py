@@ -1,4 +1,4 @@
-"""A chat template shows how its model writes tool calls."""
+"""The format of tool calls is read from a model's chat template."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ PLAIN = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
 
 @dataclass
 class FakeTokenizer:
-    """A tokenizer's part that this needs."""
+    """The part of a tokenizer used here."""
 
     chat_template: str | None
     response_template: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ TAG_FORMAT = ToolFormat(
 def test_calls_between_tags_are_read_from_the_chat_template(
     template: str, begin: str, prompt_end: str
 ) -> None:
-    """Text made of the format is parsed to the calls by the template."""
+    """Text in this format is parsed to the calls that the template rendered."""
     responses, format_ = read_tool_format(FakeTokenizer(template))
     assert format_ is not None
     assert responses is not None
@@ -103,7 +103,7 @@ def test_calls_between_tags_are_read_from_the_chat_template(
 
 
 def test_one_call_without_tags_is_read_from_the_chat_template() -> None:
-    """The arguments may have another key; text that begins otherwise is content."""
+    """The arguments may have another key. Text that begins otherwise is content."""
     responses, format_ = read_tool_format(FakeTokenizer(BARE))
     assert format_ == ToolFormat(
         begin='{"name": "', middle='", "parameters": ', between=None, end="}"
@@ -119,13 +119,13 @@ LONG = TAGS.replace("<tool_call>", "<tool_call>" + "x" * 300)
 
 
 @pytest.mark.parametrize("template", [LIST, LONG, PLAIN, "{{ raise_exception('no') }}", None])
-def test_a_format_that_is_not_shown_is_not_guessed(template: str | None) -> None:
+def test_an_unknown_call_format_is_not_guessed(template: str | None) -> None:
     """A list of calls, a long opening, a template without tools, one that refuses them, none."""
     assert read_tool_format(FakeTokenizer(template)) == (None, None)
 
 
 def test_the_models_own_response_template_is_kept() -> None:
-    """Together with the text of calls, where the chat template shows it."""
+    """Together with the format of calls, if the chat template shows it."""
     own = {"start_anchor": "[/Q]", "fields": {"content": {"content": "text"}}}
     responses, format_ = read_tool_format(FakeTokenizer(LIST, own))
     assert responses is not None

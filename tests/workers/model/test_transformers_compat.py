@@ -1,4 +1,4 @@
-"""transformers still has what workers/model/transformers_compat.py uses."""
+"""transformers still provides what workers/model/transformers_compat.py uses."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from workers.model.transformers_compat import (
 
 
 def test_rotary_frequencies_can_be_computed_for_a_length() -> None:
-    """Else dynamic scaling and longrope follow the longest sequence of a batch."""
+    """Otherwise dynamic scaling and longrope would follow the longest sequence of a batch."""
     assert {"dynamic", "longrope"} <= set(ROPE_INIT_FUNCTIONS)
 
 
 def test_a_tokenizer_s_configuration_is_read_before_its_class_is_chosen(tmp_path: Path) -> None:
-    """Else a tokenizer that brings code is not refused by name."""
+    """Otherwise the refusal of a tokenizer with code could not name it."""
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}}')
     assert get_tokenizer_config(str(tmp_path)) == {"auto_map": {}}
 
 
-def test_attention_can_be_forgotten_and_set_back() -> None:
-    """Else families with a table of their own cannot be served."""
+def test_attention_functions_can_be_removed_and_restored() -> None:
+    """Otherwise families with their own table could not be served."""
     decoder = make_model("llama")
     assert isinstance(decoder, LlamaForCausalLM)
     decoder.config._attn_implementation = "ours"

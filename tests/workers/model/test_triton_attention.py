@@ -1,4 +1,5 @@
-"""The Triton attention kernels against the reference: compiled on a GPU, else interpreted."""
+"""The Triton attention kernels, compared with the reference: compiled on a GPU, otherwise
+interpreted."""
 
 import random
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (query heads, KV heads)
 HEADS = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 1), (10, 2), (20, 1)]
 DIMS = [64, 72, 80, 96, 112, 128, 192, 256]
-# Of models whose every kernel is interpreted; the slow ones wait for the campaigns.
+# Models with every kernel interpreted; the slow ones run in the campaigns.
 OTHER_FAMILIES = ["qwen3", "gemma2", "gpt2"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One random batch, and what its layer asks for."""
+    """One random batch and the parameters of its layer."""
 
     chunks: list[tuple[int, int]]
     heads: tuple[int, int]
@@ -68,7 +69,7 @@ def random_case(seed: int) -> Case:
 def attend_both(
     spans: list[Span], query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels find, and what the reference finds."""
+    """The results of the kernels and of the reference."""
     backends = (triton_attention.TritonAttention(BLOCK_SIZE), ReferenceAttention())
     found, expected = (
         backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
@@ -78,7 +79,7 @@ def attend_both(
 
 
 def random_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, keys and values; queries lie among other numbers, as in a merged projection."""
+    """Queries, keys and values; queries are part of a wider tensor, as in a merged projection."""
     torch.manual_seed(0)
     num_heads, kv_heads = case.heads
     k_dim, v_dim = case.dims
@@ -91,7 +92,7 @@ def random_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The kernels round the softmax's weights to the tensors' type before they are summed."""
+    """The kernels round the softmax's weights to the tensors' type before they are added up."""
     rtol, atol = {
         torch.float32: (1e-4, 1e-5),
         torch.float16: (4e-3, 4e-3),
@@ -117,7 +118,7 @@ def test_the_kernels_equal_the_reference(
 
 
 def test_the_random_cases_cover_every_flag() -> None:
-    """A change of the generator that no longer asks for something would test nothing."""
+    """Otherwise a change of the generator could leave a flag untested."""
     cases = [random_case(seed) for seed in range(60)]
     assert {case.heads for case in cases} == set(HEADS)
     assert {dim for case in cases for dim in case.dims} == set(DIMS)
@@ -133,7 +134,7 @@ def test_the_random_cases_cover_every_flag() -> None:
 def test_nothing_of_another_sequence_can_be_read(
     chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All slots that are not the batch's own hold NaN, which not even a mask would stop."""
+    """All other slots contain NaN, which even a mask would not stop."""
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
     case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
     query, keys, values = random_tensors(case)
@@ -149,7 +150,7 @@ def test_nothing_of_another_sequence_can_be_read(
 
 
 def test_nan_stays_in_its_own_row() -> None:
-    """The sampler fails that job by it; a kernel that hid it would invent tokens."""
+    """The sampler then fails that job; a kernel that hid the NaN would invent tokens."""
     chunks = [(40, 1), (40, 1), (0, 20)]
     case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
     query, keys, values = random_tensors(case)
@@ -164,7 +165,7 @@ def test_nan_stays_in_its_own_row() -> None:
 
 
 def test_a_row_s_numbers_do_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: a row is cut into parts by its own length, alone or beside a longer one."""
+    """Bit for bit: a row is split into parts by its own length, alone or beside a longer one."""
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
     chunks = [(100, 1), (230, 1)]
     case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
@@ -180,7 +181,7 @@ def test_a_row_s_numbers_do_not_depend_on_its_neighbours(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dim", [320, 4])
 def test_heads_of_other_sizes_are_left_to_packed_attention(dim: int) -> None:
-    """The kernels take up to 256 numbers a head."""
+    """The kernels support up to 256 numbers per head."""
     case = Case([(9, 1), (0, 4)], (4, 2), (dim, dim), AttentionFlags(0.2), torch.float32)
 
     found, expected = attend_both(make_spans(case.chunks), *random_tensors(case), case)
@@ -196,7 +197,7 @@ def test_heads_of_other_sizes_are_left_to_packed_attention(dim: int) -> None:
 def test_a_model_gives_the_same_tokens_by_triton(
     family: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the loader's checks and the whole decoder, in chunks and token by token."""
+    """With the loader's checks and the whole decoder, in chunks and token by token."""
     monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
     folder = save_tiny_model(family, tmp_path)
     outputs: list[list[list[int]]] = []
@@ -223,8 +224,8 @@ def test_a_model_gives_the_same_tokens_by_triton(
     assert any("unfused" in text for text in said) == (fused and not merges)
 
 
-def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was told to use it must not quietly use something slower."""
+def test_triton_is_refused_if_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker configured to use it must not silently use something slower."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, told = torch.device("cpu"), print
     with pytest.raises(ModelRefused, match="needs a CUDA device"):

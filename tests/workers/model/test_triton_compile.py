@@ -1,4 +1,5 @@
-"""The Triton kernels compile for GPUs that are not here: the interpreter takes what they do not."""
+"""The Triton kernels compile for GPUs that this machine lacks: the interpreter accepts code that
+they do not."""
 
 import json
 import os

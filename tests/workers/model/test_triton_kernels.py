@@ -1,4 +1,5 @@
-"""The Triton kernels beside attention against torch: compiled on a GPU, else interpreted."""
+"""The Triton kernels other than attention, compared with torch: compiled on a GPU, otherwise
+interpreted."""
 
 import random
 
@@ -16,7 +17,7 @@ gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
 @pytest.mark.parametrize("dim", [64, 96, 1000])
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_norms_equal_torch_s(num_rows: int, dim: int, dtype: torch.dtype) -> None:
-    """Of sizes that are powers of two, and of others."""
+    """For sizes that are powers of two, and for others."""
     torch.manual_seed(0)
     x = torch.randn(1, num_rows, dim).to(DEVICE, dtype)
     weight = torch.randn(dim).to(DEVICE, dtype)
@@ -30,7 +31,7 @@ def test_norms_equal_torch_s(num_rows: int, dim: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [48, 1500])
 def test_gates_equal_torch_s(dim: int, dtype: torch.dtype) -> None:
-    """silu(gate) * up, for large numbers of either sign too; in one tile and in several."""
+    """silu(gate) * up, also for large numbers of either sign; in one tile and in several."""
     torch.manual_seed(0)
     gate_up = (torch.randn(3, 2 * dim) * 30).to(DEVICE, dtype)
 
@@ -41,8 +42,9 @@ def test_gates_equal_torch_s(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_queries_and_keys_turn_and_are_kept(seed: int) -> None:
-    """As transformers' rotate_half has it; keys and values land in their slots, no other moves."""
+def test_queries_and_keys_are_rotated_and_stored(seed: int) -> None:
+    """As by transformers' rotate_half. Keys and values are stored in their slots; no other slot
+    changes."""
     generator = random.Random(seed)
     torch.manual_seed(seed)
     dtype = DTYPES[seed % 3]

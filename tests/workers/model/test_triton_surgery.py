@@ -1,4 +1,4 @@
-"""Modules are exchanged for a GPU as for a CPU: where the replacement gives the same."""
+"""Modules are exchanged for a GPU if the replacement gives the same result, as for a CPU."""
 
 from typing import Any
 
@@ -17,13 +17,14 @@ pytest.importorskip("triton")
 
 
 def exchanged(family: str, dtype: torch.dtype, **changes: Any) -> Patient:
-    """A tiny decoder after the operation for a GPU."""
+    """A tiny decoder whose modules were exchanged for a GPU."""
     backend = choose_backend("triton", dtype, DEVICE, BLOCK_SIZE, print, fused=True)
     return operated(family, dtype, backend=backend, device=DEVICE, num_streams=2, **changes)
 
 
 def _spoil(decoder: Any) -> None:
-    """The last norm adds something, the first layer's gate squares, its queries are scaled."""
+    """Changes the last norm (adds something), the first layer's gate (squares) and its queries
+    (scales)."""
     norm, first = decoder.model.norm, decoder.model.layers[0]
     plain_norm, plain_mlp, plain_query = norm.forward, first.mlp.forward, first.self_attn.forward
     norm.forward = lambda x: plain_norm(x) + 0.1
@@ -60,7 +61,7 @@ def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
-    """And stay bytes, also those of the other linear layers."""
+    """They stay int8, also in the other linear layers."""
     patient = exchanged("qwen3", dtype, is_int8=True)
 
     decoder, num_layers = patient.decoder, patient.decoder.config.num_hidden_layers
@@ -72,7 +73,7 @@ def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
 
 
 def test_modules_that_only_look_alike_are_kept() -> None:
-    """The comparison shows a norm that adds, a gate that squares, an attention that scales."""
+    """The comparison finds a norm that adds, a gate that squares, an attention that scales."""
     patient = exchanged("llama", torch.float32, spoil=_spoil)
 
     decoder = patient.decoder

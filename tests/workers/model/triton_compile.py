@@ -1,10 +1,9 @@
-"""Compiles every Triton kernel for a GPU that need not be there, and says what each would take.
+"""Compiles every Triton kernel for a GPU that need not exist, and prints its use of shared memory.
 
 `python -m tests.workers.model.triton_compile 90 64 128`, a compute capability and head sizes: the
-kernels are called with CPU tensors as the
-engine calls them, and each launch is turned into a compilation for that compute capability.
-Prints one JSON object: bytes of shared memory by kernel. Runs in a process of its own, without
-Triton's interpreter.
+kernels are called with CPU tensors as the engine calls them, and each launch is turned into a
+compilation for that compute capability. Prints one JSON object: bytes of shared memory by kernel.
+Runs in a process of its own, without Triton's interpreter.
 """
 
 import json
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class _AbsentGpu:
-    """What Triton asks its driver for before it compiles."""
+    """The properties that Triton requests from its driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -43,7 +42,7 @@ class _AbsentGpu:
 
 
 def compile_all(capability: int, head_sizes: list[int]) -> dict[str, list[int]]:
-    """Bytes of shared memory of each variant that was compiled, by kernel."""
+    """Bytes of shared memory of each compiled variant, by kernel."""
     found: dict[str, list[int]] = {}
     launch = JITFunction.run
 
@@ -63,7 +62,7 @@ def compile_all(capability: int, head_sizes: list[int]) -> dict[str, list[int]]:
 
 
 def _attend(dtype: torch.dtype, dim: int, flags: AttentionFlags) -> None:
-    """Single tokens with and without splits, a chunk, and tables that lie on the device."""
+    """Single tokens with and without splits, a chunk, and tables on the device."""
     for chunks in ([(9, 1)], [(600, 1)], [(0, 40)]):
         case = Case(chunks, (8, 2), (dim, dim), flags, dtype)
         slots = np.arange(chunks[0][0] + chunks[0][1], dtype=np.int64)

@@ -95,7 +95,7 @@ def test_padding_counts_the_unused_part_of_the_rectangle() -> None:
     num_padding = [harness.step().num_padding_tokens for _ in range(max(num_outputs))]
 
     prompt_waste = sum(max(num_prompts) - num for num in num_prompts)
-    # One row goes on for nothing after step 2, two after step 4.
+    # One row is computed for nothing after step 2, two after step 4.
     assert num_padding == [prompt_waste, 0, 1, 1, 2, 2, 2]
     assert sum(num_padding) == prompt_waste + sum(max(num_outputs) - num for num in num_outputs)
     assert harness.model.num_padding_tokens == sum(num_padding)

@@ -34,7 +34,7 @@ from workers.ipc.messages import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-# Each is cut after every few tokens and must go on as it would have.
+# Each is cut after every few tokens and must resume with the same output.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -137,7 +137,7 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
         engine.client.send([StopChoice(one.job_id, 1, 0) for one in batch[::3]])
         engine.client.send([StopJob(one.job_id, 1) for one in batch])
     await engine.run(job("canary", temperature=0.0))
-    # What vLLM says of the steps that computed for the canary; the last has ended it.
+    # vLLM's log of the steps for the canary; the last one ended it.
     canary = (
         i for i, m in enumerate(engine.said) if isinstance(m, TokenOut) and m.job_id == "canary"
     )
