@@ -101,6 +101,13 @@ def some_job_ids(url: str) -> list[str]:
     return [*known, new_job_id(), "no id"]
 
 
+# Valid only together with certain values of other fields.
+_ONLY_WITH_OTHERS = (
+    "best_of", "min_tokens", "parallel_tool_calls", "stop_token_ids", "stream_options",
+    "tool_choice", "tools", "top_logprobs",
+)  # fmt: skip
+
+
 def generator() -> Any:
     """The document, limited to what the worker can serve, as schemathesis reads it."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
@@ -110,8 +117,13 @@ def generator() -> Any:
         fields["model"] = {"type": "string", "enum": [MODEL]}
         for length in {"max_tokens", "max_completion_tokens"} & set(fields):
             fields[length]["anyOf"][0]["maximum"] = 300
-        for name in ("best_of", "min_tokens", "stop_token_ids", "stream_options", "top_logprobs"):
-            fields.pop(name, None)  # good only beside fitting others
+        for name in _ONLY_WITH_OTHERS:
+            fields.pop(name, None)
+    message = schemas["Message"]
+    message["required"] = ["role", "content"]  # optional only for assistants
+    message["properties"]["role"]["enum"].remove("tool")
+    for name in ("tool_calls", "tool_call_id"):
+        del message["properties"][name]
     text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, several]}
