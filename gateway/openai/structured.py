@@ -98,25 +98,15 @@ class Constrained(StrictModel):
             if format_.type == "json_object":
                 return Constraint("response_format", "json_schema", {"type": "object"})
             return None
-        if (asked := self.structured_outputs) is not None:
-            values = {
-                "json": asked.json_,
-                "regex": asked.regex,
-                "choice": asked.choice,
-                "grammar": asked.grammar,
-            }
-            prefix = "structured_outputs."
-            if asked.json_object:
-                return Constraint("structured_outputs", "json_schema", {"type": "object"})
-        else:
-            values = {
-                "json": self.guided_json,
-                "regex": self.guided_regex,
-                "choice": self.guided_choice,
-                "grammar": self.guided_grammar,
-            }
-            prefix = "guided_"
-        for name, value in values.items():
+        asked = self.structured_outputs
+        if asked is not None and asked.json_object:
+            return Constraint("structured_outputs", "json_schema", {"type": "object"})
+        prefix = "guided_" if asked is None else "structured_outputs."
+        for name in ("json", "regex", "choice", "grammar"):
+            if asked is None:
+                value = getattr(self, f"guided_{name}")
+            else:
+                value = asked.json_ if name == "json" else getattr(asked, name)
             if value is not None:
                 kind = "json_schema" if name == "json" else name
                 return Constraint(prefix + name, kind, _parsed(prefix, name, value))

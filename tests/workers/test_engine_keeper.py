@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from contract import tasks
 from contract.function_types import Append, Verdict
 from contract.jobs import FinishReason
+from tests.fakes import hash_tokenizer
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
 from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
@@ -18,6 +20,7 @@ from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
 from workers.supervisor.publisher import Publisher
 from workers.supervisor.results import ResultKeeper
+from workers.supervisor.worker_broker import make_card
 
 pytestmark = pytest.mark.anyio
 
@@ -92,3 +95,15 @@ async def test_a_free_place_is_offered_once_the_step_is_recorded() -> None:
         assert not desk.holding.wake.is_set()
         await desk.holding.wake.wait()
         assert desk.engine.load == load(1.0)
+
+
+@pytest.mark.parametrize("template", ["{", "[]", '{"start_anchor": "a"}'])
+async def test_an_invalid_response_template_turns_tools_off(template: str) -> None:
+    """The model is served without them, and its card says so."""
+    tokenizer = replace(hash_tokenizer(), response_template=template)
+    async with contextlib.aclosing(Desk()) as desk:
+        desk.hear([replace(READY, tokenizer=tokenizer)])
+        assert desk.engine.ready is not None
+        assert not make_card("m", desk.engine.ready, ("batch",)).capabilities.tools
+        desk.hear([replace(READY, tokenizer=hash_tokenizer())])
+        assert make_card("m", desk.engine.ready, ("batch",)).capabilities.tools

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from contract import tasks
@@ -168,8 +169,8 @@ class EngineKeeper:
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     self._publisher.fail(job, code, text)
             case Ready():
-                self._read_tokenizer(message.tokenizer)
-                self._engine.ready = message
+                files = self._read_tokenizer(message.tokenizer)
+                self._engine.ready = replace(message, tokenizer=files)
                 self._engine.became_ready.set()
                 self._holding.wake.set()
             case Loading(text):
@@ -177,10 +178,16 @@ class EngineKeeper:
             case LoadFailed(text):
                 raise EngineRefused(text)
 
-    def _read_tokenizer(self, files: TokenizerFiles) -> None:
+    def _read_tokenizer(self, files: TokenizerFiles) -> TokenizerFiles:
+        """Returns the files to publish: without a response template that cannot be used."""
         self.tokenizer = Tokenizer.from_str(files.tokenizer_json)
         if files.response_template is not None:
-            self._response_format = ResponseFormat(files.response_template, self.tokenizer)
+            try:
+                self._response_format = ResponseFormat(files.response_template, self.tokenizer)
+            except ValueError as exc:
+                log.warning("tools are off: the model's response template is invalid: %s", exc)
+                return replace(files, response_template=None, tool_format=None)
+        return files
 
     def _take_load(self, load: EngineLoad) -> None:
         if self._frees_place or set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):
