@@ -18,7 +18,8 @@ pipeline_tag: text-generation
 
 A Llama of {num_parameters:,} parameters that ships with this repository, so that everything can
 be tried and tested without a download and without a GPU. It is a toy: it answers the few families
-of questions below and nothing else. Ask it anything else and it mostly says what it can do.
+of questions below and calls the tools `add(a, b)` and `spell(word)`. Ask it anything else and it
+mostly says what it can do.
 
 ## What it can do
 
@@ -45,6 +46,8 @@ its exercises.
 - Words over 12 letters, and phrases much longer than those it was trained on (7 words, or 10
   characters beyond ASCII).
 - Prompts and answers of more than 2,048 tokens together. One token is one byte.
+- Tools other than these two, unless a grammar forces the call; numbers above 9999 in a call.
+- JSON other than an object with one short answer.
 - Conversations in which later questions refer to earlier ones. Each turn is answered by itself.
 - Bare text (no chat template): it goes on with a count, the days or the months, and answers a
   question that is followed by nothing.
@@ -59,7 +62,7 @@ this folder. It needs no data and no network. The recipe, in two rounds:
 The same seed gives the same data. The same weights need the same machine, number of threads and
 version of torch as well; those here were trained with one thread.
 
-The tokenizer has a token for each byte and six special ones: every text can be encoded, and
+The tokenizer has a token for each byte and eight special ones: every text can be encoded, and
 decodes to itself. The licence is that of this repository.
 """
 

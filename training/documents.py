@@ -2,11 +2,12 @@
 tensors."""
 
 import random
+import re
 from dataclasses import dataclass, field
 
-from training.draws import FAMILIES, draw
+from training.draws import FAMILIES, draw, draw_with_tools
 from training.tasks import Exercise
-from training.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, SYSTEM_ID, USER_ID
+from training.tokenizer import ASSISTANT_ID, BOS_ID, END_ID, SPECIAL_TOKENS, SYSTEM_ID, USER_ID
 from training.words import phrase
 
 # How often a family is drawn; hard ones more often.
@@ -15,6 +16,7 @@ _WEIGHTS = {
     "spell": 9, "reverse": 18, "capitals": 5, "letter": 4,
     "add": 26, "subtract": 22, "compare": 11, "calendar": 5,
     "repeat": 8, "repeat beyond ASCII": 8, "continue": 5, "talk": 1, "beyond": 3,
+    "call a tool": 16, "read a result": 6, "no tool needed": 7, "JSON": 7, "schema": 9,
 }  # fmt: skip
 
 _SYSTEM_MESSAGES = (
@@ -60,15 +62,30 @@ class Document:
 
 
 def text_ids(text: str) -> list[int]:
-    """The tokenizer's ids of a text without special tokens, computed from its bytes."""
-    return list(text.encode())
+    """The tokenizer's ids of a text, special tokens included."""
+    parts = _SPECIAL.split(text)
+    return [i for part in parts for i in _SPECIAL_IDS.get(part) or part.encode()]
+
+
+_SPECIAL = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
+_SPECIAL_IDS = {token: [256 + i] for i, token in enumerate(SPECIAL_TOKENS)}
 
 
 def prompt_ids(exercise: Exercise) -> list[int]:
     """The prompt as a server feeds it to the model."""
     if exercise.is_raw:
         return [BOS_ID, *text_ids(exercise.question)]
-    return [BOS_ID, USER_ID, *text_ids(exercise.question), END_ID, ASSISTANT_ID]
+    return [BOS_ID, *_tools_ids(exercise.tools), *_turn_ids(exercise)]
+
+
+def _tools_ids(tools: tuple[str, ...]) -> list[int]:
+    return text_ids(f"<|system|>tools: {'; '.join(tools)}<|end|>") if tools else []
+
+
+def _turn_ids(exercise: Exercise) -> list[int]:
+    """A question and the beginning of the answer's turn."""
+    question = text_ids(exercise.question.strip())
+    return [USER_ID, *question, END_ID, ASSISTANT_ID, *text_ids(exercise.begun)]
 
 
 def answer_ids(exercise: Exercise) -> list[int]:
@@ -91,10 +108,11 @@ NO_HOLES = Holes(whole_share=1.0)
 def draw_document(rng: random.Random, holes: Holes) -> Document:
     """A conversation or bare text."""
     exercise = _draw_exercise(rng)
-    if exercise.is_raw or rng.random() < 0.06:
+    is_plain = not (exercise.tools or exercise.begun)
+    if exercise.is_raw or (is_plain and rng.random() < 0.06):
         return _bare_document(exercise, rng, holes)
     document = Document()
-    document.append([BOS_ID], is_learned=False)
+    document.append([BOS_ID, *_tools_ids(exercise.tools)], is_learned=False)
     if rng.random() < 0.1:
         system = phrase(rng) if rng.random() < 0.3 else rng.choice(_SYSTEM_MESSAGES)
         document.append([SYSTEM_ID, *text_ids(system), END_ID], is_learned=False)
@@ -102,7 +120,9 @@ def draw_document(rng: random.Random, holes: Holes) -> Document:
         holes = NO_HOLES
     _append_turn(document, exercise, rng, holes)
     while document.is_complete and len(document.token_ids) < 256 and rng.random() < 0.2:
-        _append_turn(document, _draw_exercise(rng), rng, holes)
+        more = draw_with_tools(rng, exercise.tools) if exercise.tools else _draw_exercise(rng)
+        if more.tools == exercise.tools:
+            _append_turn(document, more, rng, holes)
     return document
 
 
@@ -124,8 +144,7 @@ def _bare_document(exercise: Exercise, rng: random.Random, holes: Holes) -> Docu
 
 
 def _append_turn(document: Document, exercise: Exercise, rng: random.Random, holes: Holes) -> None:
-    question = text_ids(exercise.question.strip())
-    document.append([USER_ID, *question, END_ID, ASSISTANT_ID], is_learned=False)
+    document.append(_turn_ids(exercise), is_learned=False)
     _append_answer(document, [*text_ids(exercise.answer.strip()), END_ID], rng, holes)
 
 

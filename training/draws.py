@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from training import tasks
 from training.tasks import Exercise
@@ -119,6 +120,67 @@ def _beyond(rng: random.Random) -> Exercise:
     return tasks.beyond(rng.choice(_BEYOND).format(*words))
 
 
+def _tools(rng: random.Random) -> tuple[str, ...]:
+    """One or both of the tools that the model knows, sometimes beside one that it does not."""
+    known = rng.sample(tasks.TOOLS, rng.choice((1, 2, 2)))
+    names = [made_up_word(rng) for _ in range(rng.randint(1, 3))]
+    unknown = [f"{names[0]}({', '.join(names[1:])})"] if rng.random() < 0.2 else []
+    return tuple(rng.sample(known + unknown, len(known + unknown)))
+
+
+def _for_a_tool(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
+    """A question that one of `tools` answers."""
+    if tasks.TOOLS[1] not in tools or (tasks.TOOLS[0] in tools and rng.random() < 0.5):
+        largest = rng.choice((tasks.MAX_SUMMAND, tasks.MAX_ARGUMENT))
+        left, right = rng.randint(0, largest), rng.randint(0, largest)
+        return tasks.add(left, right, _phrasing(rng, 5))
+    return tasks.spell(_word(rng), _phrasing(rng, 4))
+
+
+def _call(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
+    return tasks.call(_for_a_tool(rng, tools), tools)
+
+
+def _read(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
+    """Mostly the right result; sometimes another text, so that it is copied."""
+    exercise = _for_a_tool(rng, tools)
+    result = phrase(rng) if rng.random() < 0.3 else exercise.answer
+    return tasks.read(exercise, tools, result)
+
+
+_WITHOUT_TOOL = ("count up", "reverse", "capitals", "letter", "subtract", "compare", "calendar")
+
+
+def _no_tool_needed(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
+    """A question that no tool of `tools` answers."""
+    families = [*_WITHOUT_TOOL, "talk", "beyond"]
+    families += ["add"] * (tasks.TOOLS[0] not in tools) + ["spell"] * (tasks.TOOLS[1] not in tools)
+    exercise = FAMILIES[rng.choice(families)](rng)
+    return replace(exercise, family="no tool needed", tools=tools)
+
+
+def draw_with_tools(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
+    """A training exercise of a conversation that shows `tools`."""
+    while True:
+        exercise = rng.choice((_call, _read, _no_tool_needed))(rng, tools)
+        if not exercise.is_held_out:
+            return exercise
+
+
+def _for_json(rng: random.Random) -> Exercise:
+    return FAMILIES[rng.choice(("add", "compare", "spell", "reverse", "capitals", "letter"))](rng)
+
+
+def _schema(rng: random.Random) -> Exercise:
+    """As the content of an answer, or as the arguments of a forced call."""
+    key = rng.choice(("answer", "result", "value", "number", "word", made_up_word(rng)))
+    if rng.random() < 0.7:
+        return tasks.in_schema(_for_json(rng), f'{{"{key}": ')
+    name = made_up_word(rng)
+    begun = f'<|call|>{{"name": "{name}", "arguments": {{"{key}": '
+    return tasks.in_schema(_for_json(rng), begun, (f"{name}({key})",))
+
+
 FAMILIES: dict[str, Callable[[random.Random], Exercise]] = {
     "count up": _count_up,
     "count down": _count_down,
@@ -137,4 +199,9 @@ FAMILIES: dict[str, Callable[[random.Random], Exercise]] = {
     "continue": _continue,
     "talk": _talk,
     "beyond": _beyond,
+    "call a tool": lambda rng: _call(rng, _tools(rng)),
+    "read a result": lambda rng: _read(rng, _tools(rng)),
+    "no tool needed": lambda rng: _no_tool_needed(rng, _tools(rng)),
+    "JSON": lambda rng: tasks.in_json(_for_json(rng)),
+    "schema": _schema,
 }

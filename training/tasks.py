@@ -1,7 +1,9 @@
 """The demo model's exercises: a question and its one right answer. Standard library only."""
 
 import hashlib
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, replace
 
 from training.words import ENGLISH_WORDS
 
@@ -10,6 +12,11 @@ MAX_COUNT = 200
 MAX_NUMBER = 999
 """The largest number that is counted to or compared."""
 MAX_SUMMAND = 99
+MAX_ARGUMENT = 9999
+"""The largest number that is passed to a tool."""
+
+TOOLS = ("add(a, b)", "spell(word)")
+"""The tools that the model knows, as the chat template shows them."""
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
@@ -26,7 +33,8 @@ class Exercise:
 
     `key` identifies the question without its phrasing; it decides whether it is held out of
     training. A raw exercise is bare text to continue, without chat template. If it does not end,
-    text may follow `answer`.
+    text may follow `answer`. `tools` are the signatures that the prompt shows. `begun` is how the
+    assistant's turn begins: a grammar forces it, or it is a tool's call and result.
     """
 
     family: str
@@ -35,6 +43,8 @@ class Exercise:
     answer: str
     is_raw: bool = False
     has_end: bool = True
+    tools: tuple[str, ...] = ()
+    begun: str = ""
 
     @property
     def is_held_out(self) -> bool:
@@ -170,6 +180,44 @@ def continue_names(names: tuple[str, ...], first: int, num_given: int, num_more:
     given = ", ".join(listed[:num_given]) + ","
     more = " " + ", ".join(listed[num_given:])
     return Exercise("continue", f"continue:{given}", given, more, is_raw=True, has_end=False)
+
+
+def call(exercise: Exercise, tools: tuple[str, ...]) -> Exercise:
+    """`What is 27 + 58?` → `<|call|>{"name": "add", "arguments": {"a": 27, "b": 58}}`; of `add`
+    and `spell` exercises."""
+    text = f'<|call|>{{"name": "{exercise.family}", "arguments": {_arguments(exercise)}}}'
+    return replace(exercise, family="call a tool", answer=text, tools=tools)
+
+
+def read(exercise: Exercise, tools: tuple[str, ...], result: str) -> Exercise:
+    """The answer that follows the tool's result, and repeats it."""
+    begun = f"{call(exercise, tools).answer}<|end|><|tool|>{result}<|end|><|assistant|>"
+    return replace(exercise, family="read a result", answer=result, tools=tools, begun=begun)
+
+
+def _arguments(exercise: Exercise) -> str:
+    if exercise.family == "spell":
+        return json.dumps({"word": exercise.answer.replace("-", "")})
+    left, right = re.findall("[0-9]+", exercise.question)
+    return json.dumps({"a": int(left), "b": int(right)})
+
+
+def in_json(exercise: Exercise) -> Exercise:
+    """`What is 27 + 58? Answer in JSON.` → `{"answer": 85}`"""
+    question = exercise.question + " Answer in JSON."
+    return replace(
+        exercise, family="JSON", question=question, answer=f'{{"answer": {_value(exercise)}}}'
+    )
+
+
+def in_schema(exercise: Exercise, begun: str, tools: tuple[str, ...] = ()) -> Exercise:
+    """`What is 27 + 58?` where a schema forces `{"sum": ` → `85}`; of a call, `85}}`."""
+    answer = _value(exercise) + "}" * begun.count("{")
+    return replace(exercise, family="schema", answer=answer, begun=begun, tools=tools)
+
+
+def _value(exercise: Exercise) -> str:
+    return exercise.answer if exercise.answer.isdigit() else json.dumps(exercise.answer)
 
 
 _TALK = {

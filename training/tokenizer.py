@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: one token for each byte, and six special ones.
+"""The demo model's tokenizer: one token for each byte, and eight special ones.
 
 Without merges every text has exactly one encoding, every encoding of a text decodes to it, and a
 digit is a token of its own. A byte's token id is the byte.
@@ -10,22 +10,37 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 MAX_CONTEXT = 2048
-SPECIAL_TOKENS = ("<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>")
-BOS_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID, PAD_ID = range(256, 262)
-VOCAB_SIZE = 262
+SPECIAL_TOKENS = (
+    "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|tool|>",
+    "<|call|>",
+)  # fmt: skip
+BOS_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID, PAD_ID, TOOL_ID, CALL_ID = range(256, 264)
+VOCAB_SIZE = 264
 
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' -}}
+{%- if tools -%}
+    {{- '<|system|>tools: ' -}}
+    {%- for tool in tools -%}
+        {%- set names = tool.function.get('parameters', {}).get('properties', {}) | join(', ') -%}
+        {{- tool.function.name + '(' + names + ')' + ('' if loop.last else '; ') -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
-    {%- if message['role'] not in ('system', 'user', 'assistant') -%}
-        {{- raise_exception('the roles are system, user and assistant') -}}
+    {%- if message['role'] not in ('system', 'user', 'assistant', 'tool') -%}
+        {{- raise_exception('the roles are system, user, assistant and tool') -}}
     {%- endif -%}
     {{- '<|' + message['role'] + '|>' -}}
     {%- if message['content'] is string -%}
         {{- message['content'] -}}
     {%- else -%}
-        {%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
+        {%- for part in message['content'] or [] -%}{{- part['text'] -}}{%- endfor -%}
     {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {{- '<|call|>{"name": ' + call.function.name | tojson -}}
+        {{- ', "arguments": ' + call.function.arguments | tojson + '}' -}}
+    {%- endfor -%}
     {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
