@@ -113,6 +113,14 @@ def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()
     )
 
 
+def num_outdated_to_retire(
+    num_desired: int, num_current: int, num_outdated: int, min_healthy_share: float
+) -> int:
+    """Ready workers of a former version that a deployment no longer needs: the others stay until
+    workers of the current version have taken their places."""
+    return max(0, num_outdated - max(0, int(num_desired * min_healthy_share) - num_current))
+
+
 def num_needed(policy: PoolPolicy, view: PoolView) -> int:
     """Workers needed for waiting and running work, before limits."""
     waiting = max(

@@ -61,5 +61,7 @@ class WorkerSettings:
 
 
 def new_incarnation() -> str:
-    """A new id for one run of a worker; unique over all hosts."""
-    return f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(4)}"
+    """A new id for one run of a worker; unique over all hosts. Begins with BATCHWAY_HOST, by
+    default the host's name."""
+    host = os.environ.get("BATCHWAY_HOST") or socket.gethostname().split(".")[0]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"

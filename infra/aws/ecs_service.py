@@ -1,10 +1,19 @@
-"""The workers as an ECS service."""
+"""The workers as an ECS service.
 
-from collections.abc import Collection
-from dataclasses import dataclass
+A task is matched to its worker by the task's id, with which the worker's incarnation begins
+(worker_health.host_name).
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from infra.aws.workforce import Failed
+
+log = logging.getLogger("batchway.pool")
 
 _NOT_A_WORKER_ERROR = (
     "SpotInterruption",
@@ -12,30 +21,65 @@ _NOT_A_WORKER_ERROR = (
     "UserInitiated",
     "ServiceSchedulerInitiated",
 )
+_NO_CAPACITY = re.compile("capacity|RESOURCE:|VcpuLimitExceeded|LimitExceeded", re.IGNORECASE)
 _MAX_DESCRIBED = 100  # per call
+_MAX_PROTECTED = 10  # per call
+_PROTECTED_MINUTES = 30
+_RENEW_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class EcsService:
-    """One service of one cluster. Every method raises botocore's ClientError or BotoCoreError."""
+    """One service of one cluster. Every method raises botocore's ClientError or BotoCoreError.
+    `clock_s` is monotonic."""
 
     client: Any
     cluster: str
     service: str
+    clock_s: Callable[[], float] = time.monotonic
+    _protected_s: dict[str, float] = field(default_factory=dict)  # by task, when last requested
 
     def num_desired(self) -> int:
         """The service's desired count. Raises LookupError if there is no such service."""
-        found = self.client.describe_services(cluster=self.cluster, services=[self.service])
-        if not found["services"]:
-            raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
-        return int(found["services"][0]["desiredCount"])
+        return int(self._described()["desiredCount"])
 
     def resize(self, num: int) -> None:
-        """Sets the desired count. ECS leaves protected tasks alone."""
+        """Sets the desired count. ECS ends unprotected tasks only."""
         self.client.update_service(cluster=self.cluster, service=self.service, desiredCount=num)
 
     def keep(self, incarnations: Collection[str]) -> None:
-        """Does nothing: a task protects itself while it has jobs (task_protection.py)."""
+        """Protects the tasks of these live workers, draining ones included, until they end. A
+        starting task holds no jobs, so ECS may end it."""
+        now_s = self.clock_s()
+        live = [task["taskArn"] for task, _ in self._workers(incarnations)]
+        due = [arn for arn in live if now_s - self._protected_s.get(arn, -_RENEW_S) >= _RENEW_S]
+        for start in range(0, len(due), _MAX_PROTECTED):
+            answer = self.client.update_task_protection(
+                cluster=self.cluster,
+                tasks=due[start : start + _MAX_PROTECTED],
+                protectionEnabled=True,
+                expiresInMinutes=_PROTECTED_MINUTES,
+            )
+            for failure in answer.get("failures", []):
+                log.warning("task not protected: %s", failure.get("reason"))
+            protected = [task["taskArn"] for task in answer["protectedTasks"]]
+            self._protected_s.update(dict.fromkeys(protected, now_s))
+        for arn in self._protected_s.keys() - set(live):
+            del self._protected_s[arn]
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        """Those whose task has another task definition than the service."""
+        current = self._described()["taskDefinition"]
+        return {
+            name
+            for task, name in self._workers(incarnations)
+            if task["taskDefinitionArn"] != current
+        }
+
+    def min_healthy_share(self) -> float:
+        """The share of the desired workers that a deployment keeps, 0 to 1."""
+        settings = self._described().get("deploymentConfiguration", {})
+        return float(settings.get("minimumHealthyPercent", 100)) / 100
 
     def failed(self) -> list[Failed]:
         """Tasks of the last hour (ECS keeps no more) whose container ended with an error."""
@@ -50,6 +94,20 @@ class EcsService:
         running = self._tasks("RUNNING")
         return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]
 
+    def _described(self) -> dict[str, Any]:
+        found = self.client.describe_services(cluster=self.cluster, services=[self.service])
+        if not found["services"]:
+            raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
+        service: dict[str, Any] = found["services"][0]
+        return service
+
+    def _workers(self, incarnations: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
+        """Running tasks with their worker's incarnation."""
+        by_host = {name.partition("-")[0]: name for name in incarnations}
+        for task in self._tasks("RUNNING"):
+            if (name := by_host.get(task["taskArn"].rpartition("/")[2])) is not None:
+                yield task, name
+
     def _tasks(self, desired_status: str) -> list[dict[str, Any]]:
         listed = self.client.list_tasks(
             cluster=self.cluster, serviceName=self.service, desiredStatus=desired_status
@@ -62,7 +120,9 @@ class EcsService:
 
 
 def _has_failed(task: dict[str, Any]) -> bool:
+    """A task that found no machine has not failed: starting it later may succeed."""
     if task.get("stopCode") in _NOT_A_WORKER_ERROR:
         return False
-    codes = [container.get("exitCode") for container in task.get("containers", [])]
-    return task.get("stopCode") == "TaskFailedToStart" or any(codes)
+    if task.get("stopCode") == "TaskFailedToStart":
+        return not _NO_CAPACITY.search(task.get("stoppedReason", ""))
+    return any(container.get("exitCode") for container in task.get("containers", []))

@@ -32,7 +32,7 @@ from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
 from infra.aws.scaling_group import ScalingGroup
 from infra.aws.workforce import Workforce
-from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
+from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide, num_outdated_to_retire
 from infra.pool_watch import PoolSight, PoolWatch
 
 log = logging.getLogger("batchway.pool")
@@ -81,31 +81,50 @@ class PoolService:
     async def step(self) -> Decision:
         """One observation and its consequences. Raises BrokerUnavailable, and what boto3 raises."""
         sight = await self.watch.look()
-        num_desired = await asyncio.to_thread(self.workforce.num_desired)
-        await asyncio.to_thread(self.workforce.keep, sight.incarnations)
-        failed_starts_s = await asyncio.to_thread(self._failed_starts_s)
+        decision, retired = await asyncio.to_thread(self.size, sight)
+        if retired:
+            await self.functions.drain(retired)
+        snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
+        lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
+        await asyncio.to_thread(self._emit_all, lines)
+        return decision
+
+    def size(self, sight: PoolSight) -> tuple[Decision, list[str]]:
+        """Protects, decides and resizes; returns also the workers to drain. Raises what boto3
+        raises."""
+        num_desired = self.workforce.num_desired()
+        self.workforce.keep(sight.incarnations)
+        names = [worker.incarnation for worker in sight.workers]
+        outdated = self.workforce.outdated(names)
+        num_replaced = num_outdated_to_retire(
+            num_desired,
+            len(names) - len(outdated),
+            len(outdated),
+            self.workforce.min_healthy_share(),
+        )
         view = PoolView(
             now_s=self.clock_s(),
             queued_tokens=sight.queued_tokens,
             num_desired=num_desired,
-            num_ready=len(sight.workers),
+            num_ready=len(names) - num_replaced,
             load=sum(worker.load for worker in sight.workers),
             tokens_per_s=sight.tokens_per_s,
-            failed_starts_s=failed_starts_s,
+            failed_starts_s=self._failed_starts_s(),
         )
         decision = decide(self.policy, view, self.memory)
         self.memory = decision.memory
         if decision.num_workers != num_desired:
             log.info(
-                "pool %d -> %d (%s) ready=%d", num_desired, decision.num_workers,
-                decision.reason, len(sight.workers),
+                "pool %d -> %d (%s) ready=%d",
+                num_desired, decision.num_workers, decision.reason, view.num_ready,
             )  # fmt: skip
-            await asyncio.to_thread(self.workforce.resize, decision.num_workers)
-        await self._retire(sight, decision.num_to_retire)
-        snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
-        lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
-        await asyncio.to_thread(self._emit_all, lines)
-        return decision
+            self.workforce.resize(decision.num_workers)
+        # Outdated workers first, then the emptiest. They end when their jobs have ended.
+        ordered = sorted(
+            sight.workers, key=lambda w: (w.incarnation not in outdated, w.num_jobs, w.load)
+        )
+        num_retired = num_replaced + decision.num_to_retire
+        return decision, [worker.incarnation for worker in ordered[:num_retired]]
 
     def _emit_all(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -120,12 +139,6 @@ class PoolService:
         }
         failed = self.workforce.failed()
         return [one.at_s for one in failed if one.name not in self.healthy_at_s]
-
-    async def _retire(self, sight: PoolSight, num: int) -> None:
-        """Drains the emptiest workers; they end when their jobs have ended."""
-        if num:
-            emptiest = sorted(sight.workers, key=lambda worker: (worker.num_jobs, worker.load))
-            await self.functions.drain([worker.incarnation for worker in emptiest[:num]])
 
     def _metrics(self, sight: PoolSight, decision: Decision) -> str:
         values = {

@@ -53,6 +53,13 @@ class ScalingGroup:
                     ProtectedFromScaleIn=is_kept,
                 )
 
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        """None: an instance refresh of the group replaces machines by itself."""
+        return set()
+
+    def min_healthy_share(self) -> float:
+        return 1.0
+
     def failed(self) -> list[Failed]:
         """Machines that reported themselves unhealthy and were ended."""
         listed = self.client.describe_scaling_activities(

@@ -1,7 +1,7 @@
 """Entry point of a worker's container: fetches the weights and runs `batchway worker`.
 
-BATCHWAY_MODEL names the model: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on and
-protects the ECS task while the worker holds jobs.
+BATCHWAY_MODEL names the model: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on. On ECS
+the worker's incarnation begins with the task's id, by which the pool knows its task.
 """
 
 import asyncio
@@ -10,19 +10,13 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract.connection import connect
-from contract.errors import BrokerUnavailable, WireError
-from contract.keys import Keys
 from contract.redis_url import redis_url_of
-from contract.tasks import end
-from infra.aws.task_protection import TaskProtection
-from infra.aws.worker_health import num_jobs_here
+from infra.aws.worker_health import host_name
 
 log = logging.getLogger("batchway.weights")
 
@@ -58,7 +52,6 @@ def fetch(client: Any, url: str, folder: Path) -> Path:
 
 FOLDER = Path("/var/lib/batchway/model")
 EXIT_NO_WEIGHTS = 3
-_POLL_S = 1.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -73,18 +66,15 @@ def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
     return arguments if model == "demo" else [f"--model={model}", *arguments]
 
 
-async def run(command: Sequence[str], redis_url: str, agent_url: str | None) -> int:
+async def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the worker until it ends; returns its exit status."""
-    process = await asyncio.create_subprocess_exec(*command)
+    process = await asyncio.create_subprocess_exec(*command, env=environ)
     loop = asyncio.get_running_loop()
     for number in _PASSED_ON:
         loop.add_signal_handler(number, _pass_on, process, number)
-    watching = asyncio.create_task(_protect(redis_url, agent_url)) if agent_url else None
     try:
         return await process.wait()
     finally:
-        if watching is not None:
-            await end(watching)
         for number in _PASSED_ON:
             loop.remove_signal_handler(number)
 
@@ -94,21 +84,9 @@ def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
         process.send_signal(number)
 
 
-async def _protect(redis_url: str, agent_url: str) -> None:
-    protection = TaskProtection(agent_url)
-    keys = Keys(os.environ.get("BATCHWAY_NAMESPACE") or "default")
-    async with contextlib.aclosing(connect(redis_url)) as client:
-        while True:
-            with contextlib.suppress(BrokerUnavailable, WireError):
-                num_jobs = await num_jobs_here(client, keys) or 0
-                await asyncio.to_thread(protection.note, num_jobs, time.monotonic())
-            await asyncio.sleep(_POLL_S)
-
-
 def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    url = redis_url_of(os.environ)
-    if url is None:
+    if redis_url_of(os.environ) is None:
         print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
         return 2
     try:
@@ -117,7 +95,8 @@ def main(arguments: Sequence[str]) -> int:
         print(exc, file=sys.stderr)
         return EXIT_NO_WEIGHTS
     command = [sys.executable, "-m", "infra", "worker", *model, *arguments]
-    return asyncio.run(run(command, url, os.environ.get("ECS_AGENT_URI")))
+    environ = {**os.environ, "BATCHWAY_HOST": host_name(os.environ)}
+    return asyncio.run(run(command, environ))
 
 
 if __name__ == "__main__":

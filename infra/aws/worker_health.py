@@ -5,8 +5,11 @@ healthy: ending it would not help.
 """
 
 import asyncio
+import json
 import os
 import socket
+import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 import redis.asyncio
@@ -17,28 +20,38 @@ from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
 from contract.redis_url import redis_url_of
 
+_TIMEOUT_S = 2.0
 
-async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
-    """Jobs that this host's worker holds; None without recent heartbeats. Incarnations begin with
-    the host name. Raises BrokerUnavailable, WireError."""
-    prefix = f"{socket.gethostname().split('.')[0]}-".encode()
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """What the worker's incarnation begins with: the id of the ECS task, from the task metadata
+    endpoint, or else the host's name. Raises OSError, ValueError."""
+    if url := environ.get("ECS_CONTAINER_METADATA_URI_V4"):
+        with urllib.request.urlopen(f"{url}/task", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            arn: str = json.load(answer)["TaskARN"]
+        return arn.rpartition("/")[2]
+    return socket.gethostname().split(".")[0]
+
+
+async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
+    """Whether a worker of this host sent a heartbeat recently. Raises BrokerUnavailable,
+    WireError."""
+    prefix = f"{host}-".encode()
     since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
     with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
         models: Any = await client.smembers(keys.of("models"))
         for model in models:
             key = keys.workers(model.decode())
             names: Any = await client.zrangebyscore(key, since_ms, "+inf")
-            for name in names:
-                if name.startswith(prefix):
-                    num_jobs: Any = await client.scard(keys.of("own", name.decode()))
-                    return int(num_jobs)
-    return None
+            if any(name.startswith(prefix) for name in names):
+                return True
+    return False
 
 
-async def check(redis_url: str, namespace: str) -> bool:
+async def check(redis_url: str, namespace: str, host: str) -> bool:
     client = connect(redis_url)
     try:
-        return await num_jobs_here(client, Keys(namespace)) is not None
+        return await is_live(client, Keys(namespace), host)
     except (BrokerUnavailable, WireError):
         return True
     finally:
@@ -47,7 +60,8 @@ async def check(redis_url: str, namespace: str) -> bool:
 
 def main() -> int:
     namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
-    return 0 if asyncio.run(check(redis_url_of(os.environ) or "", namespace)) else 1
+    url, host = redis_url_of(os.environ) or "", host_name(os.environ)
+    return 0 if asyncio.run(check(url, namespace, host)) else 1
 
 
 if __name__ == "__main__":

@@ -28,6 +28,12 @@ class Workforce(Protocol):
     def keep(self, incarnations: Collection[str]) -> None:
         """Protects these live workers from scale-in."""
 
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        """The live workers that a running deployment replaces."""
+
+    def min_healthy_share(self) -> float:
+        """The share of the desired workers that a deployment keeps, 0 to 1."""
+
     def failed(self) -> list[Failed]:
         """Workers that ended with an error recently."""
 

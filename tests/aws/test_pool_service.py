@@ -131,7 +131,7 @@ class StoppedTasks:
         return {"tasks": [task for task in known if task["taskArn"] in tasks]}
 
     def describe_services(self, **_: Any) -> dict[str, Any]:
-        return {"services": [{"desiredCount": self.num_desired}]}
+        return {"services": [{"desiredCount": self.num_desired, "taskDefinition": "t"}]}
 
     def update_service(self, *, desiredCount: int, **_: Any) -> None:
         self.num_desired = desiredCount
@@ -150,13 +150,14 @@ class StoppedTasks:
 
 
 def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
-    """Tasks that were stopped, lost their machine or exited with 0 do not."""
+    """Tasks that were stopped, found no machine, lost it, or exited with 0 do not."""
     ended: Any = StoppedTasks(
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]},
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 0}]},
         {"stopCode": "TaskFailedToStart", "containers": [{}]},
         {"stopCode": "ServiceSchedulerInitiated", "containers": [{"exitCode": 137}]},
         {"stopCode": "SpotInterruption", "containers": [{"exitCode": 137}]},
+        {"stopCode": "TaskFailedToStart", "stoppedReason": "Capacity is unavailable at this time"},
     )
     failed = EcsService(ended, "c", "s").failed()
     assert [(task.name, task.at_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]

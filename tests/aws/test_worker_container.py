@@ -1,7 +1,6 @@
 """A worker in a container: its weights, its scale-in protection, its health."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,10 +17,10 @@ import redis.asyncio
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.aws import worker_entry, worker_health
-from infra.aws.task_protection import TaskProtection
 from infra.aws.worker_entry import WeightsMissing, fetch
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.gateway.fake_worker import FakeWorker, publish_model
+from workers.settings import new_incarnation
 
 pytestmark = pytest.mark.anyio
 
@@ -72,71 +71,39 @@ def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) 
     assert worker_entry.model_arguments({}) == []
 
 
-class Agent(HTTPServer):
-    """The ECS agent's task protection API. `status` is what it answers."""
+class _MetadataHandler(BaseHTTPRequestHandler):
+    """ECS's task metadata endpoint, version 4."""
 
-    status = 200
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _AgentHandler)
-        self.heard: list[tuple[str, object]] = []
-
-
-class _AgentHandler(BaseHTTPRequestHandler):
-    def do_PUT(self) -> None:
-        assert isinstance(self.server, Agent)
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.heard.append((self.path, json.loads(body)))
-        self.send_response(self.server.status)
-        self.send_header("content-length", "0")
+    def do_GET(self) -> None:
+        body = b'{"TaskARN": "arn:aws:ecs:eu-central-1:123456789012:task/c/0123abcd"}'
+        self.send_response(200 if self.path == "/v4/x/task" else 404)
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Logs nothing."""
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
-    with Agent() as server:
+def metadata_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _MetadataHandler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server
+        yield f"http://127.0.0.1:{server.server_port}/v4/x"
         server.shutdown()
         thread.join()
 
 
-ON = {"ProtectionEnabled": True, "ExpiresInMinutes": 15}
-OFF = {"ProtectionEnabled": False}
-
-
-def test_a_task_is_protected_while_it_has_jobs(agent: Agent) -> None:
-    """And for 10 s longer. The agent gets changes, and a renewal before the protection expires."""
-    protection = TaskProtection(f"http://127.0.0.1:{agent.server_port}/api/x")
-    for now_s, num_jobs in [
-        (0, 0),
-        (1, 1),
-        (2, 3),
-        (302, 1),
-        (303, 0),
-        (311, 0),
-        (312, 0),
-        (400, 0),
-    ]:
-        protection.note(num_jobs, now_s)
-    assert [body for _, body in agent.heard] == [ON, ON, OFF]
-    assert agent.heard[0][0] == "/api/x/task-protection/v1/state"
-
-
-def test_a_failed_protection_request_is_repeated(agent: Agent) -> None:
-    """Until it succeeds. An agent that cannot be reached raises no error."""
-    protection = TaskProtection(f"http://127.0.0.1:{agent.server_port}")
-    agent.status = 500
-    protection.note(1, 1)
-    agent.status = 200
-    protection.note(1, 2)
-    protection.note(1, 3)
-    TaskProtection("http://127.0.0.1:1").note(1, 1)
-    assert len(agent.heard) == 2
+def test_a_worker_is_named_after_its_ecs_task(
+    metadata_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere after its host."""
+    host = worker_health.host_name({"ECS_CONTAINER_METADATA_URI_V4": metadata_url})
+    assert host == "0123abcd"
+    monkeypatch.setenv("BATCHWAY_HOST", host)
+    assert new_incarnation().startswith("0123abcd-")
+    assert worker_health.host_name({}) == socket.gethostname().split(".")[0]
 
 
 async def test_health_follows_heartbeats(
@@ -145,40 +112,24 @@ async def test_health_follows_heartbeats(
     """A worker of this host must have sent one recently. Without Redis the check passes, so that no
     worker is ended."""
     await publish_model(redis_client, keys)
-    assert not await worker_health.check(redis_server.url, "test")
+    assert not await worker_health.check(redis_server.url, "test", "here")
     await FakeWorker(functions, incarnation="elsewhere-1-ab").beat()
-    assert not await worker_health.check(redis_server.url, "test")
-    host = socket.gethostname().split(".")[0]
-    await FakeWorker(functions, incarnation=f"{host}-1-ab").beat()
-    assert await worker_health.check(redis_server.url, "test")
-    assert await worker_health.check("redis://127.0.0.1:1", "test")
-    assert MODEL
+    assert not await worker_health.check(redis_server.url, "test", "here")
+    await FakeWorker(functions, incarnation="here-1-ab").beat()
+    assert await worker_health.check(redis_server.url, "test", "here")
+    assert await worker_health.check("redis://127.0.0.1:1", "test", "here")
 
 
-async def test_a_signal_reaches_the_worker(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, agent: Agent,
-    keys: Keys, functions: Functions, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The container's first process passes it on and exits as its child does. A worker with a job
-    is protected."""
-    await publish_model(redis_client, keys)
-    monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
-    host = socket.gethostname().split(".")[0]
-    incarnation = f"{host}-1-ab"
-    await FakeWorker(functions, incarnation=incarnation).beat()
-    await redis_client.sadd(keys.of("own", incarnation), "job")
+async def test_a_signal_reaches_the_worker() -> None:
+    """The container's first process passes it on and exits as its child does."""
     program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); signal.pause()"
-    url = f"http://127.0.0.1:{agent.server_port}"
-    running = asyncio.create_task(
-        worker_entry.run([sys.executable, "-c", program], redis_server.url, url)
-    )
-    async with asyncio.timeout(30):
-        while not agent.heard:  # noqa: ASYNC110 - another thread's state
-            await asyncio.sleep(0.01)
-    # The child may not have its handler yet, so the signal is repeated until it ends.
+    running = asyncio.create_task(worker_entry.run([sys.executable, "-c", program], os.environ))
+    # The child may not have its handler yet, so the signal is repeated until it ends. Before this
+    # process has its own, the signal must not end it.
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while not running.done():
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
+    signal.signal(signal.SIGTERM, previous)
 
     assert await running in (7, -signal.SIGTERM)
-    assert agent.heard[0][1] == ON
