@@ -1,7 +1,6 @@
 """The gateway as a FastAPI app. It can start without Redis and serves as soon as Redis answers."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +12,7 @@ from contract.telemetry.tracing import Tracing
 from gateway.http import health, metrics_route
 from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.embedded_metrics import EmbeddedMetrics
+from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import RequestLimits
 from gateway.http.metrics import GatewayMetrics
@@ -41,7 +41,7 @@ def create_app(
     settings: GatewaySettings,
     broker: Broker | None = None,
     *,
-    draw: Callable[[], float] = random.random,
+    draw: Callable[[], float] = SYSTEM_RANDOM.random,
 ) -> FastAPI:
     """Creates the app. The caller closes a `broker` that it passes. `draw` returns random numbers
     from 0 to 1, for the jitter of Retry-After."""

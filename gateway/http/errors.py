@@ -50,6 +50,8 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.PAYLOAD_LOST: 500,
     ErrorCode.PAYLOAD_UNAVAILABLE: 503,
 }
+SYSTEM_RANDOM = random.SystemRandom()
+"""Environments of a function that start from one snapshot draw the same numbers from others."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _SOON_S = 1.0  # temporary: a retry may succeed
 _UNFIT_S = 30.0  # until an operator acts
@@ -95,7 +97,7 @@ class ApiError(BatchwayError, HTTPException):
             }
         }
 
-    def response(self, draw: Callable[[], float] = random.random) -> Response:
+    def response(self, draw: Callable[[], float] = SYSTEM_RANDOM.random) -> Response:
         """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:

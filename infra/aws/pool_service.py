@@ -39,7 +39,7 @@ log = logging.getLogger("batchway.pool")
 
 EVERY_S = 5.0
 _REMEMBERED_S = 7200.0  # ECS shows a stopped task for one hour; stopping may take minutes
-_METRICS = {
+METRICS = {
     "DesiredWorkers": "Count",
     "ReadyWorkers": "Count",
     "BusyWorkers": "Count",
@@ -47,6 +47,7 @@ _METRICS = {
     "BacklogOverTarget": "None",
     "StrandedTokens": "Count",
     "BreakerOpen": "Count",
+    "DeadCallbacks": "Count",
 }
 
 
@@ -63,6 +64,7 @@ class PoolService:
     memory: PoolMemory = field(default_factory=PoolMemory)
     fleet: FleetLines = field(init=False)
     healthy_at_s: dict[str, float] = field(default_factory=dict)  # by name, when last seen healthy
+    num_dead: int | None = None  # callbacks given up, as last seen
 
     def __post_init__(self) -> None:
         self.fleet = FleetLines(self.watch.model)
@@ -85,7 +87,10 @@ class PoolService:
         if retired:
             await self.functions.drain(retired)
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
-        lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
+        num_dead = snapshot.deliveries.get("dead", 0)
+        new_dead = max(0, num_dead - (num_dead if self.num_dead is None else self.num_dead))
+        self.num_dead = num_dead
+        lines = [self._metrics(sight, decision, new_dead), *self.fleet.lines(snapshot)]
         await asyncio.to_thread(self._emit_all, lines)
         return decision
 
@@ -140,7 +145,7 @@ class PoolService:
         failed = self.workforce.failed()
         return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
-    def _metrics(self, sight: PoolSight, decision: Decision) -> str:
+    def _metrics(self, sight: PoolSight, decision: Decision, num_dead: int) -> str:
         values = {
             "DesiredWorkers": decision.num_workers,
             "ReadyWorkers": len(sight.workers),
@@ -149,11 +154,12 @@ class PoolService:
             "BacklogOverTarget": round(decision.backlog_over_target, 3),
             "StrandedTokens": 0 if sight.workers else sum(sight.queued_tokens.values()),
             "BreakerOpen": int(decision.is_breaker_open),
+            "DeadCallbacks": num_dead,
         }
         about = {
             "Namespace": "batchway",
             "Dimensions": [["Model"]],
-            "Metrics": [{"Name": name, "Unit": unit} for name, unit in _METRICS.items()],
+            "Metrics": [{"Name": name, "Unit": unit} for name, unit in METRICS.items()],
         }
         stamp = {"Timestamp": int(self.clock_s() * 1000), "CloudWatchMetrics": [about]}
         return json.dumps({"_aws": stamp, "Model": self.watch.model, **values})

@@ -42,8 +42,8 @@ def written() -> dict[str, Any]:
 
 
 @functools.cache
-def transformed() -> dict[str, Any]:
-    """The template after SAM's transform, before its parameters are resolved."""
+def transformed(**parameters: str) -> dict[str, Any]:
+    """The template after SAM's transform with these parameters, as CloudFormation gets it."""
     from samtranslator.parser.parser import Parser
     from samtranslator.translator.translator import Translator
 
@@ -54,7 +54,7 @@ def transformed() -> dict[str, Any]:
     translator = Translator({}, Parser())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-        made: dict[str, Any] = translator.translate(template, parameter_values={})
+        made: dict[str, Any] = translator.translate(template, parameter_values=dict(parameters))
     return made
 
 

@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 
-from infra.aws import fleet_lines
+from infra.aws import fleet_lines, pool_service
 from tests.aws.template import (
     ROOT,
     TEMPLATE,
     of_type,
+    transformed,
     written,
 )
 
@@ -35,6 +36,42 @@ def test_every_template_parameter_has_a_description() -> None:
     assert without == {"VpcId", "PrivateSubnetIds", "WorkerImageUri", "ServicesImageUri"}
     form = written()["Metadata"]["AWS::CloudFormation::Interface"]["ParameterGroups"]
     assert sorted(name for group in form for name in group["Parameters"]) == sorted(parameters)
+
+
+def test_a_new_release_publishes_every_function() -> None:
+    """`live` is a version, so a changed parameter reaches the functions by a new one only."""
+
+    def versions(**parameters: str) -> set[str]:
+        resources = transformed(**parameters)["Resources"].items()
+        return {name for name, one in resources if one["Type"] == "AWS::Lambda::Version"}
+
+    before, same = versions(Release="a" * 64), versions(Release="a" * 64)
+    after = versions(Release="b" * 64, ColdStartS="60")
+    assert before == same
+    assert len(before) == 3
+    assert not before & after
+    assert not before & versions()  # without a release the code's address decides
+
+
+def test_there_is_one_public_stage() -> None:
+    [stage] = of_type("AWS::ApiGateway::Stage").values()
+    assert stage["StageName"] == "live"
+    deployments = of_type("AWS::ApiGateway::Deployment").values()
+    assert not any("StageName" in deployment for deployment in deployments)
+
+
+def test_old_versions_are_deleted() -> None:
+    """SnapStart charges for each."""
+    resources = transformed()["Resources"].values()
+    kept = [r["DeletionPolicy"] for r in resources if r["Type"] == "AWS::Lambda::Version"]
+    assert kept == ["Delete"] * 3
+
+
+def test_every_alarm_watches_a_metric_that_exists() -> None:
+    """Of the pool's own metrics, which no linter knows."""
+    alarms = of_type("AWS::CloudWatch::Alarm").values()
+    ours = {alarm["MetricName"] for alarm in alarms if alarm["Namespace"] == "batchway"}
+    assert ours <= set(pool_service.METRICS)
 
 
 def test_the_dashboard_is_json() -> None:
