@@ -165,3 +165,13 @@ def _last(dockerfile: str, word: str) -> list[str]:
     """Arguments of the last line with this keyword, which the final stage of the image runs."""
     found: list[str] = json.loads(re.findall(rf"^{word} (\[.*\])$", dockerfile, re.M)[-1])
     return found
+
+
+@pytest.mark.campaign
+def test_every_pin_has_a_wheel_for_the_functions(tmp_path: Path) -> None:
+    """For arm64, as `sam build` installs them; compiled parts are for that processor."""
+    subprocess.run([ROOT / "scripts/build-gateway", tmp_path], check=True)
+    compiled = list(tmp_path.rglob("*.so*"))
+    assert compiled
+    machines = {path: path.read_bytes()[18:20] for path in compiled}
+    assert set(machines.values()) == {b"\xb7\x00"}, machines  # EM_AARCH64
