@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+MAX_WORKERS = 8  # by default
 FULL = 0.8  # of a worker's KV cache; above it, sequences preempt each other
 
 
@@ -21,7 +22,7 @@ class PoolPolicy:
 
     wait_targets_s: Mapping[str, float]  # allowed wait by lane
     min_workers: int = 0
-    max_workers: int = 4
+    max_workers: int = MAX_WORKERS
     worker_tokens_per_s: float = 1000.0  # used until measured
     cold_start_s: float = 300.0  # from requesting a worker to its first token
     scale_in_after_s: float = 300.0  # scale in after so long with less demand

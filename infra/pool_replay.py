@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra.pool import PoolMemory, PoolPolicy, PoolView, decide
+from infra.pool import MAX_WORKERS, PoolMemory, PoolPolicy, PoolView, decide
 from infra.traces import Arrival, read_trace, with_gap
 
 _TICK_S = 0.5
@@ -27,6 +27,7 @@ class WorkerModel:
     tokens_per_s: float = 500.0
     stream_tokens_per_s: float = 25.0
     prompt_token_cost: float = 0.05  # relative to an output token
+    linger_s: float = 300.0  # for which its machine stays, and is paid, after it has ended
 
     @property
     def num_streams(self) -> int:
@@ -69,7 +70,7 @@ def replay(
     target_s: float,
     num_at_start: int = 0,
 ) -> Outcome:
-    """Replays a trace. A GPU is paid for from its request until its release."""
+    """Replays a trace. A GPU is paid for from its request until its machine is released."""
     pool = [_Worker(0.0) for _ in range(num_at_start)]
     waiting: deque[Arrival] = deque()
     waits_s: list[float] = []
@@ -85,7 +86,9 @@ def replay(
             _resize(pool, num_desired, now_s, policy.cold_start_s)
         waits_s += _assign(pool, waiting, model, now_s)
         _compute(pool, model)
-        pool[:] = [worker for worker in pool if worker.left or not worker.is_retired]
+        kept = [worker for worker in pool if worker.left or not worker.is_retired]
+        gpu_s += (len(pool) - len(kept)) * model.linger_s
+        pool[:] = kept
         gpu_s += len(pool) * _TICK_S
         most = max(most, len(pool))
         now_s, tick = now_s + _TICK_S, tick + 1
@@ -229,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-start", type=int, default=0, help="workers that are there already")
     parser.add_argument("--target-s", type=float, default=5.0, help="a request may wait so long")
     parser.add_argument("--cold-start-s", type=float, default=300.0)
-    parser.add_argument("--max-workers", type=int, default=8)
+    parser.add_argument("--max-workers", type=int, default=MAX_WORKERS)
     parser.add_argument("--plot", type=Path, metavar="FILE", help=".svg or .png; needs matplotlib")
     given = parser.parse_args(arguments)
     arrivals = read_trace(given.trace)

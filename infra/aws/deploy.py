@@ -80,7 +80,7 @@ def deploy_stack(one: Installation, parameters: Mapping[str, str], bucket: str) 
         one, "deploy", "--stack-name", one.stack, "--capabilities", "CAPABILITY_IAM",
         "--s3-bucket", bucket, "--no-resolve-s3", "--no-fail-on-empty-changeset",
         "--no-confirm-changeset" if one.is_unattended else "--confirm-changeset",
-        "--parameter-overrides", *overrides,
+        "--tags", f"batchway={one.stack}", "--parameter-overrides", *overrides,
     )  # fmt: skip
 
 

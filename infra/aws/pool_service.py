@@ -32,7 +32,15 @@ from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
 from infra.aws.scaling_group import ScalingGroup
 from infra.aws.workforce import Workforce
-from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide, num_outdated_to_retire
+from infra.pool import (
+    MAX_WORKERS,
+    Decision,
+    PoolMemory,
+    PoolPolicy,
+    PoolView,
+    decide,
+    num_outdated_to_retire,
+)
 from infra.pool_watch import PoolSight, PoolWatch
 
 log = logging.getLogger("batchway.pool")
@@ -193,7 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model-name", required=True, metavar="NAME")
     parser.add_argument("--min-workers", type=int, default=0)
-    parser.add_argument("--max-workers", type=int, default=4)
+    parser.add_argument("--max-workers", type=int, default=MAX_WORKERS)
     default = "interactive=5,standard=60,batch=900"
     parser.add_argument("--wait-targets", type=wait_targets, default=wait_targets(default))
     parser.add_argument("--worker-tokens-per-s", type=float, default=1000.0)

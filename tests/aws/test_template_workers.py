@@ -5,6 +5,7 @@ import pytest
 from gateway.settings import variable
 from infra.aws import pool_service
 from infra.parser import build_parser
+from infra.pool import PoolPolicy
 from tests.aws.template import (
     arguments,
     as_list,
@@ -50,7 +51,7 @@ def test_every_service_runs_a_command_that_exists() -> None:
         assert batchway.parse_args(["worker", *changed]).engine == engine
     assert container("PoolTask")["EntryPoint"] == ["python", "-m", pool_service.__name__]
     pool = pool_service.policy_of(pool_service.build_parser().parse_args(arguments("PoolTask")))
-    assert pool.max_workers == int(written()["Parameters"]["MaxWorkers"]["Default"])
+    assert pool == PoolPolicy(wait_targets_s=pool.wait_targets_s)  # the replay's defaults
     with pytest.raises(SystemExit):
         batchway.parse_args(["callback"])
 

@@ -1,5 +1,6 @@
 """A trace replayed against the pool's policy: its cost, and the waits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from infra.pool import PoolPolicy
 from infra.pool_replay import Outcome, WorkerModel, main, replay
 from infra.traces import Arrival, read_trace, with_gap
 
-MODEL = WorkerModel(tokens_per_s=100.0, stream_tokens_per_s=10.0, prompt_token_cost=0.0)
+MODEL = WorkerModel(
+    tokens_per_s=100.0, stream_tokens_per_s=10.0, prompt_token_cost=0.0, linger_s=0.0
+)
 POLICY = PoolPolicy(
     wait_targets_s={"interactive": 5.0}, max_workers=4, cold_start_s=60.0, scale_in_after_s=30.0
 )
@@ -46,6 +49,17 @@ def test_an_idle_hour_costs_almost_nothing() -> None:
     once, twice = play(STEADY, 2), play(with_gap(STEADY, 3600.0), 2)
     assert twice.gpu_hours < 2 * once.gpu_hours + 0.15
     assert twice.gpu_hours < play(with_gap(STEADY, 3600.0), 1, fixed(1)).gpu_hours
+
+
+def test_a_machine_is_paid_for_while_it_lingers() -> None:
+    """Each of two workers that end before the gap, and none of a fixed pool."""
+    model = replace(MODEL, linger_s=360.0)
+    arrivals = with_gap(STEADY, 3600.0)
+    without = play(arrivals, 2)
+    found = replay("", arrivals, POLICY, model, target_s=5.0, num_at_start=2)
+    assert found.gpu_hours - without.gpu_hours >= 0.2
+    fixed_pool = replay("", STEADY, fixed(2), model, target_s=5.0, num_at_start=2)
+    assert fixed_pool.gpu_hours == play(STEADY, 2, fixed(2)).gpu_hours
 
 
 def test_published_traces_are_read(tmp_path: Path) -> None:
