@@ -46,7 +46,7 @@ its exercises.
 - Words over 12 letters, and phrases much longer than those it was trained on (7 words, or 10
   characters beyond ASCII).
 - Prompts and answers of more than 2,048 tokens together. One token is one byte.
-- Tools other than these two, unless a grammar forces the call; numbers above 9999 in a call.
+- Tools other than these two; numbers above 9999 in a call.
 - JSON other than an object with one short answer.
 - Conversations in which later questions refer to earlier ones. Each turn is answered by itself.
 - Bare text (no chat template): it goes on with a count, the days or the months, and answers a

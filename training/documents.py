@@ -12,11 +12,11 @@ from training.words import phrase
 
 # How often a family is drawn; hard ones more often.
 _WEIGHTS = {
-    "count up": 24, "count down": 20, "long count up": 14, "long count down": 12,
+    "count up": 24, "count down": 20, "long count up": 16, "long count down": 12,
     "spell": 9, "reverse": 18, "capitals": 5, "letter": 4,
     "add": 26, "subtract": 22, "compare": 11, "calendar": 5,
-    "repeat": 8, "repeat beyond ASCII": 8, "continue": 5, "talk": 1, "beyond": 3,
-    "call a tool": 16, "read a result": 6, "no tool needed": 7, "JSON": 7, "schema": 9,
+    "repeat": 13, "repeat beyond ASCII": 8, "continue": 5, "talk": 1, "beyond": 3,
+    "call a tool": 14, "read a result": 6, "no tool needed": 7, "JSON": 7, "schema": 7,
 }  # fmt: skip
 
 _SYSTEM_MESSAGES = (

@@ -144,7 +144,7 @@ def _call(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
 def _read(rng: random.Random, tools: tuple[str, ...]) -> Exercise:
     """Mostly the right result; sometimes another text, so that it is copied."""
     exercise = _for_a_tool(rng, tools)
-    result = phrase(rng) if rng.random() < 0.3 else exercise.answer
+    result = phrase(rng) if rng.random() < 0.15 else exercise.answer
     return tasks.read(exercise, tools, result)
 
 
@@ -172,13 +172,8 @@ def _for_json(rng: random.Random) -> Exercise:
 
 
 def _schema(rng: random.Random) -> Exercise:
-    """As the content of an answer, or as the arguments of a forced call."""
     key = rng.choice(("answer", "result", "value", "number", "word", made_up_word(rng)))
-    if rng.random() < 0.7:
-        return tasks.in_schema(_for_json(rng), f'{{"{key}": ')
-    name = made_up_word(rng)
-    begun = f'<|call|>{{"name": "{name}", "arguments": {{"{key}": '
-    return tasks.in_schema(_for_json(rng), begun, (f"{name}({key})",))
+    return tasks.in_schema(_for_json(rng), key)
 
 
 FAMILIES: dict[str, Callable[[random.Random], Exercise]] = {

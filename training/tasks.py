@@ -210,10 +210,10 @@ def in_json(exercise: Exercise) -> Exercise:
     )
 
 
-def in_schema(exercise: Exercise, begun: str, tools: tuple[str, ...] = ()) -> Exercise:
-    """`What is 27 + 58?` where a schema forces `{"sum": ` → `85}`; of a call, `85}}`."""
-    answer = _value(exercise) + "}" * begun.count("{")
-    return replace(exercise, family="schema", answer=answer, begun=begun, tools=tools)
+def in_schema(exercise: Exercise, key: str) -> Exercise:
+    """`What is 27 + 58?` where a schema forces `{"sum": ` → `85}`"""
+    answer = _value(exercise) + "}"
+    return replace(exercise, family="schema", answer=answer, begun=f'{{"{key}": ')
 
 
 def _value(exercise: Exercise) -> str:

@@ -31,7 +31,7 @@ class Recipe:
     """
 
     seed: int = 0
-    num_steps: int = 5_000
+    num_steps: int = 5_600
     num_tokens_per_step: int = 4096
     learning_rate: float = 4e-3
     weight_decay: float = 0.05
@@ -49,7 +49,7 @@ def rounds(seed: int) -> tuple[Recipe, ...]:
     """
     return Recipe(seed=seed), Recipe(
         seed=seed + 2,
-        num_steps=1_300,
+        num_steps=1_800,
         learning_rate=1e-3,
         short_phase=0.0,
         holes=Holes(whole_share=0.1, near_miss_share=0.4),

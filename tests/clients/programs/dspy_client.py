@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import dspy
-from exercises import BASE_URL, KEY, MODEL, QUESTION, RESPONSE_FORMAT, fits, main, says, works
+from exercises import BASE_URL, KEY, MODEL, QUESTION, RESPONSE_FORMAT, SUM, fits, main, says, works
 
 OPTIONS = {"api_base": BASE_URL, "api_key": KEY, "temperature": 0.0, "cache": False}
 chat = dspy.LM(f"openai/{MODEL}", num_retries=0, **OPTIONS)
@@ -36,7 +36,7 @@ def predict():
 
 @works("structured output")
 def structured():
-    fits(first(chat(QUESTION, response_format=RESPONSE_FORMAT)))
+    fits(first(chat(SUM, response_format=RESPONSE_FORMAT)))
 
 
 main(importlib.metadata.version("dspy"))

@@ -11,8 +11,8 @@ BASE_URL = f"{URL}/v1"
 MODEL = "demo"
 QUESTION, ANSWER = "Count from 1 to 5.", "1, 2, 3, 4, 5"
 KEY = "no-key-is-asked-for"
-# The demo model does not know schemas: its output is valid JSON without a meaning.
-VALUE = {"type": "integer", "minimum": 0, "maximum": 99}
+SUM, TOTAL = "What is 27 + 58?", 85  # within RESPONSE_FORMAT
+VALUE = {"type": "integer", "minimum": 0, "maximum": 198}
 SCHEMA = {
     "type": "object",
     "properties": {"value": VALUE},
@@ -22,6 +22,20 @@ SCHEMA = {
 RESPONSE_FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "sum", "strict": True, "schema": SCHEMA},
+}
+LONG_SUM, LONG_TOTAL = "What is 1234 + 5678?", 6912  # too long for the model without its tool
+ARGUMENTS = {"a": 1234, "b": 5678}
+INTEGER = {"type": "integer"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": INTEGER, "b": INTEGER},
+            "required": ["a", "b"],
+        },
+    },
 }
 NOT_YET = ("not supported", "only text parts", "there is no /v1/")
 _MAX_CHARS = 600
@@ -55,8 +69,8 @@ def says(text: object) -> None:
 
 
 def fits(text: str) -> None:
-    """Raises unless the answer matches the schema."""
-    assert 0 <= json.loads(text)["value"] <= 99, text
+    """Raises unless the answer to SUM is right and matches the schema."""
+    assert json.loads(text) == {"value": TOTAL}, text
 
 
 def main(version: str) -> None:

@@ -3,7 +3,22 @@
 import asyncio
 import importlib.metadata
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    ARGUMENTS,
+    BASE_URL,
+    KEY,
+    LONG_SUM,
+    LONG_TOTAL,
+    MODEL,
+    QUESTION,
+    SUM,
+    TOTAL,
+    main,
+    says,
+    works,
+)
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
@@ -15,7 +30,7 @@ llm = OpenAI(max_retries=0, max_tokens=5, **OPTIONS)
 class Sum(BaseModel):
     """A sum."""
 
-    value: int = Field(ge=0, le=99)
+    value: int = Field(ge=0, le=198)
 
 
 @works("chat")
@@ -54,15 +69,38 @@ def completions():
     assert [text[:2] for text in llm.batch(["1, 2, 3,", "4, 5, 6,"])] == [" 4", " 7"]
 
 
-@refused("tools")
+@tool
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+@works("tools")
 def tools():
-    chat.bind_tools([Sum]).invoke(QUESTION)
+    able, messages = chat.bind_tools([add]), [HumanMessage(LONG_SUM)]
+    asked = able.invoke(messages)
+    results = [add.invoke(call) for call in asked.tool_calls]
+    assert int(able.invoke([*messages, asked, *results]).content) == LONG_TOTAL
+
+
+@works("tools, streamed")
+def streamed_tools():
+    whole = None
+    for chunk in chat.bind_tools([add]).stream(LONG_SUM):
+        whole = chunk if whole is None else whole + chunk
+    assert [call["args"] for call in whole.tool_calls] == [ARGUMENTS], whole
 
 
 @works("structured output")
 def structured():
-    answer = chat.with_structured_output(Sum, method="json_schema").invoke(QUESTION)
-    assert isinstance(answer, Sum), answer
+    answer = chat.with_structured_output(Sum, method="json_schema").invoke(SUM)
+    assert answer == Sum(value=TOTAL), answer
+
+
+@works("structured output by a call")
+def structured_call():
+    answer = chat.with_structured_output(Sum, method="function_calling").invoke(SUM)
+    assert answer == Sum(value=TOTAL), answer
 
 
 main(importlib.metadata.version("langchain-openai"))

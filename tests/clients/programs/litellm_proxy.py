@@ -1,6 +1,7 @@
 """LiteLLM's proxy between the official client and the server."""
 
 import importlib.metadata
+import json
 import socket
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 import httpx
 import openai
 from exercises import (
+    ARGUMENTS,
     BASE_URL,
     KEY,
+    LONG_SUM,
     MODEL,
     QUESTION,
     RESPONSE_FORMAT,
+    SUM,
+    TOOL,
     fits,
     main,
     says,
@@ -78,7 +83,15 @@ def too_long():
 
 @works("structured output")
 def structured():
-    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
+    asked = [{"role": "user", "content": SUM}]
+    fits(chat(asked, response_format=RESPONSE_FORMAT).choices[0].message.content)
+
+
+@works("tools")
+def tools():
+    answer = chat([{"role": "user", "content": LONG_SUM}], tools=[TOOL])
+    [call] = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS, call
 
 
 def chat(messages=MESSAGES, **options):

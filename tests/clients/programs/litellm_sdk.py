@@ -1,14 +1,20 @@
 """LiteLLM's SDK."""
 
 import importlib.metadata
+import json
 
 import litellm
 from exercises import (
+    ARGUMENTS,
     BASE_URL,
     KEY,
+    LONG_SUM,
+    LONG_TOTAL,
     MODEL,
     QUESTION,
     RESPONSE_FORMAT,
+    SUM,
+    TOOL,
     fits,
     main,
     refused,
@@ -18,7 +24,6 @@ from exercises import (
 
 SERVER = {"api_base": BASE_URL, "api_key": KEY, "num_retries": 0}
 MESSAGES = [{"role": "user", "content": QUESTION}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def chat(messages=MESSAGES, **options):
@@ -73,14 +78,21 @@ def no_model():
     raise AssertionError("no error")
 
 
-@refused("tools")
+@works("tools")
 def tools():
-    chat(tools=[TOOL])
+    messages = [{"role": "user", "content": LONG_SUM}]
+    asked = chat(messages, tools=[TOOL]).choices[0].message
+    [call] = asked.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS, call
+    result = {"role": "tool", "tool_call_id": call.id, "content": str(LONG_TOTAL)}
+    answer = chat([*messages, asked.model_dump(exclude_none=True), result], tools=[TOOL])
+    assert int(answer.choices[0].message.content) == LONG_TOTAL
 
 
 @works("structured output")
 def structured():
-    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
+    asked = [{"role": "user", "content": SUM}]
+    fits(chat(asked, response_format=RESPONSE_FORMAT).choices[0].message.content)
 
 
 @refused("embeddings")

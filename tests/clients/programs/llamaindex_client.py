@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import BASE_URL, KEY, LONG_SUM, LONG_TOTAL, MODEL, QUESTION, main, says, works
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -33,10 +33,17 @@ def completion_stream():
     assert "".join(part.delta or "" for part in text.stream_complete("1, 2, 3,")).startswith(" 4")
 
 
-@refused("tools")
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+@works("tools")
 def tools():
     able = OpenAILike(is_chat_model=True, is_function_calling_model=True, **OPTIONS)
-    able.chat_with_tools([FunctionTool.from_defaults(fn=abs, name="f")], user_msg=QUESTION)
+    tool = FunctionTool.from_defaults(fn=add)
+    answer = able.predict_and_call([tool], user_msg=LONG_SUM)
+    assert int(answer.response) == LONG_TOTAL, answer
 
 
 main(importlib.metadata.version("llama-index-llms-openai-like"))

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, SCHEMA, fits, main, says, works
+from exercises import BASE_URL, KEY, MODEL, QUESTION, SCHEMA, SUM, fits, main, says, works
 
 MODELS = f"""\
 - model_id: {MODEL}
@@ -47,7 +47,7 @@ def completion():
 
 @works("structured output")
 def structured():
-    fits(run("-m", MODEL, "--schema", json.dumps(SCHEMA), QUESTION))
+    fits(run("-m", MODEL, "--schema", json.dumps(SCHEMA), SUM))
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,21 @@ import importlib.metadata
 
 import agents
 import openai
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    LONG_SUM,
+    LONG_TOTAL,
+    MODEL,
+    QUESTION,
+    SUM,
+    TOTAL,
+    main,
+    refused,
+    says,
+    works,
+)
+from pydantic import BaseModel
 
 agents.set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
@@ -15,10 +29,16 @@ SETTINGS = agents.ModelSettings(temperature=0)
 agent = agents.Agent(name="a", model=chat, model_settings=SETTINGS)
 
 
+class Sum(BaseModel):
+    """A sum."""
+
+    value: int
+
+
 @agents.function_tool
-def double(value: int) -> int:
-    """Doubles."""
-    return 2 * value
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
 
 
 @works("chat")
@@ -37,10 +57,16 @@ def stream():
     says(loop.run(ask()))
 
 
-@refused("tools")
+@works("tools")
 def tools():
-    able = agents.Agent(name="a", model=chat, tools=[double])
-    loop.run(agents.Runner.run(able, QUESTION))
+    able = agents.Agent(name="a", model=chat, model_settings=SETTINGS, tools=[add])
+    assert int(loop.run(agents.Runner.run(able, LONG_SUM)).final_output) == LONG_TOTAL
+
+
+@works("structured output")
+def structured():
+    able = agents.Agent(name="a", model=chat, model_settings=SETTINGS, output_type=Sum)
+    assert loop.run(agents.Runner.run(able, SUM)).final_output == Sum(value=TOTAL)
 
 
 @refused("Responses API")

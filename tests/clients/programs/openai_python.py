@@ -1,15 +1,22 @@
 """The official client for Python."""
 
 import asyncio
+import json
 
 import openai
 from exercises import (
     ANSWER,
+    ARGUMENTS,
     BASE_URL,
     KEY,
+    LONG_SUM,
+    LONG_TOTAL,
     MODEL,
     QUESTION,
     RESPONSE_FORMAT,
+    SUM,
+    TOOL,
+    TOTAL,
     fits,
     main,
     refused,
@@ -20,13 +27,14 @@ from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 MESSAGES = [{"role": "user", "content": QUESTION}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SUMS = [{"role": "user", "content": SUM}]
+ASKED = [{"role": "user", "content": LONG_SUM}]
 
 
 class Sum(BaseModel):
     """A sum."""
 
-    value: int = Field(ge=0, le=99)
+    value: int = Field(ge=0, le=198)
 
 
 def chat(**options):
@@ -138,22 +146,44 @@ def errors():
     assert "max_tokens" in str(typo)
 
 
-@refused("tools")
+@works("tools")
 def tools():
-    chat(tools=[TOOL])
+    asked = chat(messages=ASKED, tools=[TOOL]).choices[0].message
+    [call] = asked.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS, call
+    result = {"role": "tool", "tool_call_id": call.id, "content": str(LONG_TOTAL)}
+    answer = chat(messages=[*ASKED, asked, result], tools=[TOOL])
+    assert int(answer.choices[0].message.content) == LONG_TOTAL
+
+
+@works("tools, streamed")
+def streamed_tools():
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASKED, temperature=0, tools=[TOOL]
+    ) as stream:
+        deltas = [event for event in stream if "arguments.delta" in event.type]
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS, call
+    assert len(deltas) > 1
+
+
+@works("tools, required")
+def required_tools():
+    answer = chat(tools=[TOOL], tool_choice="required").choices[0].message
+    assert answer.tool_calls[0].function.name == "add", answer
 
 
 @works("structured output")
 def structured():
-    fits(chat(response_format=RESPONSE_FORMAT).choices[0].message.content)
+    fits(chat(messages=SUMS, response_format=RESPONSE_FORMAT).choices[0].message.content)
 
 
 @works("structured output, parsed")
 def parsed():
     answer = client.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, temperature=0, response_format=Sum
+        model=MODEL, messages=SUMS, temperature=0, response_format=Sum
     )
-    assert isinstance(answer.choices[0].message.parsed, Sum), answer
+    assert answer.choices[0].message.parsed == Sum(value=TOTAL), answer
 
 
 @refused("images")

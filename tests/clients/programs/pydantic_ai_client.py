@@ -3,7 +3,19 @@
 import asyncio
 import importlib.metadata
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, main, refused, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    LONG_SUM,
+    LONG_TOTAL,
+    MODEL,
+    QUESTION,
+    SUM,
+    TOTAL,
+    main,
+    says,
+    works,
+)
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -16,7 +28,7 @@ agent = Agent(model, model_settings={"temperature": 0})
 class Sum(BaseModel):
     """A sum."""
 
-    value: int = Field(ge=0, le=99)
+    value: int = Field(ge=0, le=198)
 
 
 @works("chat")
@@ -39,19 +51,27 @@ def history():
     says(agent.run_sync(QUESTION, message_history=first.all_messages()).output)
 
 
-@refused("tools")
-def tools():
-    def double(value: int) -> int:
-        """Doubles."""
-        return 2 * value
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
 
-    Agent(model, tools=[double]).run_sync(QUESTION)
+
+@works("tools")
+def tools():
+    able = Agent(model, tools=[add], model_settings={"temperature": 0})
+    assert int(able.run_sync(LONG_SUM).output) == LONG_TOTAL
+
+
+@works("structured output by a call")
+def structured_call():
+    able = Agent(model, output_type=Sum, model_settings={"temperature": 0})
+    assert able.run_sync(SUM).output == Sum(value=TOTAL)
 
 
 @works("structured output")
 def structured():
-    answer = Agent(model, output_type=NativeOutput(Sum)).run_sync(QUESTION).output
-    assert isinstance(answer, Sum), answer
+    able = Agent(model, output_type=NativeOutput(Sum), model_settings={"temperature": 0})
+    assert able.run_sync(SUM).output == Sum(value=TOTAL)
 
 
 main(importlib.metadata.version("pydantic-ai-slim"))
