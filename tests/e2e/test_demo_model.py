@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.e2e.questions import LONG_COUNT, MODEL, count
 from tests.infra.stack import Stack
@@ -123,6 +124,74 @@ async def test_the_async_client_streams_too(stack: Stack) -> None:
             temperature=0,
         )
     assert "".join(pieces) == whole.choices[0].message.content == count(3, 12)
+
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+SPELL: Any = {
+    "type": "function",
+    "function": {
+        "name": "spell",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "arguments", "result"),
+    [
+        ("What is 1234 + 5678?", "add", {"a": 1234, "b": 5678}, "6912"),
+        ("Spell the word lantern.", "spell", {"word": "lantern"}, "l-a-n-t-e-r-n"),
+    ],
+)
+def test_the_model_calls_a_tool_and_answers_with_its_result(
+    client: openai.OpenAI, question: str, name: str, arguments: dict[str, Any], result: str
+) -> None:
+    """Of its own accord; whole and streamed are the same call."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    options: dict[str, Any] = {"model": MODEL, "tools": [ADD, SPELL], "temperature": 0}
+
+    [whole] = client.chat.completions.create(messages=messages, **options).choices
+    with client.chat.completions.stream(messages=messages, **options) as stream:
+        [streamed] = stream.get_final_completion().choices
+
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    [call], [streamed_call] = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    assert streamed_call.function.arguments == call.function.arguments
+    messages += [whole.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    [answer] = client.chat.completions.create(messages=messages, **options).choices
+    assert (answer.finish_reason, answer.message.content) == ("stop", result)
+
+
+def test_the_model_answers_without_a_tool_where_none_helps(client: openai.OpenAI) -> None:
+    assert ask(client, "Count from 17 to 23.", tools=[ADD, SPELL]) == count(17, 23)
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    value: int = Field(ge=0, le=198)
+
+
+def test_an_answer_within_a_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is 27 + 58?"}],
+        temperature=0,
+        response_format=Sum,
+    )
+    assert answer.choices[0].message.parsed == Sum(value=85)
 
 
 @dataclass
