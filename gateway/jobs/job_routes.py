@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from starlette.responses import Response, StreamingResponse
 
+from contract.errors import BrokerUnavailable
 from contract.function_types import JobView, Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.http import sse
@@ -72,8 +73,12 @@ async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Re
     if view.is_terminal and view.num_output_tokens:
         job = await gateway.whole(view.job)
         answer = Answer(job, await gateway.tokenizer_for(job))
+        number = 0
         async for entry in gateway.broker.log(job_id, caller.tenant, up_to=view.next_number - 1):
             answer.add(entry)
+            number = entry.number
+        if number < view.next_number - 1:
+            raise BrokerUnavailable("Redis lost a part of the log between two reads")
         shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
     return sse.json_response(shown)
 

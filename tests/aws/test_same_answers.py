@@ -15,9 +15,9 @@ import pytest
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke, running_function
-from tests.aws.emulator import free_port
 from tests.aws.lambda_events import HEADERS, rest_event
 from tests.infra.stack import MODEL, running_stack
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

@@ -21,6 +21,8 @@ from tests.chaos.proxy import Doom
 from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
 
 ENGINE_CORE = "engine core kill -9"  # of vLLM only
+REDIS_FAILOVER = "redis failover"
+_ONLY_BY_NAME = (ENGINE_CORE, REDIS_FAILOVER)
 _MAX_AT_ONCE = 4
 _REDIS_REST_S = 3.0  # between two faults of Redis: each of its restarts grants leases a grace
 _STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
@@ -58,7 +60,7 @@ class Injector:
             await end(*self._under_way)
 
     def _draw(self) -> str:
-        names = list(self.kinds or (name for name in KINDS if name != ENGINE_CORE))
+        names = list(self.kinds or (name for name in KINDS if name not in _ONLY_BY_NAME))
         return self.rng.choices(names, [_KINDS[name][0] for name in names])[0]
 
     def _begin(self, name: str) -> None:
@@ -203,6 +205,14 @@ class Injector:
 
         return await self._at_redis(cut)
 
+    async def fail_over(self) -> bool:
+        async def fail() -> None:
+            links = [seat.link for seat in self.fleet.seats]
+            load_s = self.rng.uniform(0.2, 1.5)
+            self.num_bytes_lost += await self.fleet.redis.fail_over(links, load_s)
+
+        return await self._at_redis(fail)
+
     async def _at_redis(self, fault: Callable[[], Awaitable[None]]) -> bool:
         redis = self.fleet.redis
         if redis.is_busy:
@@ -268,6 +278,7 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
     "redis kill -9": (1.5, Injector.kill_redis),
     "redis SIGSTOP": (1, Injector.stop_redis),
     "redis power cut": (1.5, Injector.cut_power),
+    REDIS_FAILOVER: (1, Injector.fail_over),
     "redis memory full": (1, Injector.fill_redis),
     "reply lost": (5, Injector.lose_reply),
     "reply cut": (4, Injector.cut_reply),

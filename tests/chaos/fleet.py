@@ -98,7 +98,7 @@ class Fleet:
         await asyncio.gather(*(seat.until_ready() for seat in self.seats))
 
     async def _place(self, name: str, lifeline_fd: int) -> Place:
-        link = Link(self.redis.socket_path)
+        link = Link(lambda: self.redis.socket_path)
         await link.start()
         log_path = self.directory / f"{name}.log"
         return Place(name, link, log_path, lifeline_fd, self._options.mistake)

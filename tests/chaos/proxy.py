@@ -7,7 +7,7 @@ client has sent something.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ class Link:
     `effects` counts what was done to connections, by name.
     """
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Callable[[], Path]) -> None:
         self._socket_path = socket_path
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
@@ -46,8 +46,12 @@ class Link:
 
     @property
     def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
         assert self._server is not None, "not started"
-        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return int(self._server.sockets[0].getsockname()[1])
 
     def doom(self, kind: Doom) -> None:
         """The next command is delivered. Its reply is lost or truncated, and the connection is
@@ -75,7 +79,7 @@ class Link:
         self._connections.add(connection)
         try:
             if not self._is_refusing:
-                await connection.run(self._socket_path)
+                await connection.run(self._socket_path())
         finally:
             writer.transport.abort()
             self._connections.discard(connection)

@@ -1,4 +1,4 @@
-"""The campaign's Redis: killed, stopped, out of memory, and with power cuts.
+"""The campaign's Redis: killed, stopped, out of memory, with power cuts, and with failovers.
 
 A power cut is a kill -9 after which the append-only file is cut where it was last known to be on
 the disk. kill -9 alone loses nothing, since the kernel keeps what was written.
@@ -20,6 +20,7 @@ from infra.embedded_redis import EmbeddedRedis, Fsync
 from tests.chaos.proxy import Link
 
 FSYNC_EVERY_S = 1.0  # what `everysec` may lose
+MAX_LAG_S = 0.5  # of a replica
 _SAMPLE_S = 0.05
 
 
@@ -31,7 +32,9 @@ class ChaosRedis:
         self.fsync = fsync
         self.is_busy = False
         self.cuts_s: list[tuple[float, float]] = []
+        self._base_dir = data_dir
         self._data_dir = data_dir
+        self._num_failovers = 0
         self._lock = threading.Lock()
         self._is_over = False
         self._embedded = EmbeddedRedis(data_dir, fsync=fsync)
@@ -108,6 +111,43 @@ class ChaosRedis:
         await asyncio.sleep(away_s)
         await asyncio.to_thread(self._start)
         return lost
+
+    async def fail_over(self, links: Sequence[Link], load_s: float) -> int:
+        """A replica joins, follows for `load_s`, and takes over from the killed primary. Returns
+        how many bytes of the primary's log of commands it had not received."""
+        self._num_failovers += 1
+        data_dir = self._base_dir.with_name(f"{self._base_dir.name}-{self._num_failovers}")
+        replica = EmbeddedRedis(data_dir, fsync=self.fsync)
+        await asyncio.to_thread(replica.start)
+        path = self.socket_path
+        link = Link(lambda: path)
+        await link.start()
+        async with (
+            self.client() as old,
+            redis.asyncio.Redis.from_url(replica.url, protocol=2) as new,
+        ):
+            await new.replicaof("127.0.0.1", link.port)
+            while (await new.info("replication"))["master_link_status"] != "up":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(load_s)
+            begun_s = time.monotonic()
+            link.passes_replies.clear()  # what follows does not reach the replica
+            await asyncio.sleep(self._rng.uniform(0.1, MAX_LAG_S))
+            written = int((await old.info("replication"))["master_repl_offset"])
+            await asyncio.to_thread(self._kill)
+            await link.close()
+            await new.replicaof("NO", "ONE")
+            lost = written - int((await new.info("replication"))["master_repl_offset"])
+        with self._lock:
+            self._embedded.stop()
+            self._embedded, self._data_dir = replica, data_dir
+            if self._is_over:
+                replica.stop()
+        self.cuts_s.append((begun_s, time.monotonic()))
+        self._sizes.clear()
+        for link in links:
+            link.drop_all()
+        return max(0, lost)
 
     async def _keep_acknowledged(self, links: Sequence[Link]) -> tuple[Path, int]:
         """Kills the server. Keeps all acknowledged writes and a random part of the others. With

@@ -4,7 +4,7 @@ import pytest
 
 from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
 from tests.chaos.clients import Streamer
-from tests.chaos.faults import ENGINE_CORE
+from tests.chaos.faults import ENGINE_CORE, REDIS_FAILOVER
 from tests.chaos.fleet import FleetOptions
 from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
@@ -60,6 +60,18 @@ async def test_a_redis_that_loses_its_last_second_resets_streams() -> None:
     """Power cuts with `everysec`: only recent writes were lost, and no stream was spliced."""
     options = CampaignOptions(
         3, seed=3, fsync="everysec", kinds=("redis power cut",), callers=FEW_CALLERS, fleet=SMALL
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.num_bytes_lost > 0
+
+
+@pytest.mark.timeout(300)
+async def test_a_failover_resets_streams() -> None:
+    """A replica that lags takes over from the killed primary: the functions run there, what it
+    had not received is lost, and no stream was spliced."""
+    options = CampaignOptions(
+        3, seed=5, fsync="everysec", kinds=(REDIS_FAILOVER,), callers=FEW_CALLERS, fleet=SMALL
     )
     report = await run_campaign(options)
     assert_clean(report)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def link(redis_server: EmbeddedRedis) -> AsyncIterator[Link]:
-    link = Link(Path(redis_server.url.removeprefix("unix://")))
+    link = Link(lambda: Path(redis_server.url.removeprefix("unix://")))
     await link.start()
     yield link
     await link.close()

@@ -1,7 +1,6 @@
 """The Redis functions on a server in cluster mode: all their keys are in one slot."""
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import find_server
 from tests.contract.some_calls import make_job
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -53,13 +53,6 @@ async def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], Any]:
             except (redis.RedisError, TimeoutError):  # not yet, or a stranger
                 pass
             await client.aclose()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def server_command(port: int, folder: Path) -> list[str]:

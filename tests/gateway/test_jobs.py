@@ -101,6 +101,23 @@ async def test_a_replaced_log_is_read_from_its_start(
     assert answer.json()["error"]["param"] == "Last-Event-ID"
 
 
+async def test_a_result_is_never_a_part_of_one(
+    worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """After a failover of Redis the log may be shorter than the record that was read before."""
+    job_id = await submit(http)
+    await events(http, job_id)
+    assert (await http.get(f"/v1/jobs/{job_id}")).json()["result"] is not None
+    log = keys.of("log", job_id)
+    entries: Any = await redis_client.xrevrange(log, count=1)
+    await redis_client.xdel(log, entries[0][0])
+
+    answer = await http.get(f"/v1/jobs/{job_id}")
+
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+
+
 async def test_a_follower_sees_a_job_wait_and_run(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:

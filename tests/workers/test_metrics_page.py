@@ -13,18 +13,12 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
 from tests.hash_worker import hash_worker_settings
+from tests.ports import free_port
 from tests.telemetry.test_exactness import page_of, summed
 from workers.supervisor.meter import Meter
 from workers.supervisor.metrics_page import MetricsUnservable, serve_metrics
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 async def test_a_worker_shows_its_steps_and_ends_with_its_page(

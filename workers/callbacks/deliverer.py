@@ -189,7 +189,7 @@ class Deliverer:
         return full if len(full) <= MAX_BYTES else thin
 
     async def _choices(self, record: OutboxRecord) -> envelope.Choices | None:
-        """The job's output; None if it is no longer stored."""
+        """The job's output; None if it is not stored as a whole."""
         entries, number = [], 0
         while True:
             found = await self._functions.read(
@@ -208,8 +208,11 @@ class Deliverer:
                 return None
             entries += page
             if len(page) < _PAGE_EVENTS:
-                return envelope.choices_of(view.job, entries)
+                break
             number = page[-1].number
+        # A Redis that has lost writes since may have a shorter log, which the job will complete.
+        is_whole = view.is_terminal and len(entries) == view.next_number - 1
+        return envelope.choices_of(view.job, entries) if is_whole else None
 
     async def _note(self, taken: Taken, record: OutboxRecord | None, outcome: Outcome) -> None:
         delay_s = None if record is None else self._delay_s(record, outcome)
