@@ -114,8 +114,8 @@ class Story:
 
     def connect(self, after: int) -> None:
         """A connection that resumes after an event, or starts again."""
-        if after == 0 and self.may_have_lost:
-            self.events.clear()  # repeated output may be split into other events
+        if self.may_have_lost:  # repeated output may be split into other events
+            self.events = {n: event for n, event in self.events.items() if n <= after}
         self._next = after + 1
         self._heard.clear()
 

@@ -249,30 +249,33 @@ class Engine:
 
     def _start_compiled(self, report: StepReport) -> None:
         for job_id, failure in self._constraints.compiled():
-            job = self._jobs.pop(job_id)
+            job, code = self._jobs.pop(job_id), ErrorCode.BAD_PARAMETER
             if failure is None:
-                self._start(job, report)
-            else:
-                code = ErrorCode.BAD_PARAMETER
-                report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
+                try:
+                    self._start(job, report)
+                    continue
+                except GrammarFailed as limit:  # among the first tokens that it forces
+                    failure, code = limit, ErrorCode.ENGINE_ERROR
+            report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
 
     def _start(self, job: _Job, report: StepReport | None = None) -> None:
         """Hands a job's sequences to the scheduler; one that is complete ends at once. The report
-        gets the first tokens that a grammar forces."""
+        gets the first tokens that a grammar forces. Raises GrammarFailed; then it hands over
+        none."""
+        ended: list[Sequence] = []
         for sequence in list(job.sequences.values()):
             sequence.added_s = self._clock_s()
             room = self._model.max_model_len - sequence.num_prompt
             sequence.max_output = min(sequence.max_output, room)
             sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
             if sequence.finish_reason is not None:
-                self._ended_early.append(sequence)
-                del job.sequences[sequence.choice]
-                continue
-            if report is not None:
+                ended.append(sequence)
+            elif report is not None:
                 self._constraints.force(sequence, report)
-                if sequence.finish_reason is not None:
-                    del job.sequences[sequence.choice]
-                    continue
+            if sequence.finish_reason is not None:
+                del job.sequences[sequence.choice]
+        self._ended_early += ended
+        for sequence in job.sequences.values():
             self._scheduler.add(sequence)
             self._batches.add(sequence)
             self._jobs[sequence.job_id] = job

@@ -1,0 +1,96 @@
+"""Grammars that are hard to follow take no step from another request."""
+
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+
+from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
+from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
+from workers.engine.constraints import Constraints
+from workers.engine.grammar import Grammars
+from workers.engine.request import ErrorCode
+
+SIZES = Sizes(num_blocks=256, max_num_batched_tokens=128)
+HARD: dict[str, tuple[Kind, Any]] = {
+    "deep recursion": (Kind.GRAMMAR, 'start: "(" start ")" | "x"'),
+    "ambiguous recursion": (Kind.GRAMMAR, 'start: start start | "a" | "aa"'),
+    "recursive schema": (Kind.JSON_SCHEMA, {"type": "array", "items": {"$ref": "#"}}),
+    "a hundred thousand repetitions": (Kind.REGEX, "x{1,100000}"),
+    "repetitions of repetitions": (Kind.REGEX, "(x{1,1000}y{1,1000}){1,100}"),
+    "endless white space": (Kind.REGEX, r"\s*x"),
+    "many states": (Kind.REGEX, "(.*a.{18})|(.*b.{18})"),
+    "ten thousand alternatives": (Kind.CHOICE, [f"v{i}" for i in range(10_000)]),
+}
+FREE = job("free", max_tokens=30, ignore_eos=True)
+
+
+def steps_of_free(harness: Harness) -> list[int]:
+    """The steps in which the free request got a token."""
+    steps = []
+    for number in range(100):
+        report = harness.step()
+        if any(output.sequence.job_id == "free" for output in report.outputs):
+            steps.append(number)
+    return steps
+
+
+@pytest.mark.parametrize(("kind", "value"), HARD.values(), ids=HARD.keys())
+def test_a_hard_grammar_takes_no_step_from_another_request(kind: Kind, value: Any) -> None:
+    """Beside seven jobs of it, the request gets its tokens in the same steps as alone."""
+    grammar = compile_grammar(kind, value)
+    alone, beside = Harness(SIZES), Harness(SIZES)
+    for number in range(7):
+        beside.add(job(f"hard-{number}", grammar=grammar, max_tokens=30, seed=number))
+    alone.add(FREE)
+    beside.add(FREE)
+
+    steps = steps_of_free(beside)
+
+    assert steps == steps_of_free(alone)
+    assert beside.output_ids["free", 0] == oracle(FREE)["free", 0][0]
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"type": "integer", "minimum": 5, "maximum": 1},
+        {"type": "string", "minLength": 5, "maxLength": 1},
+        {"type": "array", "minItems": 5, "maxItems": 1},
+    ],
+)
+def test_bounds_that_contradict_each_other_are_refused(bounds: dict[str, Any]) -> None:
+    with pytest.raises(GrammarRefused, match="Unsatisfiable"):
+        compile_grammar(Kind.JSON_SCHEMA, bounds)
+
+
+class NeverDone(Executor):
+    """Starts nothing: its futures are pending for ever."""
+
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+        return Future()
+
+
+def test_a_grammar_that_is_being_compiled_takes_no_step() -> None:
+    harness = Harness(SIZES)
+    grammars = Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, NeverDone())
+    harness.engine._constraints = Constraints(grammars, harness.model.max_model_len)
+    harness.add(job("hard", grammar=GRAMMAR))
+    harness.add(FREE)
+    alone = Harness(SIZES)
+    alone.add(FREE)
+
+    assert steps_of_free(harness) == steps_of_free(alone)
+    assert not harness.output_ids["hard", 0]
+
+
+def test_a_limit_reached_by_forced_tokens_fails_the_job() -> None:
+    """Before its first step."""
+    harness = Harness(SIZES)
+    harness.add(job("hard", grammar=compile_grammar(*HARD["ten thousand alternatives"]), n=2))
+
+    [failed] = harness.step().failed
+
+    assert (failed.job_id, failed.code) == ("hard", ErrorCode.ENGINE_ERROR)
+    assert not harness.engine.has_work
