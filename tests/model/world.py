@@ -67,6 +67,8 @@ MAX_PASSED = 3  # the same
 MIN_LENGTHS = 2
 RECOUNT_JOBS = 2  # so that counts go on over many steps; they begin anew at once
 
+GRAMMARS = ("", '{"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}')
+
 T = TypeVar("T")
 
 
@@ -161,7 +163,9 @@ class World:
             endpoint=Endpoint.COMPLETIONS,
             prompt_ids=() if is_stored else (1, 2, 3),
             stored_prompt=StoredPrompt(REF, 3) if is_stored else None,
-            params=SamplingParams(max_tokens=cost - 3, seed=0, n=num_choices),
+            params=SamplingParams(
+                max_tokens=cost - 3, seed=0, n=num_choices, grammar=GRAMMARS[self._num_jobs % 2]
+            ),
             created_s=0,
             weight=weight,
         )
