@@ -14,7 +14,9 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from contract.jobs import FinishReason
 from workers.engine.deadlines import Deadlines
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, PromptLogprobs, Sample
@@ -37,9 +39,12 @@ class HostedEngine:
         eos_token_ids: frozenset[int],
         lanes: Seq[Lane] = DEFAULT_LANES,
         has_plugin: bool = True,
+        grammars: Grammars | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_plugin`: vLLM runs `SeededSampling`, else its own sampler alone."""
+        """`has_plugin`: vLLM runs `SeededSampling`, else its own sampler alone. Without `grammars`,
+        constrained jobs are refused."""
+        self._grammars = grammars
         self._arguments_of = with_plugin if has_plugin else without_plugin
         self._llm = llm
         self._stats = stats
@@ -87,7 +92,10 @@ class HostedEngine:
             max_model_len=self._max_model_len,
             num_kv_tokens=self.num_blocks * self.block_size,
         )
-        for sequence in request.sequences(self._eos_token_ids, self._next_arrival):
+        sequences = request.sequences(self._eos_token_ids, self._next_arrival)
+        if request.params.grammar:
+            self._constrain(request.params.grammar, sequences)
+        for sequence in sequences:
             self._next_arrival += 1
             sequence.added_s = self._clock_s()
             sequence.finish_reason = sequence.end_reason(self._max_model_len)
@@ -147,6 +155,19 @@ class HostedEngine:
         self._stats.take(report, self.num_blocks)
         return report
 
+    def _constrain(self, grammar: str, sequences: Seq[Sequence]) -> None:
+        """Gives each choice a matcher, which tells where its output is whole. Raises
+        RequestRefused."""
+        if self._grammars is None:
+            message = "this model cannot constrain its output to a grammar"
+            raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
+        try:
+            for sequence in sequences:
+                output_ids = sequence.token_ids[sequence.num_prompt :]
+                sequence.matcher = self._grammars.matcher(grammar, output_ids)
+        except GrammarFailed as exc:
+            raise RequestRefused(ErrorCode.BAD_PARAMETER, str(exc)) from exc
+
     def _start(self, sequence: Sequence) -> None:
         params = sequence.params
         request_id = f"{sequence.job_id}/{sequence.epoch}/{sequence.choice}"
@@ -189,6 +210,12 @@ class HostedEngine:
         for place, token_id in enumerate(completion.token_ids):
             position = sequence.num_output
             sequence.started_s = sequence.started_s or self._clock_s()
+            if sequence.matcher is not None:
+                try:
+                    sequence.matcher.consume(token_id)
+                except GrammarFailed as exc:
+                    self._fail(sequence, str(exc), report)
+                    return
             sequence.token_ids.append(token_id)
             end = sequence.end_reason(self._max_model_len)
             logprob: float = 0.0
@@ -196,8 +223,13 @@ class HostedEngine:
             if completion.logprobs is not None and sequence.params.logprobs is not None:
                 found = completion.logprobs[place]
                 logprob, top = _scores(found, token_id, sequence.params.logprobs)
-            report.outputs.append(Output(sequence, position, token_id, end, logprob, top))
+            # A token that makes a constrained output whole is part of it; an ending token is not.
+            is_whole = end is FinishReason.STOP and token_id not in sequence.ending_ids
+            said = None if is_whole else end
+            report.outputs.append(Output(sequence, position, token_id, said, logprob, top))
             if end is not None:
+                if is_whole:
+                    report.ended.append(sequence)
                 sequence.finish_reason = end
                 self._forget(output.request_id)
                 if completion.finish_reason is None:
@@ -207,11 +239,12 @@ class HostedEngine:
                 report.run_s += self._clock_s() - sequence.started_s
                 return
         if completion.finish_reason is not None:  # vLLM ended it, and no token says why
-            self._drop(sequence.job_id)
-            message = f"vLLM ended the request: {completion.finish_reason}"
-            report.failed.append(
-                JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, message)
-            )
+            self._fail(sequence, f"vLLM ended the request: {completion.finish_reason}", report)
+
+    def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
+        code = ErrorCode.ENGINE_ERROR
+        report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
+        self._drop(sequence.job_id)
 
     def _expire(self, now_s: float, report: StepReport) -> None:
         for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):

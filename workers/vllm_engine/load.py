@@ -18,7 +18,7 @@ from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine
-from workers.vllm_engine.sampling import SeededSampling
+from workers.vllm_engine.sampling import SeededSampling, grammars_of
 from workers.vllm_engine.stats import Stats
 
 log = logging.getLogger("batchway.engine")
@@ -55,7 +55,10 @@ def start_vllm(
     eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
     has_plugin = bool(model.logits_processors)
     limits = limits_of(options, vocab_size)
-    engine = HostedEngine(llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin)
+    grammars = grammars_of(config) if has_plugin else None
+    engine = HostedEngine(
+        llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin, grammars
+    )
     num_kv_tokens = engine.num_blocks * engine.block_size
     ready = Ready(
         context_length=min(model.max_model_len, num_kv_tokens),
@@ -65,7 +68,10 @@ def start_vllm(
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        capabilities=Capabilities(resume="exact" if has_plugin else "distribution"),
+        capabilities=Capabilities(
+            structured_output=grammars is not None,
+            resume="exact" if has_plugin else "distribution",
+        ),
     )
     return engine, ready, config.scheduler_config.max_num_batched_tokens
 

@@ -8,6 +8,7 @@ run as greedy ones in vLLM; this processor leaves the chosen token as the row's 
 Interface: `vllm.v1.sample.logits_processor.LogitsProcessor`.
 """
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -21,11 +22,14 @@ from vllm.v1.sample.logits_processor.interface import (
 )
 
 from contract.jobs import SamplingParams
+from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
 from workers.engine.model import RowFailed
 from workers.engine.request import ErrorCode, RequestRefused
 from workers.engine.sequence import Sequence
+from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
 from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE, sample
+from workers.model.tokenizer import read_tokenizer
 
 EXTRA = "batchway"  # the key in vLLM's `SamplingParams.extra_args`
 
@@ -42,11 +46,11 @@ class Choice(msgspec.Struct, frozen=True):
 def with_plugin(sequence: Sequence) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams: greedy, and what `SeededSampling` must know if plain
     greedy search is not all that the choice asks for."""
-    if sequence.params.temperature < LOWEST_TEMPERATURE and not asks_for_change(sequence):
+    params = sequence.params
+    is_greedy = params.temperature < LOWEST_TEMPERATURE and not asks_for_change(sequence)
+    if is_greedy and not params.grammar:
         return {"temperature": 0.0}
-    choice = Choice(
-        sequence.params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids)
-    )
+    choice = Choice(params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids))
     return {"temperature": 0.0, "extra_args": {EXTRA: msgspec.json.encode(choice).decode()}}
 
 
@@ -71,11 +75,26 @@ def without_plugin(sequence: Sequence) -> dict[str, Any]:
     }
 
 
+def grammars_of(config: VllmConfig) -> Grammars | None:
+    """None where llguidance cannot read the model's tokenizer."""
+    model = config.model_config
+    revision = model.revision or DEFAULT_REVISION
+    try:
+        return Grammars(
+            read_tokenizer(model.model, revision).tokenizer_json,
+            model.get_vocab_size(),
+            eos_token_ids(model.model, model.hf_config, revision),
+        )
+    except GrammarFailed:
+        return None
+
+
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here
     """One for each process that samples. A row's state is its `Sequence`, without blocks."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[Sequence, list[int]]] = {}
+        self._grammars = grammars_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -87,7 +106,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not inst
             self._rows.pop(index, None)
         for index, params, prompt_ids, output_ids in batch_update.added:
             self._rows.pop(index, None)
-            if (sequence := _sequence(params, prompt_ids)) is not None:
+            if (sequence := self._sequence(params, prompt_ids)) is not None:
                 self._rows[index] = (sequence, output_ids)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
@@ -102,7 +121,8 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not inst
             return logits
         rows = sorted(self._rows)
         index = torch.tensor(rows, device=logits.device)
-        samples = sample(logits[index], [self._known(row) for row in rows])
+        sequences = [self._known(row) for row in rows]
+        samples = sample(logits[index], sequences, masks=self._masks(sequences))
         for row, chosen in zip(rows, samples, strict=True):
             if isinstance(chosen, RowFailed):
                 continue  # NaN stays NaN
@@ -113,17 +133,38 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not inst
     def _known(self, row: int) -> Sequence:
         """The row's sequence with the output that vLLM has generated since it came."""
         sequence, output_ids = self._rows[row]
-        num_taken = sequence.num_computed  # of vLLM's output ids
-        sequence.token_ids += output_ids[num_taken:]
+        new_ids = output_ids[sequence.num_computed :]  # counts vLLM's output ids
+        sequence.token_ids += new_ids
         sequence.num_computed = len(output_ids)
+        if sequence.matcher is not None:
+            try:
+                for token_id in new_ids:
+                    sequence.matcher.consume(token_id)
+            except GrammarFailed:  # the engine finds it too, and fails the job
+                sequence.matcher = None
         return sequence
 
+    def _masks(self, sequences: list[Sequence]) -> StepMasks | None:
+        constrained = [(s, s.matcher) for s in sequences if s.matcher is not None]
+        if not constrained or self._grammars is None:
+            return None
+        forbidden = self._grammars.start_masks([matcher for _, matcher in constrained])
+        return StepMasks([sequence for sequence, _ in constrained], forbidden)
 
-def _sequence(params: VllmParams, prompt_ids: list[int] | None) -> Sequence | None:
-    encoded = (params.extra_args or {}).get(EXTRA)
-    if encoded is None or prompt_ids is None:
-        return None
-    choice = msgspec.json.decode(encoded, type=Choice)
+    def _sequence(self, params: VllmParams, prompt_ids: list[int] | None) -> Sequence | None:
+        encoded = (params.extra_args or {}).get(EXTRA)
+        if encoded is None or prompt_ids is None:
+            return None
+        choice = msgspec.json.decode(encoded, type=Choice)
+        matcher: Matcher | None = None
+        if choice.params.grammar and self._grammars is not None:
+            with contextlib.suppress(GrammarFailed):  # the engine has found it too
+                logged_ids = prompt_ids[choice.num_prompt :]
+                matcher = self._grammars.matcher(choice.params.grammar, logged_ids)
+        return _known_choice(choice, prompt_ids, matcher)
+
+
+def _known_choice(choice: Choice, prompt_ids: list[int], matcher: Matcher | None) -> Sequence:
     return Sequence(
         job_id="",
         epoch=0,
@@ -134,4 +175,5 @@ def _sequence(params: VllmParams, prompt_ids: list[int] | None) -> Sequence | No
         num_prompt=choice.num_prompt,
         params=choice.params,
         ending_ids=frozenset(choice.ending_ids),
+        matcher=matcher,
     )

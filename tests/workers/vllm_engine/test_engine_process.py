@@ -1,6 +1,7 @@
 """vLLM behind the frames: a real engine process in vLLM's environment, on tiny models."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from contract.events import TokenLogprob
 from contract.jobs import Capabilities, FinishReason
+from gateway.openai.grammars import Kind, compile_grammar
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import (
     NUM_TOKENS,
@@ -69,6 +72,53 @@ async def test_a_job_that_was_cut_goes_on_as_if_nothing_had_been(
         for choice, tokens in enumerate(wholes):
             assert rest[f"cut-{cut}", choice] == tokens[cut:], (cut, choice)
     assert len(set(map(tuple, wholes))) == num_choices
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "maximum": 99}, "c": {"enum": ["ab", "cd"]}},
+    "required": ["n", "c"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_constrained_job_matches_and_resumes_from_every_token(
+    engine: Engine, model: Path, temperature: float
+) -> None:
+    """Three choices beside a free job. An output that is whole ends with its last token."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    params: dict[str, Any] = {
+        "grammar": compile_grammar(Kind.JSON_SCHEMA, SCHEMA),
+        "temperature": temperature,
+        "ignore_eos": False,
+        "max_tokens": 60,
+    }
+    whole = await engine.run(job("whole", ((),) * 3, n=3, **params), job("free"))
+    wholes = [whole["whole", choice] for choice in range(3)]
+    for tokens in wholes:
+        answer = json.loads(tokenizer.decode(tokens))
+        assert answer["n"] <= 99
+        assert answer["c"] in ("ab", "cd")
+    ended = [m for m in engine.said if isinstance(m, ChoiceEnded)]
+    assert {(m.job_id, m.finish_reason) for m in ended} == {("whole", FinishReason.STOP)}
+
+    cuts = range(1, max(map(len, wholes)))
+    known = {cut: tuple(tuple(tokens[:cut]) for tokens in wholes) for cut in cuts}
+    rest = await engine.run(*(job(f"cut-{cut}", known[cut], n=3, **params) for cut in cuts))
+
+    for cut in cuts:
+        for choice, tokens in enumerate(wholes):
+            assert rest.get((f"cut-{cut}", choice), []) == tokens[cut:], (cut, choice)
+
+
+async def test_a_grammar_that_does_not_compile_fails_only_its_job(engine: Engine) -> None:
+    found = await engine.run(
+        job("bad", grammar="start: /(/", ignore_eos=False), job("free", temperature=0.0)
+    )
+    assert len(found["free", 0]) == NUM_TOKENS
+    failed = {m.job_id: m.code for m in engine.said if isinstance(m, JobFailed)}
+    assert failed == {"bad": "bad_parameter"}
 
 
 async def test_log_probabilities_are_of_the_model_and_of_each_token(engine: Engine) -> None:
