@@ -165,7 +165,9 @@ def test_the_model_calls_a_tool_and_answers_with_its_result(
         [streamed] = stream.get_final_completion().choices
 
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"
-    [call], [streamed_call] = whole.message.tool_calls or (), streamed.message.tool_calls or ()
+    assert whole.message.tool_calls
+    assert streamed.message.tool_calls
+    [call], [streamed_call] = whole.message.tool_calls, streamed.message.tool_calls
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
     assert streamed_call.function.arguments == call.function.arguments
