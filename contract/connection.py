@@ -74,20 +74,20 @@ async def now_ms(client: redis.asyncio.Redis) -> int:
 
 
 class Listener:
-    """Passes the messages of a PubSub to `hear`. Only one task may use the PubSub.
+    """Passes the messages of a PubSub to `on_message`. Only one task may use the PubSub.
 
     Sends a PING every `look_s` seconds, because a network may drop a connection silently. A
     connection without any message between two PINGs counts as lost.
     """
 
     def __init__(
-        self, pubsub: PubSub, hear: Callable[[dict[str, Any]], None], look_s: float = LOOK_S
+        self, pubsub: PubSub, on_message: Callable[[dict[str, Any]], None], look_s: float = LOOK_S
     ) -> None:
         self._pubsub = pubsub
-        self._hear = hear
+        self._on_message = on_message
         self._look_s = look_s
         self._look_at_s = asyncio.get_running_loop().time()
-        self._has_heard = True  # since the last PING
+        self._has_received = True  # since the last PING
         self._reading: asyncio.Timeout | None = None  # while it waits for a message
 
     async def listen(self) -> None:
@@ -98,18 +98,18 @@ class Listener:
             async with asyncio.timeout_at(self._look_at_s) as self._reading:
                 while True:
                     message = await self._pubsub.get_message(timeout=None)
-                    self._has_heard = True
+                    self._has_received = True
                     if message is not None:
-                        self._hear(message)
+                        self._on_message(message)
         except builtins.TimeoutError:
             pass
         finally:
             self._reading = None
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._look_at_s:
-            if not self._has_heard:
+            if not self._has_received:
                 raise TimeoutError("Redis does not answer")
-            self._has_heard, self._look_at_s = False, now_s + self._look_s
+            self._has_received, self._look_at_s = False, now_s + self._look_s
             await self._pubsub.ping()
 
     def interrupt(self) -> None:

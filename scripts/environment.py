@@ -88,15 +88,15 @@ def required(name: str, command: Sequence[str]) -> None:
     try:
         run(name, command)
     except StepFailed as failed:
-        said = str(failed)
-        if "No space left on device" in said:
+        output = str(failed)
+        if "No space left on device" in output:
             fail(f"{name}: the disk is full: torch and the packages beside it take some GB.")
-        if NETWORK_ERRORS.search(said):
+        if NETWORK_ERRORS.search(output):
             fail(
                 f"{name}: pip cannot reach a package index. Check the network, HTTPS_PROXY and "
                 f"`pip config list`, then run the same command again. Log: {LOG}"
             )
-        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
         errors = [line for line in lines if line.lower().startswith("error")]
         fail(f"{name}: {(errors or lines)[-1]}. Log: {LOG}")
 

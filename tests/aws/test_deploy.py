@@ -15,9 +15,9 @@ STACK = """{"Resources": {"T": {"Type": "AWS::SNS::Topic"}},
 
 def test_the_account_and_region_are_named(aws_environ: dict[str, str]) -> None:
     """Without a region the error says how to set one."""
-    said = account.describe(boto3.session.Session())
-    assert "account 123456789012" in said
-    assert said.endswith("in eu-central-1")
+    text = account.describe(boto3.session.Session())
+    assert "account 123456789012" in text
+    assert text.endswith("in eu-central-1")
     with pytest.raises(LookupError, match="AWS_REGION"):
         account.describe(NoRegion())
 
@@ -47,9 +47,9 @@ def test_a_deployment_prints_a_first_call(aws_environ: dict[str, str], tmp_path:
     config = tmp_path / "c.toml"
     config.write_text('[default.deploy.parameters]\nstack_name = "mine"\n')
     found = first_call.outputs(boto3.client("cloudformation"), first_call.stack_name(config))
-    said = first_call.next_steps(found)
-    assert "curl -N https://u/live/v1/models" in said
-    assert "--secret-id arn:s" in said
+    text = first_call.next_steps(found)
+    assert "curl -N https://u/live/v1/models" in text
+    assert "--secret-id arn:s" in text
     config.write_text("")
     assert first_call.stack_name(config) == "batchway"
 

@@ -79,14 +79,14 @@ class Agent(HTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _AgentHandler)
-        self.heard: list[tuple[str, object]] = []
+        self.requests: list[tuple[str, object]] = []
 
 
 class _AgentHandler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         assert isinstance(self.server, Agent)
         body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.heard.append((self.path, json.loads(body)))
+        self.server.requests.append((self.path, json.loads(body)))
         self.send_response(self.server.status)
         self.send_header("content-length", "0")
         self.end_headers()
@@ -123,8 +123,8 @@ def test_a_task_is_protected_while_it_has_jobs(agent: Agent) -> None:
         (400, 0),
     ]:
         protection.note(num_jobs, now_s)
-    assert [body for _, body in agent.heard] == [ON, ON, OFF]
-    assert agent.heard[0][0] == "/api/x/task-protection/v1/state"
+    assert [body for _, body in agent.requests] == [ON, ON, OFF]
+    assert agent.requests[0][0] == "/api/x/task-protection/v1/state"
 
 
 def test_a_failed_protection_request_is_repeated(agent: Agent) -> None:
@@ -136,7 +136,7 @@ def test_a_failed_protection_request_is_repeated(agent: Agent) -> None:
     protection.note(1, 2)
     protection.note(1, 3)
     TaskProtection("http://127.0.0.1:1").note(1, 1)
-    assert len(agent.heard) == 2
+    assert len(agent.requests) == 2
 
 
 async def test_health_follows_heartbeats(
@@ -173,7 +173,7 @@ async def test_a_signal_reaches_the_worker(
         worker_entry.run([sys.executable, "-c", program], redis_server.url, url)
     )
     async with asyncio.timeout(30):
-        while not agent.heard:  # noqa: ASYNC110 - another thread's state
+        while not agent.requests:  # noqa: ASYNC110 - another thread's state
             await asyncio.sleep(0.01)
     # The child may not have its handler yet, so the signal is repeated until it ends.
     while not running.done():
@@ -181,4 +181,4 @@ async def test_a_signal_reaches_the_worker(
         await asyncio.sleep(0.05)
 
     assert await running in (7, -signal.SIGTERM)
-    assert agent.heard[0][1] == ON
+    assert agent.requests[0][1] == ON

@@ -164,10 +164,10 @@ def test_the_command_compares_strategies_and_files(
     config = tmp_path / "eager.yaml"
     config.write_text("strategy: {name: dynamic, batch_size: 2, window_s: 0.001}\n")
     small = ("--requests=6", "--prompt-tokens=3:9", "--output-tokens=2:6", "--max-running=3")
-    told = (f"--json={tmp_path / 'out.json'}", f"--png={tmp_path / 'out.png'}")
+    outputs = (f"--json={tmp_path / 'out.json'}", f"--png={tmp_path / 'out.png'}")
     ways = (f"--model={model}", f"--config={config}", "--kv-cache-gib=0.01", "--threads=1")
 
-    status = main(["compare", *small, *told, *ways, "--load", "2", "--rounds=2"])
+    status = main(["compare", *small, *outputs, *ways, "--load", "2", "--rounds=2"])
 
     assert status == 0
     found = json.loads((tmp_path / "out.json").read_text())
@@ -195,7 +195,7 @@ def test_an_impossible_comparison_gives_one_sentence(
     assert main(["compare", f"--model={model}", f"--workload={beyond}", *small]) == 1
     assert main(["compare", f"--model={tmp_path / 'nowhere'}", *small]) == 1
 
-    said = [line for line in capsys.readouterr().err.splitlines() if "batchway compare:" in line]
-    assert len(said) == 3
-    assert "strateg" in said[0]
-    assert "vocabulary" in said[1]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "batchway compare:" in line]
+    assert len(errors) == 3
+    assert "strateg" in errors[0]
+    assert "vocabulary" in errors[1]

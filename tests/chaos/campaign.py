@@ -206,10 +206,10 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
 
 
 def _tellings(receiver: Receiver) -> list[Telling]:
-    told = ((message, message.body["data"]) for message in receiver.messages)
+    deliveries = ((message, message.body["data"]) for message in receiver.messages)
     return [
         Telling(data["id"], message.id, data["status"], message.was_accepted)
-        for message, data in told
+        for message, data in deliveries
     ]
 
 
@@ -239,7 +239,7 @@ async def _progress(
 ) -> AsyncIterator[None]:
     """Prints the progress every few seconds."""
 
-    async def tell() -> None:
+    async def print_progress() -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             say(
@@ -247,7 +247,7 @@ async def _progress(
                 f"{len(ledger.violations)} violations"
             )
 
-    task = asyncio.create_task(tell())
+    task = asyncio.create_task(print_progress())
     try:
         yield
     finally:

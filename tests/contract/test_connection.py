@@ -146,9 +146,9 @@ async def test_a_server_that_closes_after_its_greeting_fails_the_call(
     """The end of the connection arrives with the last reply, before the client waits for it."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said = b""
-        while b"SELECT" not in said and (data := await reader.read(1000)):
-            said += data
+        received = b""
+        while b"SELECT" not in received and (data := await reader.read(1000)):
+            received += data
             if b"PING" in data:
                 writer.write(b"+PONG\r\n")
         writer.write(b"+OK\r\n")

@@ -189,10 +189,10 @@ async def test_the_grace_of_an_outage_counts_from_the_last_message(
     one, two, three = says("a", "b", "c")(job)
     claimed = await worker.claim()
     events = aiter(broker.events(job.id, job.tenant, submitted_s=now_s))
-    heard = asyncio.ensure_future(anext(events))
+    entry = asyncio.ensure_future(anext(events))
     await until_followers(client, Keys("test"), job.id, 1)
     await worker.say(claimed, 1, one)
-    assert isinstance(await heard, LogEntry)
+    assert isinstance(await entry, LogEntry)
     now_s += 100
     await worker.say(claimed, 2, two)
     assert isinstance(await anext(events), LogEntry)

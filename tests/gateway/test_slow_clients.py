@@ -196,10 +196,10 @@ async def besiege(url: httpx.URL) -> None:
             answer = await http.post("/v1/completions", json=CALL)
             assert answer.status_code == 200, answer.text
             served += 1
-    said = [task.result() for task in slow]
+    received = [task.result() for task in slow]
     assert served >= 1
-    assert all(words == b"" for number, words in enumerate(said) if number % 3 != 2)
-    assert all(words.startswith(b"HTTP/1.1 408 ") for words in said[2::3])
+    assert all(words == b"" for number, words in enumerate(received) if number % 3 != 2)
+    assert all(words.startswith(b"HTTP/1.1 408 ") for words in received[2::3])
 
 
 async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> None:

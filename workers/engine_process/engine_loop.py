@@ -118,15 +118,15 @@ class EngineLoop:
     def run(self) -> None:
         """Returns on Shutdown. Raises PeerGone, and what a step raises."""
         while True:
-            said: list[FromEngine] = []
+            messages: list[FromEngine] = []
             for message in self._channel.receive(self._rest_s()):
                 if isinstance(message, Shutdown):
                     return
-                said += self._obey(message)
+                messages += self._obey(message)
             start_s = time.monotonic()
             report = self._step()
-            said += step_messages(report, start_s, time.monotonic())
-            self._channel.send(said)
+            messages += step_messages(report, start_s, time.monotonic())
+            self._channel.send(messages)
 
     def _step(self) -> StepReport:
         """Runs one engine step; if it fails, reports exactly the jobs it was computing."""

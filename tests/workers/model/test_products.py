@@ -136,9 +136,9 @@ def test_a_type_slower_than_float32_is_warned_of_once(
         return [record.getMessage() for record in caplog.records]
 
     assert warnings("float32") == []
-    [told] = warnings("bfloat16")
-    assert told.startswith("dtype bfloat16 is slower than float32 on this processor")
-    assert "1.5 with 1, 1.5 with 8, 1.5 with 32, 1.5 with 128" in told
+    [warning] = warnings("bfloat16")
+    assert warning.startswith("dtype bfloat16 is slower than float32 on this processor")
+    assert "1.5 with 1, 1.5 with 8, 1.5 with 32, 1.5 with 128" in warning
     speeds[torch.bfloat16] = 0.6
     (tmp_path / "batchway").rename(tmp_path / "old")
     assert warnings("bfloat16") == []

@@ -51,7 +51,7 @@ async def test_two_ranks_give_the_tokens_of_vllm_alone(model: Path, alone: list[
     ranks = [pid for pid in processes if "Worker_TP" in command_of(pid)]
     assert len(ranks) == 2
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
-    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.said))
+    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
     os.kill(ranks[1], signal.SIGKILL)
     await engine.client.end()
     assert await engine.client.stop() != 0
