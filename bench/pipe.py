@@ -39,7 +39,7 @@ _MODEL = "m"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What to measure on both."""
+    """The workloads of both."""
 
     num_streams: int
     num_prompt: int  # tokens
@@ -49,7 +49,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Piped:
+class Comparison:
     """One entry per round or request; processor time in seconds, of the server's rounds."""
 
     size: Size
@@ -134,7 +134,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
             process.communicate()
 
 
-async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Piped:
+async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Comparison:
     """Alternates both, each round with new prompts; the first round is not counted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=_TIMEOUT_S, limits=limits)
@@ -164,7 +164,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
                 [call] = (await _serve(caller, draw(1, size.num_prompt, 2), 1)).calls
                 assert call.ttft_from_sending_s is not None
                 ttfts_s[2].append(call.ttft_from_sending_s)
-    return Piped(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
+    return Comparison(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
 
 
 def _drawing(vocab_size: int) -> Callable[[int, int, int], Workload]:
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", type=int, default=30, help="requests one after the other")
+    parser.add_argument("--alone", type=int, default=30, help="single requests, one after another")
     parser.add_argument("--json", type=Path, metavar="OUT")
     given = parser.parse_args(argv)
     size = Size(given.streams, given.prompt_tokens, given.output_tokens, given.rounds, given.alone)
@@ -225,10 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     engine = build_engine(loaded.model, loaded.vocab_size, options)
     with running_server(arguments) as server:
-        piped = asyncio.run(compare(engine, loaded.vocab_size, server, size))
-    print(piped.tables())
+        comparison = asyncio.run(compare(engine, loaded.vocab_size, server, size))
+    print(comparison.tables())
     if given.json is not None:
-        given.json.write_text(json.dumps(piped.as_dict()) + "\n")
+        given.json.write_text(json.dumps(comparison.as_dict()) + "\n")
     return 0
 
 

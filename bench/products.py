@@ -27,9 +27,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def products_of(
     model: str, dtype: torch.dtype, *, is_int8: bool
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Of all layers; each takes x (T, in) of its own width from the first columns of what it is
-    given. Raises ModelRefused.
-    """
+    """The products of all layers. Each multiplies the first `in` columns of its argument, where
+    `in` is its number of inputs. Raises ModelRefused."""
     config = read_config(model).get_text_config()
     backend = choose_backend("auto", dtype, _CPU, 16, lambda text: None, fused=True)
     layout = backend.layout
@@ -87,7 +86,7 @@ def table(found: Mapping[str, Mapping[int, float]]) -> str:
 def main(argv: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.products", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--threads", type=int, help="of torch and the kernels; all cores")
+    parser.add_argument("--threads", type=int, help="of torch and the kernels (default: all cores)")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N")
     parser.add_argument("--rounds", type=int, default=12, metavar="N")
     given = parser.parse_args(argv)

@@ -69,7 +69,7 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
         if action != "replay":
             opts.add_json_option(one)
         if action != "list":
-            one.add_argument("job", metavar="JOB", help="the id of the job that it tells of")
+            one.add_argument("job", metavar="JOB", help="the id of the callback's job")
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:

@@ -49,10 +49,10 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         default=3,
         metavar="N",
-        help="in each, all ways run in turns; medians are told (default: 3)",
+        help="rounds, each with all strategies in turn; reports medians (default: 3)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: 0)"
     )
     parser.add_argument(
         "--png", type=Path, metavar="OUT", help="draw it; needs the extra bench (default: none)"

@@ -56,7 +56,7 @@ class StackOptions:
 
 
 class LocalStack:
-    """One Redis, some workers, one gateway. `lifeline_fd` tells children when we end."""
+    """One Redis, some workers, one gateway. Children end when `lifeline_fd` closes."""
 
     def __init__(self, options: StackOptions, console: Console, lifeline_fd: int) -> None:
         self._options = options

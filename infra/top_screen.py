@@ -64,7 +64,15 @@ def _lanes(rows: tuple[LaneRow, ...]) -> Table:
 
 def _workers(rows: tuple[WorkerRow, ...]) -> Table:
     table = _table(
-        "Workers", "model", "worker", "heard of", "jobs", "sequences", "waiting inside", "KV", ""
+        "Workers",
+        "model",
+        "worker",
+        "last heartbeat",
+        "jobs",
+        "sequences",
+        "waiting inside",
+        "KV",
+        "",
     )
     for row in rows:
         seen = Text(f"{row.seen_s:.1f} s ago", "red" if row.seen_s > _STALE_S else "")

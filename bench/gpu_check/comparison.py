@@ -52,7 +52,7 @@ def time_transformers(
         "progress_bar": False,
         "persistent_manager": True,
     }
-    if machine.is_tiny:  # on a CPU it would allocate and fill gigabytes of cache
+    if machine.is_tiny:  # the default fills gigabytes of cache on a CPU
         small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
         arguments |= {"warmup": False, "continuous_batching_config": small}
     for _ in range(2):

@@ -124,10 +124,10 @@ _ALL = (
     _now("num_requests_running", "Jobs that workers hold.", "lane"),
     _now("num_requests_waiting", "Jobs that wait for a worker.", "lane"),
     _now("queue_tokens", "Cost of the jobs that wait: prompt and expected output.", "lane"),
-    _now("queue_oldest_age_seconds", "Since the first waiting job was submitted.", "lane"),
+    _now("queue_oldest_age_seconds", "Time since the oldest waiting job was submitted.", "lane"),
     _now("deadline_kept_ratio", "Of the jobs that succeeded or expired, those that did.", "lane"),
     _now("workers", "Workers that take jobs."),
-    _now("worker_seen_age_seconds", "Since a worker was last heard of: how stale it is.", "worker"),
+    _now("worker_seen_age_seconds", "Time since a worker's last heartbeat.", "worker"),
     _now("worker_jobs", "Jobs that a worker holds.", "worker"),
     _now(
         "worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"

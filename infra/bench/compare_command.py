@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from infra.bench.compare import Contestant, compare
-from infra.bench.compare_report import comparison_tables, summarise_heats
+from infra.bench.compare import Candidate, compare
+from infra.bench.compare_report import comparison_tables, summarise_trials
 from infra.bench.engine import RequestFailed
 from infra.bench.workloads import (
     BadWorkload,
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
         base = _base_options(options)
         ways = _ways(options, base)
         loaded = load_model(base, lambda text: print(text, file=sys.stderr))
-        heats = compare(
-            [Contestant(name, _builder(loaded, way)) for name, way in ways],
+        trials = compare(
+            [Candidate(name, _builder(loaded, way)) for name, way in ways],
             make_workload(options, loaded.vocab_size),
             loaded.vocab_size,
             loads=options.load,
@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
     ) as exc:  # fmt: skip
         print(f"batchway compare: {exc}", file=sys.stderr)
         return 1
-    return report({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
+    return report(
+        {"model": options.model, "seed": options.seed, **summarise_trials(trials)}, options
+    )
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> int:

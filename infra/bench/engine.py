@@ -20,7 +20,7 @@ _TENANT, _LANE = "bench", "standard"
 
 @dataclass(slots=True)
 class Timeline:
-    """A request's tokens and their times, in seconds from the start of the run."""
+    """The tokens of a request and their times, in seconds from the start of the run."""
 
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -119,16 +119,16 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def make_request(number: int, asked: WorkloadRequest) -> Request:
+def make_request(number: int, drawn: WorkloadRequest) -> Request:
     """A greedy request of the workload; its id is its number."""
     return Request(
         job_id=str(number),
         epoch=1,
         tenant=_TENANT,
         lane=_LANE,
-        prompts=(asked.prompt_token_ids,),
+        prompts=(drawn.prompt_token_ids,),
         params=SamplingParams(
-            max_tokens=asked.max_tokens, seed=number, temperature=0.0, ignore_eos=True
+            max_tokens=drawn.max_tokens, seed=number, temperature=0.0, ignore_eos=True
         ),
         outputs=((),),
         finished=(False,),

@@ -79,7 +79,7 @@ def test_a_wrong_kernel_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[checks.Check]:
         raise RuntimeError("out of resource: shared memory")
 
-    [check] = checks.tried("norm", broken)
+    [check] = checks.run_check("norm", broken)
     assert not check.passed
     assert "shared memory" in check.detail
 

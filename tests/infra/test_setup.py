@@ -79,7 +79,7 @@ def test_an_old_python_is_an_error(clone: Path, tmp_path: Path) -> None:
 
     message = failed_setup(clone, PATH=str(programs))
 
-    assert message == "scripts/setup: batchway needs Python 3.11 or later; here is Python 3.9.2."
+    assert message == "scripts/setup: batchway needs Python 3.11 or later; found: Python 3.9.2."
 
 
 def test_an_unwritable_folder_is_an_error(clone: Path) -> None:

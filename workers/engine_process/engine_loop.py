@@ -61,7 +61,7 @@ log = logging.getLogger("batchway.engine")
 class ExitCode(IntEnum):
     """Exit status of an engine process."""
 
-    OK = 0  # told to end, or the supervisor has ended
+    OK = 0  # after Shutdown, or because the supervisor has ended
     CRASHED = 1
     MODEL_REFUSED = 3
 
@@ -195,7 +195,7 @@ def _on_our_clock(remaining_s: float | None) -> float | None:
 
 
 def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
-    """Loads the model, then runs steps until told to end. Raises PeerGone, or a step's error."""
+    """Loads the model, then runs steps until Shutdown. Raises PeerGone, or a step's error."""
     try:
         engine, ready, num_step_tokens = start(options, lambda text: channel.send([Loading(text)]))
     except ModelRefused as refusal:

@@ -1,4 +1,4 @@
-"""An engine process of vLLM and what tests ask of it; and vLLM without batchway."""
+"""Drives an engine process of vLLM, and runs vLLM without batchway for comparison."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from workers.settings import VLLM_ENGINE
 PROMPT = tuple(range(5, 45))
 NUM_TOKENS = 24
 
-# vLLM's own interface for Python, without batchway.
+# Uses vLLM's Python interface, without batchway.
 ALONE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -49,7 +49,7 @@ WORKLOAD = log_uniform_workload(64, SIZES["S"]["vocab_size"])
 
 
 def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[int]]:
-    """What vLLM without batchway answers to each request of WORKLOAD."""
+    """The token ids that vLLM without batchway generates for each request of WORKLOAD."""
     given, found = folder / "workload.json", folder / "outputs.json"
     write_workload(WORKLOAD, given)
     alone = subprocess.run(
@@ -63,7 +63,7 @@ def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[i
 
 
 class Engine:
-    """An engine process and what it has received."""
+    """An engine process, and the messages received from it."""
 
     def __init__(self) -> None:
         self.client: EngineClient
@@ -72,7 +72,7 @@ class Engine:
         self.news = asyncio.Event()
 
     async def start(self, options: EngineOptions, python: Path | None = None) -> None:
-        """`python`: of another environment than that of the newest vLLM."""
+        """`python`: that of another environment (default: that of the newest vLLM)."""
         path = str(python or vllm_python())
         self.client = await EngineClient.start(VLLM_ENGINE, options, self._receive, path)
 
@@ -92,14 +92,14 @@ class Engine:
                 await self.news.wait()
 
     async def run(self, *jobs: StartJob) -> dict[tuple[str, int], list[int]]:
-        """The new tokens of each choice; all jobs at once, to their ends."""
+        """Runs all jobs at once to their ends; returns the new tokens of each job and choice."""
         self.received.clear()
         self.client.send(jobs)
         choices = {
             (job.job_id, choice)
             for job in jobs
-            for choice, has_ended in enumerate(job.finished)
-            if not has_ended
+            for choice, is_finished in enumerate(job.finished)
+            if not is_finished
         }
 
         def ended() -> set[tuple[str, int]]:
