@@ -24,8 +24,8 @@ from contract.function_types import Append, Claimed, Submission
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
-from infra.bench.spread import percentile
 from infra.embedded_redis import EmbeddedRedis
+from infra.tables import percentile
 
 NUM_JOBS = (1, 32, 64, 128, 256)
 _TERMS = Submission(max_output_tokens=100_000, deadline_s=600, retention_s=60)

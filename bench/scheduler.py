@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from contract.jobs import SamplingParams
-from infra.bench.spread import percentile
+from infra.tables import percentile
 from workers.engine.engine import Engine
 from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row, Sample

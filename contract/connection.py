@@ -6,9 +6,10 @@ and functions, which may be repeated.
 
 import asyncio
 import builtins
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import redis.asyncio
 from redis.asyncio.client import PubSub
@@ -190,3 +191,46 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
     if "Function not found" in text:
         return BrokerUnavailable("Redis does not hold batchway's function library")
     return None
+
+
+def redis_url_of(environ: Mapping[str, str]) -> str | None:
+    """REDIS_URL, with REDIS_PASSWORD where the URL holds none; None where it is not set.
+
+    Vaults hand out a password by itself, and the rest of the URL is no secret.
+    """
+    url, password = environ.get("REDIS_URL") or None, environ.get("REDIS_PASSWORD", "")
+    if url is None or not password:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.password is not None:
+        return url
+    user, _, address = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{address}"))
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, _, address = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:***@{address}"))
+
+
+_CANCEL_AGAIN_S = 0.05
+
+
+async def end_tasks(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> None:
+    """Cancels tasks and waits until they are done; drops their results and errors.
+
+    Cancels repeatedly: `asyncio.wait_for` before Python 3.12, through which redis-py sends
+    commands, loses a cancellation that arrives as the send ends.
+    """
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

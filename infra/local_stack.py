@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors, connect, without_password
 from contract.errors import BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.library import ensure_library
-from contract.redis_url import without_password
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer

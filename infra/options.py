@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from contract.redis_url import redis_url_of
+from contract.connection import redis_url_of
 from infra.computing_options import (
     add_computing_options,
     add_engine_options,

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import importlib.util
 
+from contract.catalogue import known_store
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
@@ -12,7 +13,6 @@ from contract.keys import Keys
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
-from contract.stored_objects import known_store
 from infra import options as opts
 from infra.running_up import RunningUp, running_ups
 

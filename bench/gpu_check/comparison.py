@@ -11,8 +11,8 @@ from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload, random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
 from infra.bench.engine import run_workload
-from infra.bench.spread import percentile
 from infra.bench.workloads import Workload, WorkloadRequest
+from infra.tables import percentile
 from workers.ipc.messages import StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")

@@ -15,10 +15,9 @@ import redis.asyncio
 from redis.asyncio.client import PubSub
 
 from contract.codec import decode_hint
-from contract.connection import Listener, broker_errors
+from contract.connection import Listener, broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import LogEntry
-from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
@@ -109,7 +108,7 @@ class Hints:
 
     async def aclose(self) -> None:
         if self._task is not None:
-            await end(self._task)
+            await end_tasks(self._task)
             self._task = None
         await self._client.aclose()
 

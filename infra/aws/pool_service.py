@@ -22,16 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.connection import connect
+from contract.connection import connect, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.redis_url import redis_url_of
-from infra.aws.ecs_service import EcsService
 from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
-from infra.aws.scaling_group import ScalingGroup
-from infra.aws.workforce import Workforce
+from infra.aws.workforce import EcsService, ScalingGroup, Workforce
 from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
 from infra.pool_watch import PoolSight, PoolWatch
 

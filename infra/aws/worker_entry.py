@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract.connection import connect
+from contract.connection import connect, end_tasks, redis_url_of
 from contract.errors import BrokerUnavailable, WireError
 from contract.keys import Keys
-from contract.redis_url import redis_url_of
-from contract.tasks import end
 from infra.aws.task_protection import TaskProtection
 from infra.aws.worker_health import num_jobs_here
 
@@ -84,7 +82,7 @@ async def run(command: Sequence[str], redis_url: str, agent_url: str | None) -> 
         return await process.wait()
     finally:
         if watching is not None:
-            await end(watching)
+            await end_tasks(watching)
         for number in _PASSED_ON:
             loop.remove_signal_handler(number)
 

@@ -12,10 +12,9 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors, connect, now_ms
+from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
-from contract.redis_url import redis_url_of
 
 
 async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:

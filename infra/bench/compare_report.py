@@ -6,8 +6,7 @@ from typing import Any
 
 from infra.bench.compare import Trial, count_different
 from infra.bench.engine import EngineRun
-from infra.bench.spread import spread
-from infra.tables import table
+from infra.tables import spread, table
 
 COLUMNS = ("p50", "p99", "p99.9")
 LATENCIES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.bench.engine import EngineRun, RequestFailed, run_workload, warm_up
-from infra.bench.spread import spread
 from infra.bench.workloads import BadWorkload, read_workload
-from infra.tables import progress_line
+from infra.tables import progress_line, spread
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine

@@ -6,7 +6,7 @@ from typing import Any
 import boto3
 import pytest
 
-from infra.aws import account, first_call
+from infra.aws import deployment
 
 STACK = """{"Resources": {"T": {"Type": "AWS::SNS::Topic"}},
  "Outputs": {"Url": {"Value": "https://u/live"}, "ApiKeySecretArn": {"Value": "arn:s"},
@@ -15,11 +15,11 @@ STACK = """{"Resources": {"T": {"Type": "AWS::SNS::Topic"}},
 
 def test_the_account_and_region_are_named(aws_environ: dict[str, str]) -> None:
     """Without a region the error says how to set one."""
-    text = account.describe(boto3.session.Session())
+    text = deployment.describe(boto3.session.Session())
     assert "account 123456789012" in text
     assert text.endswith("in eu-central-1")
     with pytest.raises(LookupError, match="AWS_REGION"):
-        account.describe(NoRegion())
+        deployment.describe(NoRegion())
 
 
 class NoRegion:
@@ -37,7 +37,7 @@ def test_without_credentials_the_error_says_what_to_do(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    assert account.main() == 1
+    assert deployment.main([]) == 1
     assert "aws configure" in capsys.readouterr().err
 
 
@@ -46,12 +46,12 @@ def test_a_deployment_prints_a_first_call(aws_environ: dict[str, str], tmp_path:
     boto3.client("cloudformation").create_stack(StackName="mine", TemplateBody=STACK)
     config = tmp_path / "c.toml"
     config.write_text('[default.deploy.parameters]\nstack_name = "mine"\n')
-    found = first_call.outputs(boto3.client("cloudformation"), first_call.stack_name(config))
-    text = first_call.next_steps(found)
+    found = deployment.outputs(boto3.client("cloudformation"), deployment.stack_name(config))
+    text = deployment.next_steps(found)
     assert "curl -N https://u/live/v1/models" in text
     assert "--secret-id arn:s" in text
     config.write_text("")
-    assert first_call.stack_name(config) == "batchway"
+    assert deployment.stack_name(config) == "batchway"
 
 
 def test_a_failing_housekeeper_fails_the_deployment() -> None:
@@ -61,8 +61,8 @@ def test_a_failing_housekeeper_fails_the_deployment() -> None:
         def invoke(self, **_: Any) -> dict[str, str]:
             return {"FunctionError": "Unhandled"}
 
-    with pytest.raises(first_call.NotDeployed, match="keeper failed"):
-        first_call.load_library(Lambda(), "keeper")
+    with pytest.raises(deployment.NotDeployed, match="keeper failed"):
+        deployment.load_library(Lambda(), "keeper")
 
 
 def test_the_template_has_every_output_that_deploy_reads() -> None:

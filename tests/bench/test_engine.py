@@ -9,7 +9,6 @@ import pytest
 
 from contract.jobs import SamplingParams
 from infra.bench.engine import Timeline, run_workload
-from infra.bench.spread import percentile
 from infra.bench.workloads import (
     BadWorkload,
     Workload,
@@ -18,6 +17,7 @@ from infra.bench.workloads import (
     read_workload,
 )
 from infra.cli import main
+from infra.tables import percentile
 from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.fakes import HashModel, expected_output
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model

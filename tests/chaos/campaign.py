@@ -11,11 +11,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from contract.connection import connect
+from contract.connection import connect, end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.tasks import end
 from gateway.http.auth import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
@@ -149,7 +148,7 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
         callers.is_over.set()
         await asyncio.gather(*clients)
     finally:
-        await end(faults, *clients)
+        await end_tasks(faults, *clients)
 
 
 async def _rest(fleet: Fleet) -> None:
@@ -251,4 +250,4 @@ async def _progress(
     try:
         yield
     finally:
-        await end(task)
+        await end_tasks(task)

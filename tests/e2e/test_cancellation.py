@@ -11,7 +11,7 @@ import httpx
 import pytest
 import redis
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from tests.e2e.questions import KEYS, LONG_COUNT, MODEL
 from tests.infra.stack import Stack
 
@@ -174,6 +174,6 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
 
         running = asyncio.create_task(run_alone())
         await until(lambda: (1, 1, 0) in worker_loads() or running.done())
-        await end(running)
+        await end_tasks(running)
         assert running.cancelled()
     await until(lambda: is_pool_free(redis_view))

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from gateway.http.connections import Connection, ConnectionConfig
 
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -119,7 +119,7 @@ async def connected(
         ours.close()
         if protocol in state.connections:  # not lost already
             protocol.transport.abort()
-        await end(*state.tasks)
+        await end_tasks(*state.tasks)
 
 
 def bodies(responses: bytes) -> list[bytes]:

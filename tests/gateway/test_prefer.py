@@ -9,10 +9,10 @@ import pytest
 import redis.asyncio
 from openai import APIError, AsyncOpenAI
 
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
@@ -96,7 +96,7 @@ async def test_a_disconnect_within_the_wait_cancels(
         headers = {"prefer": "wait=60"}
         call = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
         claimed = await idle_worker.claim()
-        await end(call)
+        await end_tasks(call)
     assert await idle_worker.wait_until_ended(claimed) is JobStatus.CANCELLED
 
 

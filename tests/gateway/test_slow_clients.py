@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from gateway.http.connections import network_of
 from gateway.http.server import allow_many_files
 from infra.embedded_redis import EmbeddedRedis
@@ -76,7 +76,7 @@ class Client:
         try:
             return await self.rest()
         finally:
-            await end(sending)
+            await end_tasks(sending)
 
     async def answer(self) -> bytes:
         """A probe's response, up to the end of its body."""

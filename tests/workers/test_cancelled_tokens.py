@@ -8,10 +8,10 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
+from contract.connection import end_tasks
 from contract.function_types import LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.tasks import end
 from tests.fakes import hash_tokenizer
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
@@ -69,7 +69,7 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     step(2)  # computed before the engine received the cancel
     assert holding.tokens_after_cancel == 2
     assert (await caller.view(job)).num_output_tokens == 1
-    await end(publishing)
+    await end_tasks(publishing)
     await lane.aclose()
 
 

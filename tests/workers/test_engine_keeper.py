@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.function_types import Append, Verdict
 from contract.jobs import FinishReason
 from tests.fakes import hash_tokenizer
@@ -49,7 +49,7 @@ class Desk:
         return [(Verdict.OK, item.number + 1) for item in items]
 
     async def aclose(self) -> None:
-        await tasks.end(self._publishing)
+        await end_tasks(self._publishing)
 
 
 def load(ended_s: float, num_tokens: int = 1) -> EngineLoad:

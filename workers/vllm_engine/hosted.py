@@ -14,9 +14,8 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from workers.engine.deadlines import Deadlines
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.limits import EngineLimits
+from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.model import Chunk, PromptLogprobs, Sample
 from workers.engine.report import JobError, Output, StepReport
 from workers.engine.request import ErrorCode, Request, RequestRefused, check_request

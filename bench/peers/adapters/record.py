@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from infra.bench.spread import spread
+from infra.tables import spread
 
 
 def arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
 from workers.model.loader import LoadedModel, ModelRefused, load_model
-from workers.model.processor import Processor, Product
+from workers.model.products import Processor, Product
 from workers.model.surgery.blocks import NativeRMSNorm
 
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.

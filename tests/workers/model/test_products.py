@@ -15,8 +15,7 @@ from workers.model import products
 from workers.model.loader import load_model
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import load_library
-from workers.model.processor import Processor, Product, find_processor
-from workers.model.products import ROWS, Products, Shape
+from workers.model.products import ROWS, Processor, Product, Products, Shape, find_processor
 
 KERNELS = {dtype: Kernels(load_library(ISAS[-1]), dtype) for dtype in DTYPES}
 SHAPE = Shape(64, 128, torch.float32)

@@ -1,6 +1,9 @@
-"""After a deployment: loads the function library, then prints the URL and a call to try.
+"""Steps of scripts/deploy: prints the AWS account before anything is built; after the deployment
+loads the function library, and prints the URL and a call to try. Exit status 0 or 1.
 
-Needs nothing but boto3: it runs in the virtual environment of the sam command line.
+    python -m infra.aws.deployment [CONFIG]      without a sam configuration: the account
+
+Needs only boto3: it runs in the virtual environment of the sam command line.
 """
 
 import sys
@@ -8,7 +11,16 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-DEFAULT_STACK = "batchway"
+_DEFAULT_STACK = "batchway"
+_HELP = "no valid AWS credentials: run `aws configure` or `aws sso login`, or set AWS_PROFILE"
+
+
+def describe(session: Any) -> str:
+    """Account, identity and region, as a sentence. Raises what boto3 raises, LookupError."""
+    if session.region_name is None:
+        raise LookupError("no region: set AWS_REGION, or run `aws configure`")
+    identity = session.client("sts").get_caller_identity()
+    return f"account {identity['Account']} as {identity['Arn']} in {session.region_name}"
 
 
 class NotDeployed(Exception):
@@ -22,7 +34,7 @@ def stack_name(config: Path) -> str:
         name = default.get(section, {}).get("parameters", {}).get("stack_name")
         if name:
             return str(name)
-    return DEFAULT_STACK
+    return _DEFAULT_STACK
 
 
 def outputs(client: Any, stack: str) -> dict[str, str]:
@@ -53,11 +65,21 @@ A pool without workers takes a few minutes until its first answer: queue a job w
 or poll /readyz until it reports a worker."""
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
 
-    stack = stack_name(Path(sys.argv[1]))
-    found = outputs(boto3.client("cloudformation"), stack)
+    if not arguments:
+        try:
+            print(describe(boto3.session.Session()))
+        except LookupError as exc:
+            print(exc, file=sys.stderr)
+            return 1
+        except (BotoCoreError, ClientError) as exc:
+            print(f"{_HELP} ({type(exc).__name__})", file=sys.stderr)
+            return 1
+        return 0
+    found = outputs(boto3.client("cloudformation"), stack_name(Path(arguments[0])))
     try:
         load_library(boto3.client("lambda"), found["HousekeeperFunctionName"])
     except NotDeployed as exc:
@@ -68,4 +90,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
