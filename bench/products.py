@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from infra.tables import markdown_table
 from workers.engine.model import ModelRefused
 from workers.model.backend import choose_backend
 from workers.model.checkpoint import read_config
@@ -76,11 +77,8 @@ def measure(model: str, rows: Seq[int], num_rounds: int) -> Mapping[str, Mapping
 def table(found: Mapping[str, Mapping[int, float]]) -> str:
     """A row per type, a column per number of rows; milliseconds."""
     rows = list(next(iter(found.values())))
-    lines = ["| rows | " + " | ".join(map(str, rows)) + " |", "|---" * (1 + len(rows)) + "|"]
-    for name, walls_s in found.items():
-        cells = " | ".join(f"{1000 * walls_s[n]:.1f}" for n in rows)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    cells = [[name, *(f"{1000 * times[n]:.1f}" for n in rows)] for name, times in found.items()]
+    return markdown_table([["rows", *map(str, rows)], *cells])
 
 
 def main(argv: Seq[str] | None = None) -> int:

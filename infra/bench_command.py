@@ -8,6 +8,7 @@ from pathlib import Path
 from infra.bench_serve_options import add_serve_options
 from infra.computing_options import add_quantization_option
 from infra.option_values import integer
+from infra.options import add_json_option
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--torch-only", action="store_true", help="no merged modules, no kernels of our own"
     )
-    engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    add_json_option(engine)
     add_serve_options(
         benches.add_parser(
             "serve",

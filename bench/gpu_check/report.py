@@ -29,10 +29,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, operations and tokens per second; shares of one."""
-        found = {
-            name: _plain(getattr(self, name))
-            for name in ("roofs", "checks", "decoding", "prefill", "closed", "loaded", "skipped")
-        }
+        found = dataclasses.asdict(self)
+        del found["machine"]
         about = {"device": self.machine.name, "versions": self.machine.versions()}
         return about | {"passed": self.passed} | found
 
@@ -65,16 +63,6 @@ class Report:
             _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
             _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
         ]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value
 
 
 def _row(what: str, figure: str, detail: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.models import SIZES, make_model
 from infra.bench.workloads import log_uniform_workload, write_workload
+from infra.tables import write
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "batchway"
@@ -52,10 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = measure(name, python, column, options)
                 results[column].setdefault(name, []).append(found)
     summaries = {c: summarise(found) for c, found in results.items()}
-    print(tables(summaries))
-    if options.json is not None:
-        shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
-        options.json.write_text(json.dumps(shown, indent=1) + "\n")
+    shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
+    write(shown, tables(summaries), options.json)
     return 0
 
 
@@ -77,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=3, help="of each engine, in turns")
     parser.add_argument("--max-running", type=int, default=32, help="sequences at once")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", metavar="OUT")
     return parser
 
 

@@ -91,6 +91,6 @@ def test_skipped_measurements_are_named() -> None:
     report = GpuCheck(TINY, SMALL, lambda text: None, lambda: next(clock)).run()
 
     wanted = [*(shape.name for shape in SMALL.shapes), "transformers' continuous batching"]
-    assert report.skipped == [f"{what}: the time was up" for what in wanted]
+    assert report.skipped == [f"{what}: the time limit was reached" for what in wanted]
     assert report.checks
     assert report.decoding == {}
