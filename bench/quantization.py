@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contract.jobs import SamplingParams
+from bench.models import whole_chunk
 from infra.bench.engine import run_workload
 from infra.bench.workloads import log_uniform_workload
 from infra.demo_model import demo_model_path
@@ -22,8 +22,7 @@ from infra.tables import table
 from training.documents import answer_ids, prompt_ids
 from training.draws import FAMILIES
 from training.evaluate import held_out
-from workers.engine.model import Chunk, ModelRefused
-from workers.engine.sequence import Sequence
+from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
@@ -95,19 +94,7 @@ def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -
 
 def logits_of(runner: ModelRunner, text: Text) -> Tensor:
     """Logits (n, vocab_size) after each token from the last given one on, except the last."""
-    num_tokens = len(text.token_ids)
-    sequence = Sequence(
-        job_id="text",
-        epoch=1,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=list(text.token_ids),
-        num_prompt=num_tokens,
-        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
-        block_ids=list(range(-(-num_tokens // runner.block_size))),
-    )
-    logits = runner.logits([Chunk(sequence, 0, num_tokens, samples=False)])
+    logits = runner.logits([whole_chunk(text.token_ids, runner.block_size, samples=False)])
     return logits[text.num_given - 1 :].float()
 
 

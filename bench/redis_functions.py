@@ -124,7 +124,7 @@ async def measure_submit(num_jobs: Sequence[int], num_calls: int) -> list[Figure
 @contextlib.asynccontextmanager
 async def _server() -> AsyncIterator[tuple[redis.asyncio.Redis, Functions]]:
     with EmbeddedRedis() as server:
-        async with contextlib.aclosing(connect(server.url, command_timeout_s=None)) as client:
+        async with connect(server.url, command_timeout_s=None) as client:
             await ensure_library(client)
             yield client, Functions(client, Keys("bench"))
 

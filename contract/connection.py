@@ -6,8 +6,8 @@ and functions, which may be repeated.
 
 import asyncio
 import builtins
-from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -143,29 +143,18 @@ def denied(
     )
 
 
-class broker_errors:
+@contextlib.contextmanager
+def broker_errors(client: redis.asyncio.Redis, command: str) -> Iterator[None]:
     """Converts errors of redis-py: a server that does not answer or refuses into BrokerUnavailable
     or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`."""
-
-    def __init__(self, client: redis.asyncio.Redis, command: str) -> None:
-        self._client = client
-        self._command = command
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is None:
-            return
+    try:
+        yield
+    except Exception as exc:
         if isinstance(exc, ResponseError) and is_denied(exc):
-            raise denied(self._client, self._command, exc) from exc
+            raise denied(client, command, exc) from exc
         if (error := _broker_error(exc)) is not None:
             raise error from exc
+        raise
 
 
 def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import sys
 
 from contract.connection import connect
@@ -50,7 +49,7 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         roster = Roster(client, Keys(options.namespace))
         drained = await _drain(roster, options)
         if options.wait:

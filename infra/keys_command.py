@@ -6,7 +6,6 @@ then is lost.
 
 import argparse
 import asyncio
-import contextlib
 import math
 import os
 import sys
@@ -178,14 +177,14 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
     """Whether an installation has an API key. Raises BrokerUnavailable."""
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         return await ApiKeys(client, Keys(namespace)).exist()
 
 
 async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
     actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
     actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         await actions[options.action](ApiKeys(client, Keys(options.namespace), pepper), options)
     return 0
 

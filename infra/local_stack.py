@@ -239,16 +239,14 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
 
 async def _load_library(url: str) -> None:
     """Checks that Redis responds, and loads the Functions. Raises PartLost."""
-    client = connect(url, command_timeout_s=5.0)
     try:
-        with broker_errors(client, "PING"):
-            await client.ping()
-        await check_fitness(client)
-        await ensure_library(client)
+        async with connect(url, command_timeout_s=5.0) as client:
+            with broker_errors(client, "PING"):
+                await client.ping()
+            await check_fitness(client)
+            await ensure_library(client)
     except (BrokerUnavailable, ValueError) as exc:
         raise PartLost(f"no Redis to work with: {exc}") from exc
-    finally:
-        await client.aclose()
 
 
 async def _in_thread(call: Callable[[], None]) -> None:

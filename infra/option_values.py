@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from contract.keys import Keys
 from contract.payloads import open_store
 from workers.settings import LANES
-from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
+from workers.supervisor.spot_notice import SpotNotice
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -89,19 +89,20 @@ def redis_url(raw: str) -> str:
     return raw
 
 
-def object_store(raw: str) -> str:
-    try:
-        open_store(raw)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    return raw
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Takes values for which `check` raises no ValueError; its message is shown."""
+
+    def parse(raw: str) -> str:
+        try:
+            check(raw)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from exc
+        return raw
+
+    return parse
 
 
-def namespace(raw: str) -> str:
-    try:
-        return Keys(raw).namespace
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+object_store, namespace, spot_notice = checked(open_store), checked(Keys), checked(SpotNotice)
 
 
 def model_name(raw: str) -> str:
@@ -121,11 +122,3 @@ def lanes(raw: str) -> tuple[str, ...]:
             f"must be different names out of {','.join(LANES)}, not {raw!r}"
         )
     return names
-
-
-def spot_notice(raw: str) -> str:
-    try:
-        SpotNotice(raw)
-    except BadNoticeSource as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    return raw

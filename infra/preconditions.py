@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib.util
 
 from contract.catalogue import known_store
@@ -44,7 +43,7 @@ def check_redis(url: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        async with contextlib.aclosing(connect(url)) as client:
+        async with connect(url) as client:
             await check_fitness(client)
 
     try:
@@ -82,7 +81,7 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        async with contextlib.aclosing(connect(url)) as client:
+        async with connect(url) as client:
             return await known_store(client, Keys(namespace), own)
 
     store = open_store(setting)

@@ -5,7 +5,6 @@ Uses only Redis, without gateway and key. Shows states and sizes, never text.
 
 import argparse
 import asyncio
-import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -75,7 +74,7 @@ def _metadata(raw: str) -> tuple[str, str]:
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"list": _list, "show": _show, "cancel": _cancel, "delete": _delete}
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         await actions[options.kind](Functions(client, Keys(options.namespace)), options)
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload
-from contract.jobs import SamplingParams
+from bench.models import whole_chunk
 from infra.bench.engine import run_workload
-from workers.engine.model import Chunk
-from workers.engine.sequence import Sequence
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.triton_attention import TritonAttention
@@ -154,20 +152,9 @@ def check_engine(served: Served) -> Check:
 def _reference_logits(served: Served, token_ids: list[int]) -> Tensor:
     """(num_tokens, vocab_size) by reference attention, in one chunk."""
     runner = served.runner
-    sequence = Sequence(
-        job_id="check",
-        epoch=0,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=token_ids,
-        num_prompt=len(token_ids),
-        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
-        block_ids=list(range(-(-len(token_ids) // runner.block_size))),
-    )
     attention, runner.backend = runner.backend, ReferenceAttention()
     try:
-        return runner.logits([Chunk(sequence, 0, len(token_ids), samples=True)])
+        return runner.logits([whole_chunk(token_ids, runner.block_size, samples=True)])
     finally:
         runner.backend = attention
 

@@ -95,7 +95,7 @@ def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
 async def _protect(redis_url: str, agent_url: str) -> None:
     protection = TaskProtection(agent_url)
     keys = Keys(os.environ.get("BATCHWAY_NAMESPACE") or "default")
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         while True:
             with contextlib.suppress(BrokerUnavailable, WireError):
                 num_jobs = await num_jobs_here(client, keys) or 0

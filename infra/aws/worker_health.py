@@ -35,13 +35,11 @@ async def num_jobs_here(client: redis.asyncio.Redis, keys: Keys) -> int | None:
 
 
 async def check(redis_url: str, namespace: str) -> bool:
-    client = connect(redis_url)
     try:
-        return await num_jobs_here(client, Keys(namespace)) is not None
+        async with connect(redis_url) as client:
+            return await num_jobs_here(client, Keys(namespace)) is not None
     except (BrokerUnavailable, WireError):
         return True
-    finally:
-        await client.aclose()
 
 
 def main() -> int:
