@@ -143,7 +143,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
 
     async with client:
         caller = Caller(client, _MODEL)
-        warm_up(engine, [size.num_prompt] * 4, vocab_size)
+        warm_up(engine, draw(4, size.num_prompt, 4), vocab_size)
         await _serve(caller, draw(size.num_streams, size.num_prompt, 4), size.num_streams)
         processor = ProcessorTime(server.pid)
         rates: tuple[list[float], list[float]] = ([], [])

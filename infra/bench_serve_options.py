@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from infra.option_values import http_url, integer, lengths, number, share
+from infra.option_values import http_url, integer, lengths, number
 from infra.options import add_json_option
 
 
@@ -77,7 +77,7 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--cancel-share",
-        type=share,
+        type=number(may_be_zero=True, most=1),
         default=0.0,
         metavar="SHARE",
         help="share of callers that disconnect during their answer, 0 to 1 (default: 0)",

@@ -6,7 +6,6 @@ then is lost.
 
 import argparse
 import asyncio
-import math
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -73,7 +72,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scopes",
-        type=_scopes,
+        type=option_values.names_of(tuple(Scope)),
         default=DEFAULT_SCOPES,
         metavar="NAMES",
         help=f"what it is good for, of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
@@ -100,7 +99,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--lane-share",
-        type=_number(0, 1),
+        type=option_values.number(may_be_zero=False, most=1),
         default=0.0,
         metavar="SHARE",
         help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
@@ -108,7 +107,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weight",
-        type=_number(MIN_WEIGHT, MAX_WEIGHT),
+        type=option_values.number(may_be_zero=False, least=MIN_WEIGHT, most=MAX_WEIGHT),
         default=1.0,
         metavar="NUMBER",
         help="what the tenant gets of a lane's tokens and places is to what others get as their "
@@ -116,7 +115,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retention-s",
-        type=_number(MIN_RETENTION_S, math.inf),
+        type=option_values.number(may_be_zero=False, least=MIN_RETENTION_S),
         default=0.0,
         metavar="SECONDS",
         help="how long the tenant's jobs that ask for no time of their own are kept after their "
@@ -135,28 +134,6 @@ def _add_lifetime(parser: argparse.ArgumentParser) -> None:
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", metavar="PREFIX", help="the 8 characters after `bw-`")
-
-
-def _scopes(raw: str) -> tuple[Scope, ...]:
-    names = [part.strip() for part in raw.split(",")]
-    if not set(names) <= set(Scope) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(
-            f"must be different names out of {','.join(Scope)}, not {raw!r}"
-        )
-    return tuple(Scope(name) for name in names)
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
-    """Takes numbers over 0 within these bounds."""
-
-    def take(raw: str) -> float:
-        value = option_values.number(may_be_zero=False)(raw)
-        if not least <= value <= most:
-            bounds = f"from {least:g}" + ("" if most == math.inf else f" to {most:g}")
-            raise argparse.ArgumentTypeError(f"must be a number {bounds}, not {raw!r}")
-        return value
-
-    return take
 
 
 # --- actions ----------------------------------------------------------------------------------
@@ -192,7 +169,7 @@ async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | Non
 async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
     terms = KeyTerms(
         tenant=options.tenant,
-        scopes=options.scopes,
+        scopes=tuple(map(Scope, options.scopes)),
         lanes=options.lanes,
         requests_per_minute=options.requests_per_minute,
         tokens_per_minute=options.tokens_per_minute,

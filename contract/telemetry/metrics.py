@@ -4,6 +4,7 @@ Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is 
 Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
 """
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -187,3 +188,20 @@ class Counts:
         self.fields[f"{series}:{bucket}"] += times
         if sum_ := round(value / metric.scale) * times:
             self.fields[f"{series}:sum"] += sum_
+
+
+def embedded_line(
+    dimensions: Mapping[str, str],
+    values: Mapping[str, float | list[float]],
+    units: Mapping[str, str],
+    at_s: float,
+) -> str:
+    """Metrics in CloudWatch's embedded metric format, which it reads from logs. `units` by name;
+    `at_s` is Unix time."""
+    about = {
+        "Namespace": "batchway",
+        "Dimensions": [list(dimensions)],
+        "Metrics": [{"Name": name, "Unit": units[name]} for name in values],
+    }
+    stamp = {"Timestamp": int(at_s * 1000), "CloudWatchMetrics": [about]}
+    return json.dumps({"_aws": stamp, **dimensions, **values})

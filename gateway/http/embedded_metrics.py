@@ -4,17 +4,15 @@ A function is frozen between requests and cannot be scraped, so it writes one li
 request with what the request has added.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from contract.telemetry.metrics import embedded_line
 from gateway.http.metrics import GatewayMetrics
 
-NAMESPACE = "batchway"
-_UNIT = "Count"
 # by model, lane and name; model and lane are '' for requests without a job
 _Figures = Counter[tuple[str, str, str]]
 
@@ -51,16 +49,8 @@ class EmbeddedMetrics:
         self._written = now
         for model, lane in sorted({(model, lane) for model, lane, _ in gained}):
             values = {name: n for (m, at, name), n in gained.items() if (m, at) == (model, lane)}
-            yield self._line({"Model": model, "Lane": lane} if model else {}, values)
-
-    def _line(self, labels: dict[str, str], values: dict[str, int]) -> str:
-        about = {
-            "Namespace": NAMESPACE,
-            "Dimensions": [list(labels)],
-            "Metrics": [{"Name": name, "Unit": _UNIT} for name in values],
-        }
-        stamp = {"Timestamp": int(self._clock_s() * 1000), "CloudWatchMetrics": [about]}
-        return json.dumps({"_aws": stamp, **labels, **values})
+            labels = {"Model": model, "Lane": lane} if model else {}
+            yield embedded_line(labels, values, dict.fromkeys(values, "Count"), self._clock_s())
 
 
 def _figures(metrics: GatewayMetrics) -> _Figures:

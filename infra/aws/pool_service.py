@@ -11,7 +11,6 @@ not receive the log.
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from contract.connection import connect, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.telemetry.metrics import embedded_line
 from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
 from infra.aws.workforce import EcsService, ScalingGroup, Workforce
@@ -124,7 +124,7 @@ class PoolService:
             await self.functions.drain([worker.incarnation for worker in emptiest[:num]])
 
     def _metrics(self, sight: PoolSight, decision: Decision) -> str:
-        values = {
+        values: dict[str, float | list[float]] = {
             "DesiredWorkers": decision.num_workers,
             "ReadyWorkers": len(sight.workers),
             "BusyWorkers": sum(worker.num_jobs > 0 for worker in sight.workers),
@@ -133,13 +133,7 @@ class PoolService:
             "StrandedTokens": 0 if sight.workers else sum(sight.queued_tokens.values()),
             "BreakerOpen": int(decision.is_breaker_open),
         }
-        about = {
-            "Namespace": "batchway",
-            "Dimensions": [["Model"]],
-            "Metrics": [{"Name": name, "Unit": unit} for name, unit in _METRICS.items()],
-        }
-        stamp = {"Timestamp": int(self.clock_s() * 1000), "CloudWatchMetrics": [about]}
-        return json.dumps({"_aws": stamp, "Model": self.watch.model, **values})
+        return embedded_line({"Model": self.watch.model}, values, _METRICS, self.clock_s())
 
 
 def wait_targets(raw: str) -> dict[str, float]:

@@ -11,8 +11,6 @@ from infra.bench.engine import EngineRun, run_workload, warm_up
 from infra.bench.workloads import Workload, arriving
 from workers.engine.engine import Engine
 
-_NUM_WARM_UP = 4  # requests before each run
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -83,8 +81,7 @@ def compare(
 
 def _run(candidate: Candidate, timed: Workload, vocab_size: int) -> EngineRun:
     engine = candidate.build()
-    lengths = [len(request.prompt_token_ids) for request in timed.requests[:_NUM_WARM_UP]]
-    warm_up(engine, lengths, vocab_size)
+    warm_up(engine, timed, vocab_size)
     return run_workload(engine, timed)
 
 

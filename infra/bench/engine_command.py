@@ -13,8 +13,6 @@ from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import load_model
 
-_NUM_WARM_UP = 4  # requests
-
 
 def run(options: argparse.Namespace) -> int:
     try:
@@ -34,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
         engine = build_engine(
             loaded.model, loaded.vocab_size, engine_options, loaded.num_step_tokens
         )
-        lengths = [len(r.prompt_token_ids) for r in workload.requests[:_NUM_WARM_UP]]
-        warm_up(engine, lengths, loaded.vocab_size)
+        warm_up(engine, workload, loaded.vocab_size)
         summary = summarise(run_workload(engine, workload, progress=progress_line("tokens")))
     except (BadWorkload, ModelRefused, RequestFailed, RequestRefused) as exc:
         print(f"batchway bench engine: {exc}", file=sys.stderr)

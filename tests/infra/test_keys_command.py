@@ -112,11 +112,11 @@ def test_an_impossible_command_gives_one_sentence(
     [
         ("--scopes=everything", "different names out of inference"),
         ("--lanes=fast", "different names out of"),
-        ("--lane-share=1.5", "from 0 to 1"),
+        ("--lane-share=1.5", "over 0, at most 1"),
         ("--requests-per-minute=0", "at least 1"),
-        ("--retention-s=59", "from 60"),
-        ("--retention-s=nan", "a number over 0"),
-        ("--weight=101", "from 0.01 to 100"),
+        ("--retention-s=59", "at least 60"),
+        ("--retention-s=nan", "at least 60"),
+        ("--weight=101", "at least 0.01, at most 100"),
         ("--expires=0", "over 0"),
     ],
 )
