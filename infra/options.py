@@ -12,7 +12,9 @@ from typing import Any, get_args
 from contract.connection import redis_url_of
 from infra.computing_options import (
     add_computing_options,
+    add_dtype_option,
     add_engine_options,
+    add_kv_cache_option,
     add_node_options,
     add_quantization_option,
     node_options,
@@ -44,7 +46,6 @@ SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 _ENGINE = EngineOptions(model_path="")
 GATEWAY_DRAIN_S = 20.0
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 GIB = 2**30
@@ -149,9 +150,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the name that requests use (default: demo, or the last part of --model)",
     )
-    group.add_argument(
-        "--dtype", choices=_DTYPES, default="auto", help="of weights and KV cache (default: auto)"
-    )
+    add_dtype_option(group)
     add_quantization_option(group)
     group.add_argument(
         "--device",
@@ -189,12 +188,7 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
     )
     for name, text in limits:
         group.add_argument(name, type=integer(1), metavar="N", help=text)
-    group.add_argument(
-        "--kv-cache-gib",
-        type=number(may_be_zero=False),
-        metavar="GIB",
-        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
-    )
+    add_kv_cache_option(group)
 
 
 def add_up_options(parser: argparse.ArgumentParser) -> None:

@@ -94,11 +94,11 @@ def _show_once(options: argparse.Namespace) -> None:
     from contract.telemetry.metrics_reader import MetricsSamples, look
     from infra.top_screen import screen
 
-    sight = look(MetricsSamples.parse(_fetch(options)))
+    snapshot = look(MetricsSamples.parse(_fetch(options)))
     console = Console(width=None if sys.stdout.isatty() else _PICTURE_COLUMNS)
     with console.capture() as capture:
-        console.print(screen(sight, options.url))
-    write(asdict(sight), capture.get().rstrip("\n"), options.json)
+        console.print(screen(snapshot, options.url))
+    write(asdict(snapshot), capture.get().rstrip("\n"), options.json)
 
 
 def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
@@ -111,9 +111,9 @@ def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
     def next_look() -> "RenderableType":
         nonlocal before
         now_s, page = time.monotonic(), MetricsSamples.parse(_fetch(options))
-        sight = look(page) if before is None else look(page, before[1], now_s - before[0])
+        snapshot = look(page) if before is None else look(page, before[1], now_s - before[0])
         before = now_s, page
-        return screen(sight, options.url)
+        return screen(snapshot, options.url)
 
     return next_look
 

@@ -29,7 +29,7 @@ from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
 from infra.aws.workforce import EcsService, ScalingGroup, Workforce
 from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide
-from infra.pool_watch import PoolSight, PoolWatch
+from infra.pool_watch import PoolState, PoolWatch
 
 log = logging.getLogger("batchway.pool")
 
@@ -76,17 +76,17 @@ class PoolService:
 
     async def step(self) -> Decision:
         """One observation and its consequences. Raises BrokerUnavailable, and what boto3 raises."""
-        sight = await self.watch.look()
+        observed = await self.watch.look()
         num_desired = await asyncio.to_thread(self.workforce.num_desired)
-        await asyncio.to_thread(self.workforce.keep, sight.incarnations)
+        await asyncio.to_thread(self.workforce.keep, observed.incarnations)
         failed_starts_s = await asyncio.to_thread(self._failed_starts_s)
         view = PoolView(
             now_s=self.clock_s(),
-            queued_tokens=sight.queued_tokens,
+            queued_tokens=observed.queued_tokens,
             num_desired=num_desired,
-            num_ready=len(sight.workers),
-            load=sum(worker.load for worker in sight.workers),
-            tokens_per_s=sight.tokens_per_s,
+            num_ready=len(observed.workers),
+            load=sum(worker.load for worker in observed.workers),
+            tokens_per_s=observed.tokens_per_s,
             failed_starts_s=failed_starts_s,
         )
         decision = decide(self.policy, view, self.memory)
@@ -94,12 +94,12 @@ class PoolService:
         if decision.num_workers != num_desired:
             log.info(
                 "pool %d -> %d (%s) ready=%d", num_desired, decision.num_workers,
-                decision.reason, len(sight.workers),
+                decision.reason, len(observed.workers),
             )  # fmt: skip
             await asyncio.to_thread(self.workforce.resize, decision.num_workers)
-        await self._retire(sight, decision.num_to_retire)
+        await self._retire(observed, decision.num_to_retire)
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
-        lines = [self._metrics(sight, decision), *self.fleet.lines(snapshot)]
+        lines = [self._metrics(observed, decision), *self.fleet.lines(snapshot)]
         await asyncio.to_thread(self._emit_all, lines)
         return decision
 
@@ -117,20 +117,20 @@ class PoolService:
         failed = self.workforce.failed()
         return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
-    async def _retire(self, sight: PoolSight, num: int) -> None:
+    async def _retire(self, observed: PoolState, num: int) -> None:
         """Drains the emptiest workers; they end when their jobs have ended."""
         if num:
-            emptiest = sorted(sight.workers, key=lambda worker: (worker.num_jobs, worker.load))
+            emptiest = sorted(observed.workers, key=lambda worker: (worker.num_jobs, worker.load))
             await self.functions.drain([worker.incarnation for worker in emptiest[:num]])
 
-    def _metrics(self, sight: PoolSight, decision: Decision) -> str:
+    def _metrics(self, observed: PoolState, decision: Decision) -> str:
         values: dict[str, float | list[float]] = {
             "DesiredWorkers": decision.num_workers,
-            "ReadyWorkers": len(sight.workers),
-            "BusyWorkers": sum(worker.num_jobs > 0 for worker in sight.workers),
+            "ReadyWorkers": len(observed.workers),
+            "BusyWorkers": sum(worker.num_jobs > 0 for worker in observed.workers),
             "BacklogS": round(decision.backlog_s, 3),
             "BacklogOverTarget": round(decision.backlog_over_target, 3),
-            "StrandedTokens": 0 if sight.workers else sum(sight.queued_tokens.values()),
+            "StrandedTokens": 0 if observed.workers else sum(observed.queued_tokens.values()),
             "BreakerOpen": int(decision.is_breaker_open),
         }
         return embedded_line({"Model": self.watch.model}, values, _METRICS, self.clock_s())

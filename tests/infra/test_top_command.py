@@ -43,7 +43,7 @@ async def test_a_snapshot_shows_lanes_and_workers(url: str, worker: FakeWorker) 
     await run_a_job(url)
     shown = await asyncio.to_thread(top, url, "--once")
     assert shown.returncode == 0, shown.stderr
-    for text in ("interactive", MODEL, worker.incarnation, "last heartbeat"):
+    for text in ("interactive", MODEL, worker.incarnation, "heartbeat"):
         assert text in shown.stdout
     snapshot = json.loads((await asyncio.to_thread(top, url, "--json", "-")).stdout)
     standard = next(lane for lane in snapshot["lanes"] if lane["lane"] == "standard")
