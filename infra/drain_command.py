@@ -6,7 +6,7 @@ import sys
 
 from contract.connection import connect
 from contract.keys import Keys
-from contract.roster import Roster, WorkerView
+from contract.roster import Roster
 from infra import options as opts
 from infra.tables import write
 
@@ -76,13 +76,10 @@ async def _follow(roster: Roster, incarnation: str) -> None:
     """Prints each change to standard error until the worker has left."""
     before = ""
     while (view := await roster.worker(incarnation)) is not None:
-        now = _state(view)
+        state = "draining" if view.is_draining else "drain ordered"
+        now = f"{state}, jobs held: {view.num_jobs_held}"
         if now != before:
             print(f"{incarnation}: {now}", file=sys.stderr)
         before = now
         await asyncio.sleep(_POLL_S)
     print(f"{incarnation}: has left", file=sys.stderr)
-
-
-def _state(view: WorkerView) -> str:
-    return f"{'draining' if view.is_draining else 'drain ordered'}, jobs held: {view.num_jobs_held}"

@@ -128,10 +128,10 @@ def _run_calibration(options: argparse.Namespace, redis_url: str) -> None:
     """Raises BrokerUnavailable, WireError."""
     found = asyncio.run(_calibrations(options, redis_url))
     result = {model: [asdict(lane) for lane in lanes] for model, lanes in found.items()}
-    parts = [
-        f"{model}\n{table([_CALIBRATION_HEADING, *(_calibration_row(lane) for lane in lanes)])}"
-        for model, lanes in found.items()
-    ]
+    parts = []
+    for model, lanes in found.items():
+        rows = [(c.lane, str(c.num_jobs), _percent(c.p50), _percent(c.p90)) for c in lanes]
+        parts.append(f"{model}\n{table([_CALIBRATION_HEADING, *rows])}")
     write({"models": result}, "\n\n".join(parts) or "no model is known", options.json)
 
 
@@ -145,10 +145,6 @@ async def _calibrations(
             for card in await Catalogue(client, keys).models()
             if options.model in (None, card.name)
         }
-
-
-def _calibration_row(lane: Calibration) -> tuple[str, ...]:
-    return lane.lane, str(lane.num_jobs), _percent(lane.p50), _percent(lane.p90)
 
 
 def _percent(error: float | None) -> str:

@@ -36,7 +36,11 @@ class Report:
 
     def table(self) -> str:
         versions = ", ".join(f"{name} {text}" for name, text in self.machine.versions().items())
-        lines = [f"{self.machine.name}: {versions}", *self._roof_lines()]
+        lines = [
+            f"{self.machine.name}: {versions}",
+            _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
+            _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
+        ]
         lines += [
             _row(check.name, "ok" if check.passed else "FAILED", check.detail)
             for check in self.checks
@@ -57,12 +61,6 @@ class Report:
             lines += [_loaded_line(name, load) for load in loads]
         lines += [_row("skipped", "", reason) for reason in self.skipped]
         return "\n".join(lines)
-
-    def _roof_lines(self) -> list[str]:
-        return [
-            _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
-            _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
-        ]
 
 
 def _row(what: str, figure: str, detail: str) -> str:

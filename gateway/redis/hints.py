@@ -150,7 +150,7 @@ class Hints:
     async def _follow(self, pubsub: PubSub) -> None:
         """Subscribes to the channels that have mailboxes, and passes on messages until an error."""
         await pubsub.connect()  # type: ignore[no-untyped-call]
-        self._listener = Listener(pubsub, self._hear)
+        self._listener = Listener(pubsub, self._on_message)
         subscribed: set[bytes] = set()
         self._is_changed = True
         while True:
@@ -165,7 +165,7 @@ class Hints:
                 subscribed = wanted
             await self._listener.listen()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         if message["type"] == "message":
             self._deliver(message["channel"], message["data"])
         elif message["type"] == "subscribe":
