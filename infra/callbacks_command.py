@@ -35,7 +35,7 @@ _UNKNOWN = "no such callback"
 def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     """Without an action it delivers; `dead` manages undeliverable messages."""
     opts.add_shared_options(parser, redis_default="refused")
-    opts.add_object_store_option(parser, "all lies in Redis")
+    opts.add_object_store_option(parser, "they stay in Redis")
     opts.add_drain_option(parser, DRAIN_S, "on SIGTERM, how long deliveries may continue")
     add_allow_option(parser)
     parser.add_argument(

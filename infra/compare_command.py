@@ -36,8 +36,8 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=_LOADS,
         metavar="SHARE",
-        help="rates of Poisson arrivals, as shares of the requests per second that the best serves "
-        "with all at once (default: 0.5 0.8)",
+        help="rates of Poisson arrivals, as shares of the best strategy's requests per second with "
+        "all requests at once (default: 0.5 0.8)",
     )
     group.add_argument(
         "--rounds",
@@ -50,7 +50,10 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: 0)"
     )
     parser.add_argument(
-        "--png", type=Path, metavar="OUT", help="draw it; needs the extra bench (default: none)"
+        "--png",
+        type=Path,
+        metavar="OUT",
+        help="plot results; needs the extra bench (default: none)",
     )
     opts.add_json_option(parser)
 
@@ -74,14 +77,14 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         "--flat",
         action="store_true",
         help="compute static and dynamic batches without padding, as this engine serves "
-        "(default: as rectangles, as padded implementations compute them)",
+        "(default: padded to rectangles)",
     )
     group.add_argument(
         "--max-running",
         type=integer(1),
         default=16,
         metavar="N",
-        help="sequences that run at once at most, and of a full batch; wins over files "
+        help="the most sequences that run at once, and the size of a full batch; overrides files "
         "(default: 16)",
     )
     add_dtype_option(group)

@@ -36,7 +36,7 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=option_values.model_name,
         metavar="NAME",
-        help="of this model alone (default: of every model)",
+        help="only this model (default: every model)",
     )
     summary = "jobs that crashed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
@@ -49,7 +49,7 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
         "--deadline-s",
         type=option_values.number(may_be_zero=False),
         metavar="SECONDS",
-        help="when the new job ends at the latest (default: as long as it had)",
+        help="deadline of the new job, from now (default: as long as the old one had)",
     )
 
 

@@ -68,14 +68,14 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         "--tenant",
         required=True,
         metavar="NAME",
-        help="whose key it is: jobs, quotas and fairness are the tenant's (default: refused)",
+        help="the key's tenant, which owns jobs, quotas and a fair share (default: refused)",
     )
     parser.add_argument(
         "--scopes",
         type=option_values.names_of(tuple(Scope)),
         default=DEFAULT_SCOPES,
         metavar="NAMES",
-        help=f"what it is good for, of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
+        help=f"what it permits, out of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
     )
     parser.add_argument(
         "--lanes",
@@ -102,7 +102,7 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         type=option_values.number(may_be_zero=False, most=1),
         default=0.0,
         metavar="SHARE",
-        help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
+        help="the largest share of a lane's waiting tokens that the tenant may have, over 0 to 1 "
         "(default: no limit)",
     )
     parser.add_argument(
@@ -110,16 +110,16 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         type=option_values.number(may_be_zero=False, least=MIN_WEIGHT, most=MAX_WEIGHT),
         default=1.0,
         metavar="NUMBER",
-        help="what the tenant gets of a lane's tokens and places is to what others get as their "
-        "weights are, 0.01 to 100 (default: 1)",
+        help="the tenant's share of a lane's tokens and places, relative to the weights of other "
+        "tenants, 0.01 to 100 (default: 1)",
     )
     parser.add_argument(
         "--retention-s",
         type=option_values.number(may_be_zero=False, least=MIN_RETENTION_S),
         default=0.0,
         metavar="SECONDS",
-        help="how long the tenant's jobs that ask for no time of their own are kept after their "
-        "end, within the gateway's bound (default: the gateway's)",
+        help="how long the tenant's jobs are kept after their end, unless a job sets its own time; "
+        "within the gateway's bound (default: the gateway's)",
     )
 
 

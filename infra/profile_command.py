@@ -17,7 +17,7 @@ _HEADING = (
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is looked at")
+    group = parser.add_argument_group("the measured streams")
     whole = (
         ("--streams", 32, "sequences that decode together"),
         ("--prompt-tokens", 256, "tokens of each prompt"),
