@@ -9,6 +9,7 @@ from batchway_client.async_client import AsyncClient
 from batchway_client.client import Client
 from batchway_client.errors import (
     AnswerError,
+    BadSignature,
     ClientError,
     Conflict,
     ConnectionLost,
@@ -17,9 +18,8 @@ from batchway_client.errors import (
     Unavailable,
     WaitTimeout,
 )
-from batchway_client.events import Event
+from batchway_client.events import Event, verify_webhook
 from batchway_client.jobs import Job, JobError
-from batchway_client.webhooks import BadSignature, verify_webhook
 
 __all__ = [
     "AnswerError",

@@ -3,6 +3,7 @@
 ClientError
 ├── ConnectionLost      the gateway could not be reached in several attempts
 ├── WaitTimeout         the job did not end within the timeout
+├── BadSignature        a callback was not signed with the secret, or is too old
 └── AnswerError         the gateway returned an error; docs/api.md lists the codes
     ├── NotAllowed      401, 403
     ├── NotFound        404: no such job, or it belongs to another tenant
@@ -24,6 +25,10 @@ class ConnectionLost(ClientError):
 
 class WaitTimeout(ClientError):
     """The job did not end within the timeout; it continues."""
+
+
+class BadSignature(ClientError):
+    """The signature is wrong, or older than five minutes. The receiver should answer 400."""
 
 
 class AnswerError(ClientError):

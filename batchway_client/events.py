@@ -1,10 +1,12 @@
-"""Parses a job's event stream and tracks the position to resume from. Opens no connection."""
+"""Parses a job's event stream, tracks the position to resume from, and verifies callbacks. Opens no
+connection."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchway_client.errors import BadSignature
 from batchway_client.jobs import TERMINAL
 
 _DONE = "[DONE]"
@@ -83,3 +85,21 @@ class Position:
         elif event.id is not None:
             self._last_id = event.id
         return True
+
+
+def verify_webhook(secret: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    """Verifies a callback's signature (https://www.standardwebhooks.com) and returns its content.
+    Raises BadSignature.
+
+    `secret` begins with `whsec_`; `body` is the request's body, unchanged. A callback may be
+    delivered more than once, each time with the same `webhook-id` header.
+    """
+    from standardwebhooks.webhooks import Webhook, WebhookVerificationError
+
+    try:
+        content: dict[str, Any] = Webhook(secret).verify(body, dict(headers))
+    except WebhookVerificationError as exc:
+        raise BadSignature(str(exc)) from exc
+    except ValueError as exc:  # a malformed header, or a body that is not UTF-8 text
+        raise BadSignature("the delivery cannot be read") from exc
+    return content

@@ -58,7 +58,7 @@ def make_tokenizer(vocab_size: int, seed: int = 0) -> str:
 
 
 def time_masks(seed: int = 0) -> list[float]:
-    """Seconds of each step's masks, while every choice writes an output of its own."""
+    """Seconds of each step's masks; every choice has a different output."""
     draw = random.Random(seed)
     grammars = Grammars(make_tokenizer(VOCAB_SIZE), VOCAB_SIZE, [VOCAB_SIZE - 1])
     grammar = compile_grammar(Kind.JSON_SCHEMA, SCHEMA)
@@ -80,7 +80,7 @@ def time_masks(seed: int = 0) -> list[float]:
 
 
 def tokens_per_s(engine: Engine, grammar: str) -> float:
-    """Of 32 choices that begin together; '': unconstrained."""
+    """Throughput of 32 choices that start together; a grammar of '' means unconstrained."""
     for number in range(NUM_CHOICES):
         params = SamplingParams(
             max_tokens=NUM_TOKENS,
@@ -102,15 +102,17 @@ def tokens_per_s(engine: Engine, grammar: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.grammar", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where the model is, or is made")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="the model; created if it is missing"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="M")
     parser.add_argument("--json", metavar="FILE", help="also write the figures; -: print them")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     masks_ms = sorted(1000 * one for one in time_masks())
-    folder = asked.folder / asked.size
+    folder = arguments.folder / arguments.size
     if not (folder / "config.json").exists():
-        make_model(asked.size, folder)
+        make_model(arguments.size, folder)
     options = EngineOptions(model_path=str(folder))
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     grammars = Grammars(loaded.tokenizer.tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
@@ -118,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     length = {"minLength": NUM_TOKENS, "maxLength": NUM_TOKENS}
     constrained = compile_grammar(Kind.JSON_SCHEMA, {"type": "string", **length})
     rates: dict[str, list[float]] = {"": [], constrained: []}
-    for _ in range(asked.rounds + 1):
+    for _ in range(arguments.rounds + 1):
         for grammar, found in rates.items():
             found.append(tokens_per_s(engine, grammar))
     free, bound = (statistics.median(found[1:]) for found in rates.values())  # the first warms up
@@ -130,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         "ratio": bound / free,
     }
     rows = [[name, f"{value:.2f}"] for name, value in figures.items()]
-    write(figures, table([["figure", "value"], *rows]), asked.json)
+    write(figures, table([["figure", "value"], *rows]), arguments.json)
     return 0
 
 

@@ -6,18 +6,18 @@ model runner alone (bench.scheduler measures the engine's bookkeeping). The cont
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from contract.jobs import SamplingParams
+from infra.profile_command import limits_line
+from infra.tables import markdown_table, write
 from workers.engine.model import Chunk, ModelRefused, Sample
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import EngineOptions
@@ -72,12 +72,11 @@ class Growth:
         """A row per batch, a column per context: step / limit in ms and the share; `b` if bytes are
         the limit, `o` if operations are."""
         found = {(cell.num_streams, cell.context): cell for cell in self.cells}
-        lines = ["| streams | " + " | ".join(f"context {n:,}" for n in self.contexts) + " |"]
-        lines.append("|---" * (1 + len(self.contexts)) + "|")
+        rows = [["streams", *(f"context {n:,}" for n in self.contexts)]]
         for batch in self.batches:
-            row = [_shown(found.get((batch, context))) for context in self.contexts]
-            lines.append(f"| {batch} | " + " | ".join(row) + " |")
-        return "\n".join(lines)
+            cells = (_shown(found.get((batch, context))) for context in self.contexts)
+            rows.append([str(batch), *cells])
+        return markdown_table(rows)
 
 
 def _shown(cell: Cell | None) -> str:
@@ -175,11 +174,11 @@ def main(argv: Seq[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--quantization", default="none", choices=("none", "int8"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--threads", type=int, help="of the model; all cores")
-    parser.add_argument("--kv-gib", type=float, default=4.0, help="memory for KV")
+    parser.add_argument("--threads", type=int, help="of the model (default: all cores)")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="memory for KV (default: 4)")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, metavar="N")
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args(argv)
     options = EngineOptions(
         model_path=given.model,
@@ -195,16 +194,8 @@ def main(argv: Seq[str] | None = None) -> int:
     except ModelRefused as exc:
         print(f"bench.growth: {exc}", file=sys.stderr)
         return 1
-    machine = growth.machine
-    print(
-        f"{machine.device}, {machine.dtype}, {machine.num_threads} threads: reads "
-        f"{machine.bytes_per_s / 1e9:.1f} GB/s, computes {machine.flops_per_s / 1e9:.0f} GFLOP/s; "
-        f"weights {growth.shape.weight_bytes / 1e6:.1f} MB, "
-        f"KV {growth.shape.kv_bytes_per_token / 1e3:.1f} kB a token\n"
-    )
-    print(growth.table())
-    if given.json is not None:
-        given.json.write_text(json.dumps(growth.as_dict()) + "\n")
+    text = f"{limits_line(growth.machine, growth.shape)}\n\n{growth.table()}"
+    write(growth.as_dict(), text, given.json)
     return 0
 
 

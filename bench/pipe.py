@@ -8,14 +8,13 @@ requests, on a bare socket and through httpx. Every prompt is different, so no p
 import argparse
 import asyncio
 import contextlib
-import json
+import itertools
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +25,7 @@ from infra.bench.engine import run_workload, warm_up
 from infra.bench.http_calls import Caller, Outcome
 from infra.bench.load import Load, LoadRun, run_load
 from infra.bench.workloads import Workload, log_uniform_workload
+from infra.tables import markdown_table, write
 from workers.engine.engine import Engine
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
@@ -39,7 +39,7 @@ _MODEL = "m"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What to measure on both."""
+    """The workloads of both."""
 
     num_streams: int
     num_prompt: int  # tokens
@@ -49,7 +49,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Piped:
+class Comparison:
     """One entry per round or request; processor time in seconds, of the server's rounds."""
 
     size: Size
@@ -78,25 +78,21 @@ class Piped:
     def tables(self) -> str:
         """Separate tables of throughput, latency and processor time."""
         rounds = zip(self.engine_tokens_per_s, self.server_tokens_per_s, strict=True)
-        lines = ["| round | engine (tokens/s) | server (tokens/s) | share |", "|---|---|---|---|"]
+        rows = [["round", "engine (tokens/s)", "server (tokens/s)", "share"]]
         for number, (engine, server) in enumerate(rounds, start=1):
-            lines.append(f"| {number} | {engine:.1f} | {server:.1f} | {server / engine:.1%} |")
-        lines.append(f"\nserver of engine, medians: {self.share:.1%}")
+            rows.append([f"{number}", f"{engine:.1f}", f"{server:.1f}", f"{server / engine:.1%}"])
         ttfts_s = self.engine_ttft_s, self.server_ttft_s, self.httpx_ttft_s
         engine_ms, server_ms, httpx_ms = (1000 * statistics.median(ttft_s) for ttft_s in ttfts_s)
-        lines.append(
+        summary = (
+            f"server of engine, medians: {self.share:.1%}\n"
             f"first token of one request alone, p50: engine {engine_ms:.1f} ms, server "
             f"{server_ms:.1f} ms, added {1000 * self.added_ttft_s:.1f} ms; through httpx "
             f"{httpx_ms:.1f} ms"
         )
-        lines += [
-            "",
-            "| processor time of the server's rounds | ms per 1,000 tokens |",
-            "|---|---|",
-        ]
+        parts = [["processor time of the server's rounds", "ms per 1,000 tokens"]]
         for part, seconds in self.processor_s.items():
-            lines.append(f"| {part} | {1e6 * seconds / self.num_tokens:.0f} |")
-        return "\n".join(lines)
+            parts.append([part, f"{1e6 * seconds / self.num_tokens:.0f}"])
+        return "\n\n".join([markdown_table(rows), summary, markdown_table(parts)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +130,20 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
             process.communicate()
 
 
-async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Piped:
+async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Comparison:
     """Alternates both, each round with new prompts; the first round is not counted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=_TIMEOUT_S, limits=limits)
-    draw = _drawing(vocab_size)
+    seeds = itertools.count(1)
+
+    def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:
+        """Different requests of one shape at each call."""
+        lengths = {"prompt_tokens": (num_prompt,) * 2, "output_tokens": (num_output,) * 2}
+        return log_uniform_workload(num_requests, vocab_size, seed=f"pipe {next(seeds)}", **lengths)
+
     async with client:
         caller = Caller(client, _MODEL)
-        warm_up(engine, [size.num_prompt] * 4, vocab_size)
+        warm_up(engine, draw(4, size.num_prompt, 4), vocab_size)
         await _serve(caller, draw(size.num_streams, size.num_prompt, 4), size.num_streams)
         processor = ProcessorTime(server.pid)
         rates: tuple[list[float], list[float]] = ([], [])
@@ -164,25 +166,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
                 [call] = (await _serve(caller, draw(1, size.num_prompt, 2), 1)).calls
                 assert call.ttft_from_sending_s is not None
                 ttfts_s[2].append(call.ttft_from_sending_s)
-    return Piped(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
-
-
-def _drawing(vocab_size: int) -> Callable[[int, int, int], Workload]:
-    """Draws requests of one shape, different ones at each call."""
-    number = 0
-
-    def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:
-        nonlocal number
-        number += 1
-        return log_uniform_workload(
-            num_requests,
-            vocab_size,
-            prompt_tokens=(num_prompt, num_prompt),
-            output_tokens=(num_output, num_output),
-            seed=f"pipe {number}",
-        )
-
-    return draw
+    return Comparison(size, *rates, *ttfts_s, processor.by_part_s, num_tokens)
 
 
 async def _serve(caller: Caller, workload: Workload, num_streams: int) -> LoadRun:
@@ -203,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", type=int, default=30, help="requests one after the other")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--alone", type=int, default=30, help="single requests, one after another")
+    parser.add_argument("--json", metavar="OUT")
     given = parser.parse_args(argv)
     size = Size(given.streams, given.prompt_tokens, given.output_tokens, given.rounds, given.alone)
     options = EngineOptions(
@@ -225,10 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     engine = build_engine(loaded.model, loaded.vocab_size, options)
     with running_server(arguments) as server:
-        piped = asyncio.run(compare(engine, loaded.vocab_size, server, size))
-    print(piped.tables())
-    if given.json is not None:
-        given.json.write_text(json.dumps(piped.as_dict()) + "\n")
+        comparison = asyncio.run(compare(engine, loaded.vocab_size, server, size))
+    write(comparison.as_dict(), comparison.tables(), given.json)
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from infra.tables import markdown_table
 from workers.engine.model import ModelRefused
 from workers.model.backend import choose_backend
 from workers.model.checkpoint import read_config
@@ -27,9 +28,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def products_of(
     model: str, dtype: torch.dtype, *, is_int8: bool
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Of all layers; each takes x (T, in) of its own width from the first columns of what it is
-    given. Raises ModelRefused.
-    """
+    """The products of all layers. Each multiplies the first `in` columns of its argument, where
+    `in` is its number of inputs. Raises ModelRefused."""
     config = read_config(model).get_text_config()
     backend = choose_backend("auto", dtype, _CPU, 16, lambda text: None, fused=True)
     layout = backend.layout
@@ -77,17 +77,14 @@ def measure(model: str, rows: Seq[int], num_rounds: int) -> Mapping[str, Mapping
 def table(found: Mapping[str, Mapping[int, float]]) -> str:
     """A row per type, a column per number of rows; milliseconds."""
     rows = list(next(iter(found.values())))
-    lines = ["| rows | " + " | ".join(map(str, rows)) + " |", "|---" * (1 + len(rows)) + "|"]
-    for name, walls_s in found.items():
-        cells = " | ".join(f"{1000 * walls_s[n]:.1f}" for n in rows)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    cells = [[name, *(f"{1000 * times[n]:.1f}" for n in rows)] for name, times in found.items()]
+    return markdown_table([["rows", *map(str, rows)], *cells])
 
 
 def main(argv: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.products", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--threads", type=int, help="of torch and the kernels; all cores")
+    parser.add_argument("--threads", type=int, help="of torch and the kernels (default: all cores)")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N")
     parser.add_argument("--rounds", type=int, default=12, metavar="N")
     given = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """Measures the effect of quantized weights: python -m bench.quantization [--model DIR]
 
-Runs texts through the engine's path in every type, feeding in the right tokens, and compares with
-the reference: unquantized float32. For the demo model the texts are exercises that it was not
-trained on, and answers are scored; other models continue random prompts, greedily, with the
-reference.
+Runs texts through the engine's path in every type, whatever tokens the model would choose, and
+compares the logits with those of the reference, unquantized float32. For the demo model the texts
+are exercises that it was not trained on, and answers are scored. For other models they are random
+prompts with the reference's greedy continuations.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contract.jobs import SamplingParams
+from bench.models import whole_chunk
 from infra.bench.engine import run_workload
 from infra.bench.workloads import log_uniform_workload
 from infra.demo_model import demo_model_path
@@ -22,15 +22,14 @@ from infra.tables import table
 from training.documents import answer_ids, prompt_ids
 from training.draws import FAMILIES
 from training.evaluate import held_out
-from workers.engine.model import Chunk, ModelRefused
-from workers.engine.sequence import Sequence
+from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import shape_of
 
-_WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
+_TYPES = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
 _KV_BYTES = 2**27
 _EXERCISE_SEED = 1  # as in the demo model's card
 
@@ -95,19 +94,7 @@ def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -
 
 def logits_of(runner: ModelRunner, text: Text) -> Tensor:
     """Logits (n, vocab_size) after each token from the last given one on, except the last."""
-    num_tokens = len(text.token_ids)
-    sequence = Sequence(
-        job_id="text",
-        epoch=1,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=list(text.token_ids),
-        num_prompt=num_tokens,
-        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
-        block_ids=list(range(-(-num_tokens // runner.block_size))),
-    )
-    logits = runner.logits([Chunk(sequence, 0, num_tokens, samples=False)])
+    logits = runner.logits([whole_chunk(text.token_ids, runner.block_size, samples=False)])
     return logits[text.num_given - 1 :].float()
 
 
@@ -132,7 +119,7 @@ def compare(
 ) -> tuple[list[Text], list[tuple[str, int, Tally]]]:
     """The texts; name, bytes read per step and results of each type, the reference first. Raises
     ModelRefused."""
-    options = [options_of(model, *way, threads) for way in _WAYS]
+    options = [options_of(model, *types, threads) for types in _TYPES]
     loaded = [load_model(each, lambda text: None) for each in options]
     if model == str(demo_model_path()):
         texts = exercises(num_texts)
@@ -150,7 +137,7 @@ def compare(
             reference = logits if reference is None else reference
             tally.add(logits, reference, wanted)
     shapes = [shape_of(runner) for runner in runners if isinstance(runner, ModelRunner)]
-    names = [f"{dtype}, int8" if quantized == "int8" else dtype for dtype, quantized in _WAYS]
+    names = [f"{dtype}, int8" if quantized == "int8" else dtype for dtype, quantized in _TYPES]
     return texts, [
         (name, shape.weight_bytes, tally)
         for name, shape, tally in zip(names, shapes, tallies, strict=True)
@@ -158,7 +145,7 @@ def compare(
 
 
 def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str, ...]]:
-    """A heading, and a row for each way."""
+    """A heading, and a row for each pair of types."""
     heading = (
         "weights", "MB a step reads", "logits off by", "divergence (nats)", "loss (nats)",
         "same token", "same text", "right text",
@@ -184,8 +171,13 @@ def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str
 def main(argv: Seq[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.quantization", description=__doc__)
     parser.add_argument("--model", default=str(demo_model_path()), metavar="DIR")
-    parser.add_argument("--texts", type=int, help="300 of each family, or 64", metavar="N")
-    parser.add_argument("--threads", type=int, help="of the model; all cores")
+    parser.add_argument(
+        "--texts",
+        type=int,
+        help="(default: 300 of each family for the demo model, else 64)",
+        metavar="N",
+    )
+    parser.add_argument("--threads", type=int, help="of the model (default: all cores)")
     given = parser.parse_args(argv)
     is_demo = given.model == str(demo_model_path())
     try:

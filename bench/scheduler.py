@@ -6,17 +6,15 @@ numbers of running and waiting sequences; every running sequence gets a token pe
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import msgspec
 
 from contract.jobs import SamplingParams
-from infra.bench.spread import percentile
+from infra.tables import markdown_table, percentile, write
 from workers.engine.engine import Engine
 from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row, Sample
@@ -154,23 +152,19 @@ def main(argv: Seq[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="timed for each row")
     parser.add_argument("--running", type=int, nargs="+", default=RUNNING, metavar="N")
     parser.add_argument("--waiting", type=int, nargs="+", default=WAITING, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--json", metavar="OUT")
     options = parser.parse_args(argv)
-    print("| load | running | waiting | p50 (ms) | p99 (ms) | max (ms) |")
-    print("|---|---|---|---|---|---|")
-    found = []
-    for load in Load:
-        for num_running in options.running:
-            for num_waiting in options.waiting:
-                f = measure(load, num_running, num_waiting, options.steps)
-                found.append(f)
-                print(
-                    f"| {load} | {num_running:,} | {num_waiting:,} | {f.p50_ms:.3f} "
-                    f"| {f.p99_ms:.3f} | {f.max_ms:.3f} |",
-                    flush=True,
-                )
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(f) for f in found]) + "\n")
+    found = [
+        measure(load, num_running, num_waiting, options.steps)
+        for load in Load
+        for num_running in options.running
+        for num_waiting in options.waiting
+    ]
+    rows = [["load", "running", "waiting", "p50 (ms)", "p99 (ms)", "max (ms)"]]
+    for f in found:
+        times = (f"{ms:.3f}" for ms in (f.p50_ms, f.p99_ms, f.max_ms))
+        rows.append([f.load, f"{f.num_running:,}", f"{f.num_waiting:,}", *times])
+    write([asdict(f) for f in found], markdown_table(rows), options.json)
 
 
 if __name__ == "__main__":

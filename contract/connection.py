@@ -6,9 +6,10 @@ and functions, which may be repeated.
 
 import asyncio
 import builtins
-from collections.abc import Awaitable, Callable
-from types import TracebackType
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import redis.asyncio
 from redis.asyncio.client import PubSub
@@ -74,20 +75,20 @@ async def now_ms(client: redis.asyncio.Redis) -> int:
 
 
 class Listener:
-    """Passes the messages of a PubSub to `hear`. Only one task may use the PubSub.
+    """Passes the messages of a PubSub to `on_message`. Only one task may use the PubSub.
 
     Sends a PING every `look_s` seconds, because a network may drop a connection silently. A
     connection without any message between two PINGs counts as lost.
     """
 
     def __init__(
-        self, pubsub: PubSub, hear: Callable[[dict[str, Any]], None], look_s: float = LOOK_S
+        self, pubsub: PubSub, on_message: Callable[[dict[str, Any]], None], look_s: float = LOOK_S
     ) -> None:
         self._pubsub = pubsub
-        self._hear = hear
+        self._on_message = on_message
         self._look_s = look_s
         self._look_at_s = asyncio.get_running_loop().time()
-        self._has_heard = True  # since the last PING
+        self._has_received = True  # since the last PING
         self._reading: asyncio.Timeout | None = None  # while it waits for a message
 
     async def listen(self) -> None:
@@ -98,18 +99,18 @@ class Listener:
             async with asyncio.timeout_at(self._look_at_s) as self._reading:
                 while True:
                     message = await self._pubsub.get_message(timeout=None)
-                    self._has_heard = True
+                    self._has_received = True
                     if message is not None:
-                        self._hear(message)
+                        self._on_message(message)
         except builtins.TimeoutError:
             pass
         finally:
             self._reading = None
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._look_at_s:
-            if not self._has_heard:
+            if not self._has_received:
                 raise TimeoutError("Redis does not answer")
-            self._has_heard, self._look_at_s = False, now_s + self._look_s
+            self._has_received, self._look_at_s = False, now_s + self._look_s
             await self._pubsub.ping()
 
     def interrupt(self) -> None:
@@ -142,29 +143,18 @@ def denied(
     )
 
 
-class broker_errors:
+@contextlib.contextmanager
+def broker_errors(client: redis.asyncio.Redis, command: str) -> Iterator[None]:
     """Converts errors of redis-py: a server that does not answer or refuses into BrokerUnavailable
     or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`."""
-
-    def __init__(self, client: redis.asyncio.Redis, command: str) -> None:
-        self._client = client
-        self._command = command
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is None:
-            return
+    try:
+        yield
+    except Exception as exc:
         if isinstance(exc, ResponseError) and is_denied(exc):
-            raise denied(self._client, self._command, exc) from exc
+            raise denied(client, command, exc) from exc
         if (error := _broker_error(exc)) is not None:
             raise error from exc
+        raise
 
 
 def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
@@ -190,3 +180,46 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
     if "Function not found" in text:
         return BrokerUnavailable("Redis does not hold batchway's function library")
     return None
+
+
+def redis_url_of(environ: Mapping[str, str]) -> str | None:
+    """REDIS_URL, with REDIS_PASSWORD where the URL holds none; None where it is not set.
+
+    Vaults hand out a password by itself, and the rest of the URL is no secret.
+    """
+    url, password = environ.get("REDIS_URL") or None, environ.get("REDIS_PASSWORD", "")
+    if url is None or not password:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.password is not None:
+        return url
+    user, _, address = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{address}"))
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, _, address = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:***@{address}"))
+
+
+_CANCEL_AGAIN_S = 0.05
+
+
+async def end_tasks(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> None:
+    """Cancels tasks and waits until they are done; drops their results and errors.
+
+    Cancels repeatedly: `asyncio.wait_for` before Python 3.12, through which redis-py sends
+    commands, loses a cancellation that arrives as the send ends.
+    """
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

@@ -9,8 +9,9 @@ BatchwayError
 └── JobRefused          a job that is not accepted; has an ErrorCode
 """
 
+import contextlib
+from collections.abc import Iterator
 from enum import StrEnum
-from types import TracebackType
 
 import msgspec
 
@@ -69,31 +70,23 @@ class WireError(BatchwayError):
     """A record in Redis that cannot be decoded. The message does not quote it."""
 
 
-class wire_errors:
-    """Converts decoders' errors and WRONGTYPE errors of Redis into WireError; `what` names the
-    kind of record. Drops the cause, which may quote the record.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        is_wrong_type = str(exc).startswith("WRONGTYPE")  # by its text: not all parts have redis-py
-        if is_wrong_type or isinstance(exc, _UNREADABLE):
-            raise WireError(f"unreadable {self._what}: {type(exc).__name__}") from None
-
-
 # msgspec, json, int() and bytes.decode() raise ValueErrors; missing fields and fields of another
 # type raise the others.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@contextlib.contextmanager
+def wire_errors(what: str) -> Iterator[None]:
+    """Converts decoders' errors and WRONGTYPE errors of Redis into WireError; `what` names the
+    kind of record. Drops the cause, which may quote the record.
+    """
+    try:
+        yield
+    except Exception as exc:
+        is_wrong_type = str(exc).startswith("WRONGTYPE")  # by its text: not all parts have redis-py
+        if is_wrong_type or isinstance(exc, _UNREADABLE):
+            raise WireError(f"unreadable {what}: {type(exc).__name__}") from None
+        raise
 
 
 class RateLimit(msgspec.Struct, frozen=True):

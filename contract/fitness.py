@@ -45,11 +45,11 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
     allowed or missing, as for the users of docs/security.md and in managed services."""
     try:
         with broker_errors(client, "CONFIG GET"):
-            said: Any = await client.config_get("aof-load-truncated")
+            found: Any = await client.config_get("aof-load-truncated")
     except (CommandDenied, ResponseError) as exc:
-        log.info("aof-load-truncated is not known: CONFIG GET said %s", type(exc).__name__)
+        log.info("aof-load-truncated is not known: CONFIG GET failed with %s", type(exc).__name__)
         return False
-    return bool(said["aof-load-truncated"] == "no")
+    return bool(found["aof-load-truncated"] == "no")
 
 
 async def max_memory(client: redis.asyncio.Redis) -> tuple[int, bool]:

@@ -6,12 +6,24 @@ All types are frozen, because they are sent between processes.
 import hashlib
 import secrets
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
+
+# The same where a grammar is checked and where it is applied: arguments of llguidance's
+# LLParserLimits. One grammar takes at most about 40 MB, and about 15 ms of a step. Errors must not
+# quote the output.
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 30_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+MAX_GRAMMAR_BYTES = 128 * 1024  # serialised, in a job
 
 
 class JobStatus(StrEnum):

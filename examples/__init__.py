@@ -1,1 +1,1 @@
-"""Programs to start from, each run by a test."""
+"""Example programs. A test runs each."""

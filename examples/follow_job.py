@@ -1,9 +1,9 @@
-"""Prints a job's text as it comes, and goes on where it stopped: kill it and start it again.
+"""Prints a job's text as it is generated. After a restart it continues where it stopped.
 
     python -m examples.follow_job http://127.0.0.1:8000 job-0-5f… position.txt
 
-The file remembers the last event that was printed. Broken connections need no file: the client
-goes on by itself.
+The file holds the id of the last printed event. After a broken connection the client resumes by
+itself, without the file.
 """
 
 import sys
@@ -13,7 +13,7 @@ from batchway_client import Client, Event
 
 
 def text_of(event: Event) -> str:
-    """What a chunk of a chat or of a completion adds."""
+    """The text that an event adds; a chat and a completion have different chunks."""
     if event.type != "message":
         return ""
     [choice] = event.data["choices"]
@@ -21,7 +21,7 @@ def text_of(event: Event) -> str:
 
 
 def remember(position: Path, event_id: str) -> None:
-    """Replaces the file atomically: a crash during a write in place would leave it empty."""
+    """Replaces the file atomically; writing in place could leave it empty after a crash."""
     new = position.with_suffix(".new")
     new.write_text(event_id)
     new.replace(position)

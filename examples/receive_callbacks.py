@@ -2,8 +2,8 @@
 
     CALLBACK_SECRET=whsec_… python -m examples.receive_callbacks 9000
 
-A delivery may come more than once, with the same `webhook-id`. Answer fast and work later: here the
-work is a line on the terminal. Behind a proxy that ends TLS this is all that a receiver needs.
+A callback may be delivered more than once, with the same `webhook-id`. A receiver should answer
+before it does slow work; this one only prints a line. It needs a proxy that terminates TLS.
 """
 
 import os
@@ -16,7 +16,7 @@ MAX_BYTES = 1_000_000
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """One delivery. `secret` and `seen` belong to the server."""
+    """Handles one delivery. The server has `secret` and `seen`."""
 
     server: "CallbackServer"
 
@@ -32,18 +32,18 @@ class Receiver(BaseHTTPRequestHandler):
             self.send_error(400)
             return
         webhook_id = self.headers["webhook-id"]
-        if webhook_id not in self.server.seen:  # a database in a real receiver
+        if webhook_id not in self.server.seen:  # a real receiver uses a database
             self.server.seen.add(webhook_id)
             print(f"{webhook_id} {event['type']} {event['data']['id']}", flush=True)
         self.send_response(204)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the deliveries are told above."""
+        """Logs no requests; do_POST prints each delivery."""
 
 
 class CallbackServer(ThreadingHTTPServer):
-    """Listens on loopback; port 0 takes a free one."""
+    """Listens on loopback; port 0 chooses a free port."""
 
     def __init__(self, port: int, secret: str) -> None:
         super().__init__(("127.0.0.1", port), Receiver)

@@ -12,7 +12,8 @@ MODEL = "demo"
 
 
 async def answer(client: AsyncClient, question: str) -> str:
-    """One question as a job: it survives this program, and is found again by its metadata."""
+    """Submits a question as a job and returns its answer. The job outlives this program; its
+    metadata identifies it in lists."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question}],

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from infra.bench_serve_options import add_serve_options
-from infra.computing_options import add_quantization_option
+from infra.computing_options import add_dtype_option, add_quantization_option
 from infra.option_values import integer
+from infra.options import add_json_option
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +28,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help='JSON: {"requests": [{"prompt_token_ids": [...], "max_tokens": N, '
         '"arrival_s"?: S}, ...]}',
     )
-    engine.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="of weights and KV; auto: float32 on a CPU (default: auto)",
-    )
+    add_dtype_option(engine)
     add_quantization_option(engine)
     engine.add_argument(
         "--max-running",
@@ -62,9 +58,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="threads (default: torch's)",
     )
     engine.add_argument(
-        "--torch-only", action="store_true", help="no merged modules, no kernels of our own"
+        "--torch-only",
+        action="store_true",
+        help="no merged modules and no kernels of batchway's own",
     )
-    engine.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    add_json_option(engine)
     add_serve_options(
         benches.add_parser(
             "serve",

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from infra.option_values import http_url, integer, lengths, number, share
+from infra.computing_options import add_length_options
+from infra.option_values import http_url, integer, number
 from infra.options import add_json_option
 
 
@@ -53,14 +54,7 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="random requests (default: 100)",
     )
-    for name, text in (("prompt", "16:512"), ("output", "8:256")):
-        group.add_argument(
-            f"--{name}-tokens",
-            type=lengths,
-            default=lengths(text),
-            metavar="LOW:HIGH",
-            help=f"{name} lengths in tokens, log-uniform; N: the same for all (default: {text})",
-        )
+    add_length_options(group, "16:512", "8:256")
     group.add_argument(
         "--prompt",
         choices=("ids", "text", "chat"),
@@ -77,7 +71,7 @@ def _add_what_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--cancel-share",
-        type=share,
+        type=number(may_be_zero=True, most=1),
         default=0.0,
         metavar="SHARE",
         help="share of callers that disconnect during their answer, 0 to 1 (default: 0)",

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from contract.outbox import DeadLetter, Outbox
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, table, write
+from infra.tenant_jobs import add_tenant_option
 
 if TYPE_CHECKING:
     from workers.callbacks.deliverer import CallbackSettings
@@ -35,7 +35,7 @@ _UNKNOWN = "no such callback"
 def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     """Without an action it delivers; `dead` manages undeliverable messages."""
     opts.add_shared_options(parser, redis_default="refused")
-    opts.add_object_store_option(parser, "all lies in Redis")
+    opts.add_object_store_option(parser, "they stay in Redis")
     opts.add_drain_option(parser, DRAIN_S, "on SIGTERM, how long deliveries may continue")
     add_allow_option(parser)
     parser.add_argument(
@@ -61,34 +61,21 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
         ("list those of a tenant", "show one of them", "deliver one again, with the same id"),
         strict=True,
     ):
-        one = actions.add_parser(action, help=summary, description=f"{summary.capitalize()}.")
-        opts.add_shared_options(one, redis_default=opts.OF_RUNNING_UP)
-        one.add_argument(
-            "--tenant", default="default", metavar="NAME", help="whose (default: default)"
-        )
-        if action != "replay":
-            opts.add_json_option(one)
+        one = opts.add_action(actions, action, summary)
+        add_tenant_option(one)
         if action != "list":
-            one.add_argument("job", metavar="JOB", help="the id of the job that it tells of")
+            one.add_argument("job", metavar="JOB", help="the id of the callback's job")
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--callback-allow",
-        type=allow_list,
+        type=option_values.checked(lambda raw: AllowList.parse(_parts(raw))),
         default=os.environ.get(ALLOW_VARIABLE) or "",
         metavar="ADDRESSES",
         help="for development: addresses, networks and host names that callbacks may reach though "
         f"they are private, also without TLS (default: the variable {ALLOW_VARIABLE}, else none)",
     )
-
-
-def allow_list(raw: str) -> str:
-    try:
-        AllowList.parse(_parts(raw))
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    return raw
 
 
 def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
@@ -132,11 +119,12 @@ def _parts(raw: str) -> Sequence[str]:
 
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
-    async with contextlib.aclosing(connect(url)) as client:
+    async with connect(url) as client:
         outbox = Outbox(client, Keys(options.namespace))
         if options.action == "replay":
             state = await outbox.replay(options.job, options.tenant)
-            print(f"{options.job}: {state}" if state else _UNKNOWN)
+            text = f"{options.job}: {state}" if state else _UNKNOWN
+            write({"job": options.job, "state": state}, text, options.json)
             return 0 if state else EXIT_UNKNOWN
         job_id = options.job if options.action == "show" else ""
         letters = await outbox.dead(options.tenant, job_id=job_id, limit=_MAX_LETTERS)

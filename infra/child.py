@@ -110,7 +110,7 @@ class Child:
         """SIGTERM, then SIGKILL when the budget is spent."""
         if not self.is_running:
             return
-        self._signal(signal.SIGTERM)
+        os.kill(self.pid, signal.SIGTERM)
         try:
             async with asyncio.timeout(budget_s):
                 await self.wait()
@@ -125,10 +125,6 @@ class Child:
             # macOS reports a group that has just ended as "not permitted".
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
     async def _show_output(self, read_fd: int) -> None:
         reader = asyncio.StreamReader()

@@ -5,57 +5,55 @@ import importlib
 from pathlib import Path
 
 from infra import options as opts
+from infra.computing_options import add_dtype_option, add_kv_cache_option, add_length_options
 from infra.demo_model import demo_model_path
-from infra.option_values import integer, lengths, number
+from infra.option_values import integer, number
 
 _LOADS = [0.5, 0.8]
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_options(parser.add_argument_group("the model and the ways of batching"))
+    _add_model_options(parser.add_argument_group("the model and the strategies"))
     group = parser.add_argument_group("the workload")
     group.add_argument(
         "--workload",
         type=Path,
         metavar="FILE",
-        help="requests as of `batchway bench engine`; arrivals are drawn (default: drawn requests)",
+        help="a workload file of `batchway bench engine`, without its arrival times "
+        "(default: random requests)",
     )
     group.add_argument(
         "--requests",
         type=integer(1),
         default=96,
         metavar="N",
-        help="drawn, in each run (default: 96)",
+        help="random requests in each run (default: 96)",
     )
-    for name, text in (("prompt", "16:128"), ("output", "4:128")):
-        group.add_argument(
-            f"--{name}-tokens",
-            type=lengths,
-            default=lengths(text),
-            metavar="LOW:HIGH",
-            help=f"{name} lengths in tokens, log-uniform; N: all alike (default: {text})",
-        )
+    add_length_options(group, "16:128", "4:128")
     group.add_argument(
         "--load",
         type=number(may_be_zero=False),
         nargs="*",
         default=_LOADS,
         metavar="SHARE",
-        help="rates of Poisson arrivals, as shares of the requests per second that the best serves "
-        "with all at once (default: 0.5 0.8)",
+        help="rates of Poisson arrivals, as shares of the best strategy's requests per second with "
+        "all requests at once (default: 0.5 0.8)",
     )
     group.add_argument(
         "--rounds",
         type=integer(1),
         default=3,
         metavar="N",
-        help="in each, all ways run in turns; medians are told (default: 3)",
+        help="rounds, each with all strategies in turn; reports medians (default: 3)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: 0)"
     )
     parser.add_argument(
-        "--png", type=Path, metavar="OUT", help="draw it; needs the extra bench (default: none)"
+        "--png",
+        type=Path,
+        metavar="OUT",
+        help="plot results; needs the extra bench (default: none)",
     )
     opts.add_json_option(parser)
 
@@ -79,31 +77,21 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         "--flat",
         action="store_true",
         help="compute static and dynamic batches without padding, as this engine serves "
-        "(default: as rectangles, as padded implementations compute them)",
+        "(default: padded to rectangles)",
     )
     group.add_argument(
         "--max-running",
         type=integer(1),
         default=16,
         metavar="N",
-        help="sequences that run at once at most, and of a full batch; wins over files "
+        help="the most sequences that run at once, and the size of a full batch; overrides files "
         "(default: 16)",
     )
+    add_dtype_option(group)
     group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="of weights and KV cache (default: auto)",
+        "--threads", type=integer(1), metavar="N", help="CPU threads (default: torch's own)"
     )
-    group.add_argument(
-        "--threads", type=integer(1), metavar="N", help="of torch (default: its own)"
-    )
-    group.add_argument(
-        "--kv-cache-gib",
-        type=number(may_be_zero=False),
-        metavar="GIB",
-        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
-    )
+    add_kv_cache_option(group)
 
 
 def run_compare(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra.option_values import host_and_port, integer
+from infra.option_values import host_and_port, integer, lengths, number
 
 _ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("direct", "ahead", "graphs")
@@ -121,6 +121,36 @@ def add_quantization_option(group: argparse._ActionsContainer) -> None:
         default="none",
         help="int8: weights of linear layers take a byte each; answers may differ (default: none)",
     )
+
+
+def add_dtype_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of weights and KV cache; auto: float32 on a CPU (default: auto)",
+    )
+
+
+def add_kv_cache_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--kv-cache-gib",
+        type=number(may_be_zero=False),
+        metavar="GIB",
+        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
+    )
+
+
+def add_length_options(group: argparse._ActionsContainer, prompt: str, output: str) -> None:
+    """Lengths of random requests, with their defaults."""
+    for name, default in (("prompt", prompt), ("output", output)):
+        group.add_argument(
+            f"--{name}-tokens",
+            type=lengths,
+            default=lengths(default),
+            metavar="LOW:HIGH",
+            help=f"{name} lengths in tokens, log-uniform; N: the same for all (default: {default})",
+        )
 
 
 def add_computing_options(group: argparse._ArgumentGroup) -> None:

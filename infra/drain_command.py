@@ -2,12 +2,11 @@
 
 import argparse
 import asyncio
-import contextlib
 import sys
 
 from contract.connection import connect
 from contract.keys import Keys
-from contract.roster import Roster, WorkerView
+from contract.roster import Roster
 from infra import options as opts
 from infra.tables import write
 
@@ -50,7 +49,7 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         roster = Roster(client, Keys(options.namespace))
         drained = await _drain(roster, options)
         if options.wait:
@@ -77,13 +76,10 @@ async def _follow(roster: Roster, incarnation: str) -> None:
     """Prints each change to standard error until the worker has left."""
     before = ""
     while (view := await roster.worker(incarnation)) is not None:
-        now = _state(view)
+        state = "draining" if view.is_draining else "drain ordered"
+        now = f"{state}, jobs held: {view.num_jobs_held}"
         if now != before:
             print(f"{incarnation}: {now}", file=sys.stderr)
         before = now
         await asyncio.sleep(_POLL_S)
     print(f"{incarnation}: has left", file=sys.stderr)
-
-
-def _state(view: WorkerView) -> str:
-    return f"{'draining' if view.is_draining else 'drain ordered'}, jobs held: {view.num_jobs_held}"

@@ -1,24 +1,27 @@
-"""`batchway jobs`: operator actions on jobs; this module handles quarantined ones."""
+"""`batchway jobs`: operator actions on jobs. This module handles quarantined ones, and compares
+predicted waits with actual ones; tenant_jobs.py has the others."""
 
 import argparse
 import asyncio
-import contextlib
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
+from contract.calibration import Calibration, calibrations
+from contract.catalogue import Catalogue
 from contract.connection import connect
 from contract.errors import JobRefused
 from contract.keys import Keys
 from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Quarantine
 from infra import option_values
 from infra import options as opts
-from infra.calibration_command import add_calibration_options, run_calibration
 from infra.tables import date, table, write
 from infra.tenant_jobs import JobRefusal, add_list_options, add_tenant_option, run_tenant_jobs
 
 ACTIONS = ("list", "show", "requeue")
 EXIT_REFUSED = 1
+_CALIBRATION_HEADING = ("lane", "jobs", "half within", "nine in ten within")
 _HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can run again")
 
 
@@ -29,7 +32,12 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     _add_job(_add_kind(kinds, "cancel", "cancel a waiting or running job"))
     _add_job(_add_kind(kinds, "delete", "delete an ended job: prompt, output, log"))
     calibration = opts.add_action(kinds, "calibration", "compare predicted waits with actual ones")
-    add_calibration_options(calibration)
+    calibration.add_argument(
+        "--model",
+        type=option_values.model_name,
+        metavar="NAME",
+        help="only this model (default: every model)",
+    )
     summary = "jobs that crashed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -41,7 +49,7 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
         "--deadline-s",
         type=option_values.number(may_be_zero=False),
         metavar="SECONDS",
-        help="when the new job ends at the latest (default: as long as it had)",
+        help="deadline of the new job, from now (default: as long as the old one had)",
     )
 
 
@@ -51,7 +59,7 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
         if options.kind == "quarantine":
             asyncio.run(_run(options, redis_url))
         elif options.kind == "calibration":
-            run_calibration(options, redis_url)
+            _run_calibration(options, redis_url)
         else:
             run_tenant_jobs(options, redis_url)
     except (NotInQuarantine, CannotRequeue, JobRefused, JobRefusal) as exc:
@@ -73,7 +81,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Quarantine, argparse.Namespace], Awaitable[None]]]
     actions = {"list": _list, "show": _show, "requeue": _requeue}
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         await actions[options.action](Quarantine(client, Keys(options.namespace)), options)
 
 
@@ -114,3 +122,30 @@ def _row(record: PoisonRecord) -> tuple[str, ...]:
     names = ("model", "lane", "tenant", "prompt_tokens", "output_tokens")
     values = (about.get(name, "?") for name in names)
     return (record.job_id, date(record.since_ms / 1000), *values, again)
+
+
+def _run_calibration(options: argparse.Namespace, redis_url: str) -> None:
+    """Raises BrokerUnavailable, WireError."""
+    found = asyncio.run(_calibrations(options, redis_url))
+    result = {model: [asdict(lane) for lane in lanes] for model, lanes in found.items()}
+    parts = []
+    for model, lanes in found.items():
+        rows = [(c.lane, str(c.num_jobs), _percent(c.p50), _percent(c.p90)) for c in lanes]
+        parts.append(f"{model}\n{table([_CALIBRATION_HEADING, *rows])}")
+    write({"models": result}, "\n\n".join(parts) or "no model is known", options.json)
+
+
+async def _calibrations(
+    options: argparse.Namespace, redis_url: str
+) -> dict[str, list[Calibration]]:
+    keys = Keys(options.namespace)
+    async with connect(redis_url) as client:
+        return {
+            card.name: await calibrations(client, keys, card.name, card.lanes)
+            for card in await Catalogue(client, keys).models()
+            if options.model in (None, card.name)
+        }
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.0f} %"

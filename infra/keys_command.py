@@ -6,8 +6,6 @@ then is lost.
 
 import argparse
 import asyncio
-import contextlib
-import math
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -70,14 +68,14 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         "--tenant",
         required=True,
         metavar="NAME",
-        help="whose key it is: jobs, quotas and fairness are the tenant's (default: refused)",
+        help="the key's tenant, which owns jobs, quotas and a fair share (default: refused)",
     )
     parser.add_argument(
         "--scopes",
-        type=_scopes,
+        type=option_values.names_of(tuple(Scope)),
         default=DEFAULT_SCOPES,
         metavar="NAMES",
-        help=f"what it is good for, of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
+        help=f"what it permits, out of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
     )
     parser.add_argument(
         "--lanes",
@@ -101,27 +99,27 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--lane-share",
-        type=_number(0, 1),
+        type=option_values.number(may_be_zero=False, most=1),
         default=0.0,
         metavar="SHARE",
-        help="of a lane's waiting tokens, as much may be the tenant's, over 0 to 1 "
+        help="the largest share of a lane's waiting tokens that the tenant may have, over 0 to 1 "
         "(default: no limit)",
     )
     parser.add_argument(
         "--weight",
-        type=_number(MIN_WEIGHT, MAX_WEIGHT),
+        type=option_values.number(may_be_zero=False, least=MIN_WEIGHT, most=MAX_WEIGHT),
         default=1.0,
         metavar="NUMBER",
-        help="what the tenant gets of a lane's tokens and places is to what others get as their "
-        "weights are, 0.01 to 100 (default: 1)",
+        help="the tenant's share of a lane's tokens and places, relative to the weights of other "
+        "tenants, 0.01 to 100 (default: 1)",
     )
     parser.add_argument(
         "--retention-s",
-        type=_number(MIN_RETENTION_S, math.inf),
+        type=option_values.number(may_be_zero=False, least=MIN_RETENTION_S),
         default=0.0,
         metavar="SECONDS",
-        help="how long the tenant's jobs that ask for no time of their own are kept after their "
-        "end, within the gateway's bound (default: the gateway's)",
+        help="how long the tenant's jobs are kept after their end, unless a job sets its own time; "
+        "within the gateway's bound (default: the gateway's)",
     )
 
 
@@ -136,28 +134,6 @@ def _add_lifetime(parser: argparse.ArgumentParser) -> None:
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", metavar="PREFIX", help="the 8 characters after `bw-`")
-
-
-def _scopes(raw: str) -> tuple[Scope, ...]:
-    names = [part.strip() for part in raw.split(",")]
-    if not set(names) <= set(Scope) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(
-            f"must be different names out of {','.join(Scope)}, not {raw!r}"
-        )
-    return tuple(Scope(name) for name in names)
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
-    """Takes numbers over 0 within these bounds."""
-
-    def take(raw: str) -> float:
-        value = option_values.number(may_be_zero=False)(raw)
-        if not least <= value <= most:
-            bounds = f"from {least:g}" + ("" if most == math.inf else f" to {most:g}")
-            raise argparse.ArgumentTypeError(f"must be a number {bounds}, not {raw!r}")
-        return value
-
-    return take
 
 
 # --- actions ----------------------------------------------------------------------------------
@@ -178,14 +154,14 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
     """Whether an installation has an API key. Raises BrokerUnavailable."""
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         return await ApiKeys(client, Keys(namespace)).exist()
 
 
 async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
     actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
     actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         await actions[options.action](ApiKeys(client, Keys(options.namespace), pepper), options)
     return 0
 
@@ -193,7 +169,7 @@ async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | Non
 async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
     terms = KeyTerms(
         tenant=options.tenant,
-        scopes=options.scopes,
+        scopes=tuple(map(Scope, options.scopes)),
         lanes=options.lanes,
         requests_per_minute=options.requests_per_minute,
         tokens_per_minute=options.tokens_per_minute,

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors, connect, without_password
 from contract.errors import BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.library import ensure_library
-from contract.redis_url import without_password
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
@@ -56,7 +55,7 @@ class StackOptions:
 
 
 class LocalStack:
-    """One Redis, some workers, one gateway. `lifeline_fd` tells children when we end."""
+    """One Redis, some workers, one gateway. Children end when `lifeline_fd` closes."""
 
     def __init__(self, options: StackOptions, console: Console, lifeline_fd: int) -> None:
         self._options = options
@@ -240,16 +239,14 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
 
 async def _load_library(url: str) -> None:
     """Checks that Redis responds, and loads the Functions. Raises PartLost."""
-    client = connect(url, command_timeout_s=5.0)
     try:
-        with broker_errors(client, "PING"):
-            await client.ping()
-        await check_fitness(client)
-        await ensure_library(client)
+        async with connect(url, command_timeout_s=5.0) as client:
+            with broker_errors(client, "PING"):
+                await client.ping()
+            await check_fitness(client)
+            await ensure_library(client)
     except (BrokerUnavailable, ValueError) as exc:
         raise PartLost(f"no Redis to work with: {exc}") from exc
-    finally:
-        await client.aclose()
 
 
 async def _in_thread(call: Callable[[], None]) -> None:

@@ -3,13 +3,13 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from contract.keys import Keys
 from contract.payloads import open_store
 from workers.settings import LANES
-from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
+from workers.supervisor.spot_notice import SpotNotice
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -29,28 +29,25 @@ def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def number(*, may_be_zero: bool) -> Callable[[str], float]:
-    """Parses finite numbers, positive or non-negative."""
+def number(
+    *, may_be_zero: bool, least: float = 0.0, most: float = math.inf
+) -> Callable[[str], float]:
+    """Parses finite numbers, positive or non-negative, within these bounds."""
     wanted = "a number of at least 0" if may_be_zero else "a number over 0"
+    wanted = f"a number of at least {least:g}" if least else wanted
+    wanted += f", at most {most:g}" if most < math.inf else ""
 
     def parse(raw: str) -> float:
         try:
             value = float(raw)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+        is_zero_refused = value == 0 and not may_be_zero
+        if not math.isfinite(value) or not least <= value <= most or is_zero_refused:
             raise argparse.ArgumentTypeError(f"must be {wanted}, not {raw!r}")
         return value
 
     return parse
-
-
-def share(raw: str) -> float:
-    """A number from 0 to 1."""
-    value = number(may_be_zero=True)(raw)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be 0 to 1, not {raw!r}")
-    return value
 
 
 def lengths(raw: str) -> tuple[int, int]:
@@ -89,19 +86,20 @@ def redis_url(raw: str) -> str:
     return raw
 
 
-def object_store(raw: str) -> str:
-    try:
-        open_store(raw)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    return raw
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Takes values for which `check` raises no ValueError; its message is shown."""
+
+    def parse(raw: str) -> str:
+        try:
+            check(raw)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from exc
+        return raw
+
+    return parse
 
 
-def namespace(raw: str) -> str:
-    try:
-        return Keys(raw).namespace
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+object_store, namespace, spot_notice = checked(open_store), checked(Keys), checked(SpotNotice)
 
 
 def model_name(raw: str) -> str:
@@ -113,19 +111,18 @@ def model_name(raw: str) -> str:
     return raw
 
 
-def lanes(raw: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in raw.split(","))
-    unknown = [name for name in names if name not in LANES]
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(
-            f"must be different names out of {','.join(LANES)}, not {raw!r}"
-        )
-    return names
+def names_of(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Parses different names out of the allowed ones, separated by commas."""
+
+    def parse(raw: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in raw.split(","))
+        if not set(names) <= set(allowed) or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(
+                f"must be different names out of {','.join(allowed)}, not {raw!r}"
+            )
+        return names
+
+    return parse
 
 
-def spot_notice(raw: str) -> str:
-    try:
-        SpotNotice(raw)
-    except BadNoticeSource as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    return raw
+lanes = names_of(LANES)

@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from contract.redis_url import redis_url_of
+from contract.connection import redis_url_of
 from infra.computing_options import (
     add_computing_options,
+    add_dtype_option,
     add_engine_options,
+    add_kv_cache_option,
     add_node_options,
     add_quantization_option,
     node_options,
@@ -44,7 +46,6 @@ SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 _ENGINE = EngineOptions(model_path="")
 GATEWAY_DRAIN_S = 20.0
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 GIB = 2**30
@@ -67,14 +68,14 @@ def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -
         type=namespace,
         default=os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE,
         metavar="NAME",
-        help="keeps installations on one Redis apart "
+        help="separates installations that share one Redis "
         f"(default: the variable {NAMESPACE_VARIABLE}, else default)",
     )
     parser.add_argument(
         "--log-level",
         choices=_LOG_LEVELS,
         default="info",
-        help="the least important lines that are shown (default: info)",
+        help="the lowest level of log lines to show (default: info)",
     )
 
 
@@ -84,8 +85,9 @@ def add_object_store_option(parser: argparse.ArgumentParser, default: str) -> No
         type=object_store,
         default=os.environ.get(OBJECT_STORE_VARIABLE) or "",
         metavar="DIR_OR_S3",
-        help="where long prompts and results lie: a directory that gateways and workers share, or "
-        f"s3://bucket/prefix (default: the variable {OBJECT_STORE_VARIABLE}, else {default})",
+        help="where long prompts and results are stored: a directory that gateways and workers "
+        f"share, or s3://bucket/prefix (default: the variable {OBJECT_STORE_VARIABLE}, else "
+        f"{default})",
     )
 
 
@@ -149,9 +151,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the name that requests use (default: demo, or the last part of --model)",
     )
-    group.add_argument(
-        "--dtype", choices=_DTYPES, default="auto", help="of weights and KV cache (default: auto)"
-    )
+    add_dtype_option(group)
     add_quantization_option(group)
     group.add_argument(
         "--device",
@@ -189,12 +189,7 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
     )
     for name, text in limits:
         group.add_argument(name, type=integer(1), metavar="N", help=text)
-    group.add_argument(
-        "--kv-cache-gib",
-        type=number(may_be_zero=False),
-        metavar="GIB",
-        help="memory of the KV cache, in GiB (default: chosen from the memory that is free)",
-    )
+    add_kv_cache_option(group)
 
 
 def add_up_options(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +204,7 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="keeps the jobs of the Redis that batchway starts (default: gone when it ends)",
+        help="where the Redis that batchway starts stores its jobs (default: lost when it ends)",
     )
     parser.add_argument(
         "--durability",
@@ -256,8 +251,8 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=number(may_be_zero=True),
         default=os.environ.get(DRAIN_RELEASE_VARIABLE) or str(WORKER_DEFAULTS.drain_release_s),
         metavar="SECONDS",
-        help="so long before --drain-s is over, or when two thirds of it are, jobs that still run "
-        f"are given back (default: the variable {DRAIN_RELEASE_VARIABLE}, else "
+        help="running jobs are given back this long before the end of --drain-s, or after two "
+        f"thirds of it (default: the variable {DRAIN_RELEASE_VARIABLE}, else "
         f"{WORKER_DEFAULTS.drain_release_s:g} s)",
     )
     parser.add_argument(
@@ -272,7 +267,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=spot_notice,
         default=os.environ.get(SPOT_NOTICE_VARIABLE) or "",
         metavar="FILE_OR_URL",
-        help="drains once this file is there, or this http:// address answers 200 "
+        help="the worker drains once this file exists, or this http:// address answers 200 "
         f"(default: the variable {SPOT_NOTICE_VARIABLE}, else none)",
     )
 

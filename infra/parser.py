@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     opts.add_address_options(gateway)
     opts.add_shared_options(gateway, redis_default="refused")
-    opts.add_object_store_option(gateway, "all lies in Redis")
+    opts.add_object_store_option(gateway, "they stay in Redis")
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DRAIN_S,
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")
-    opts.add_object_store_option(worker, "all lies in Redis")
+    opts.add_object_store_option(worker, "they stay in Redis")
     opts.add_worker_options(worker)
     opts.add_drain_option(
         worker, opts.WORKER_DEFAULTS.drain_s, "on SIGTERM, how long running jobs may continue"

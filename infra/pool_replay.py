@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from infra.pool import MAX_WORKERS, PoolMemory, PoolPolicy, PoolView, decide
+from infra.tables import markdown_table
 from infra.traces import Arrival, read_trace, with_gap
 
 _TICK_S = 0.5
@@ -183,26 +184,19 @@ def compare(
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| setting | GPU hours | missed | 99th percentile of waits (s) | most workers |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {one.name} | {one.gpu_hours:.2f} | {one.missed_share:.2%} "
-        f"| {one.p99_wait_s:.1f} | {one.max_workers} |"
-        for one in outcomes
-    ]
-    return "\n".join(lines)
+    rows = [["setting", "GPU hours", "missed", "99th percentile of waits (s)", "most workers"]]
+    for one in outcomes:
+        missed, wait_s = f"{one.missed_share:.2%}", f"{one.p99_wait_s:.1f}"
+        rows.append([one.name, f"{one.gpu_hours:.2f}", missed, wait_s, str(one.max_workers)])
+    return markdown_table(rows)
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """GPU hours against misses. Raises ImportError without matplotlib."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="tight")
+    axes = figure.subplots()
     fixed = [one for one in outcomes if one.name.startswith("fixed")]
     hours, missed = _points(fixed)
     axes.plot(hours, missed, "o-", color="tab:grey")
@@ -215,9 +209,7 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     axes.set(xlabel="GPU hours", ylabel="requests that waited too long (%)", title=title)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(bottom=0)
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
 
 
 def _points(outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:

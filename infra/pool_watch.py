@@ -22,7 +22,7 @@ class ReadyWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSight:
+class PoolState:
     """One observation. `tokens_per_s` is per worker, None until measured; `incarnations` are all
     live workers, including draining ones."""
 
@@ -41,7 +41,7 @@ class PoolWatch:
     model: str
     lanes: Sequence[str]
 
-    async def look(self) -> PoolSight:
+    async def look(self) -> PoolState:
         since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
         with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
             queued = {}
@@ -56,7 +56,7 @@ class PoolWatch:
             seen = [await self._worker(name) for name in incarnations]
             rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
         workers = tuple(worker for worker in seen if worker is not None)
-        return PoolSight(queued, workers, float(rate or 0) or None, incarnations)
+        return PoolState(queued, workers, float(rate or 0) or None, incarnations)
 
     async def _worker(self, incarnation: str) -> ReadyWorker | None:
         raw: Any = await self.client.hgetall(self.keys.worker(incarnation))

@@ -2,9 +2,9 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib.util
 
+from contract.catalogue import known_store
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.fitness import check_fitness
@@ -12,7 +12,6 @@ from contract.keys import Keys
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
-from contract.stored_objects import known_store
 from infra import options as opts
 from infra.running_up import RunningUp, running_ups
 
@@ -44,7 +43,7 @@ def check_redis(url: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        async with contextlib.aclosing(connect(url)) as client:
+        async with connect(url) as client:
             await check_fitness(client)
 
     try:
@@ -82,7 +81,7 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        async with contextlib.aclosing(connect(url)) as client:
+        async with connect(url) as client:
             return await known_store(client, Keys(namespace), own)
 
     store = open_store(setting)

@@ -17,7 +17,7 @@ _HEADING = (
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is looked at")
+    group = parser.add_argument_group("the measured streams")
     whole = (
         ("--streams", 32, "sequences that decode together"),
         ("--prompt-tokens", 256, "tokens of each prompt"),
@@ -49,14 +49,18 @@ def run_profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _text(found: Any) -> str:
-    machine = found.machine
-    head = (
+def limits_line(machine: Any, shape: Any) -> str:
+    """The limits of a machine and the sizes of a model, as workers/profiling measures them."""
+    return (
         f"{machine.device}, {machine.dtype}, {machine.num_threads} threads: "
         f"reads {machine.bytes_per_s / 1e9:.1f} GB/s, computes {machine.flops_per_s / 1e9:,.0f} "
-        f"GFLOP/s; weights {found.shape.weight_bytes / 1e6:,.1f} MB, "
-        f"KV {found.shape.kv_bytes_per_token / 1e3:.1f} kB a token"
+        f"GFLOP/s; weights {shape.weight_bytes / 1e6:,.1f} MB, "
+        f"KV {shape.kv_bytes_per_token / 1e3:.1f} kB a token"
     )
+
+
+def _text(found: Any) -> str:
+    head = limits_line(found.machine, found.shape)
     parts = [head, table([_HEADING, *(_row(finding) for finding in found.findings)])]
     for finding in found.findings:
         rows = [("operator", "own time", "calls")]

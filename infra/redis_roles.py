@@ -92,7 +92,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             other_keys="rq:*",
         ),
         "pool": RedisRole(
-            purpose="the pool on AWS: looks at the queue, tells workers to drain",
+            purpose="the pool on AWS: reads the queue, orders workers to drain",
             functions="drain snapshot",
             commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
             "xinfo|groups xrange zrange zrangebyscore",
@@ -101,7 +101,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             channels="ctl",
         ),
         "housekeeper": RedisRole(
-            purpose="the deploy step and the sweeper: alone may bring code into Redis",
+            purpose="the deploy step and the sweeper: the only user that may load functions",
             functions="sweep",
             commands=f"{_CONNECTION} {_JOB_COMMANDS}",
             keeps=f"{_JOB_KEYS} memory",
@@ -118,7 +118,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             channels="ev wake ctl",
         ),
         "dashboard": RedisRole(
-            purpose="whoever looks on: reads jobs, queues and workers, changes nothing",
+            purpose="observers: read jobs, queues and workers, change nothing",
             functions=_READING_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} xinfo|groups",
             reads=f"{_JOB_KEYS} {_FLEET_KEYS} clock dead deliveries promised",
@@ -180,12 +180,12 @@ def add_redis_roles_options(parser: argparse.ArgumentParser) -> None:
         type=option_values.namespace,
         default="default",
         metavar="NAME",
-        help="whose keys the users may touch (default: default)",
+        help="the namespace whose keys the users may access (default: default)",
     )
 
 
 def run_redis_roles(options: argparse.Namespace) -> int:
-    print("# For redis-cli, with a password of its own for each in the place of PASSWORD.")
+    print("# For redis-cli; replace each PASSWORD with a different password.")
     for name, role in REDIS_ROLES.items():
         print(f"# {name}: {role.purpose}")
         print(setuser_line(name, options.namespace, _TO_FILL_IN))

@@ -1,4 +1,5 @@
-"""Shows results: tables, JSON and progress."""
+"""Summarises and shows results: percentiles, tables, JSON and progress. Uses only the standard
+library, because adapters of other engines import it in their own environments."""
 
 import json
 import sys
@@ -8,11 +9,34 @@ from pathlib import Path
 from typing import TextIO
 
 
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None if empty."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+        "p99.9": percentile(values, 0.999),
+        "max": max(values, default=None),
+    }
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table for documents; the first row is the heading."""
+    head, *lines = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
 
 
 def date(seconds: float | None) -> str:

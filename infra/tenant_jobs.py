@@ -5,7 +5,6 @@ Uses only Redis, without gateway and key. Shows states and sizes, never text.
 
 import argparse
 import asyncio
-import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -34,29 +33,29 @@ def add_tenant_option(parser: argparse.ArgumentParser) -> None:
         "--tenant",
         default=DEFAULT_TENANT,
         metavar="NAME",
-        help=f"whose jobs (default: {DEFAULT_TENANT})",
+        help=f"the tenant whose jobs are meant (default: {DEFAULT_TENANT})",
     )
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Filters of the list."""
-    parser.add_argument("--status", choices=PUBLIC_STATUSES, help="in this state (default: any)")
-    parser.add_argument("--lane", choices=LANES, help="in this lane (default: any)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="of this model (default: any)")
+    parser.add_argument("--status", choices=PUBLIC_STATUSES, help="only this state (default: any)")
+    parser.add_argument("--lane", choices=LANES, help="only this lane (default: any)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="only this one (default: any)")
     parser.add_argument(
         "--metadata",
         action="append",
         type=_metadata,
         default=[],
         metavar="NAME=VALUE",
-        help="with this value under this name; may be given several times (default: none)",
+        help="only jobs with this metadata; may be repeated (default: any)",
     )
     parser.add_argument(
         "--limit",
         type=option_values.integer(1),
         default=20,
         metavar="N",
-        help="so many at most (default: 20)",
+        help="the most jobs to list (default: 20)",
     )
 
 
@@ -75,7 +74,7 @@ def _metadata(raw: str) -> tuple[str, str]:
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"list": _list, "show": _show, "cancel": _cancel, "delete": _delete}
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         await actions[options.kind](Functions(client, Keys(options.namespace)), options)
 
 

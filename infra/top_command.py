@@ -39,18 +39,18 @@ def add_top_options(parser: argparse.ArgumentParser) -> None:
         type=number(may_be_zero=False),
         default=2.0,
         metavar="SECONDS",
-        help="from one look to the next; rates and percentiles are of that time (default: 2 s)",
+        help="time between updates; rates and percentiles cover it (default: 2 s)",
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="look once, at all since counting began (default: go on until Ctrl-C)",
+        help="show the totals since counting began, once (default: update until Ctrl-C)",
     )
     parser.add_argument(
         "--svg",
         type=Path,
         metavar="OUT",
-        help="look twice, draw the second look into this file, and end (default: no picture)",
+        help="draw the change between two snapshots into this file, and end (default: no picture)",
     )
     opts.add_json_option(parser)
 
@@ -94,11 +94,11 @@ def _show_once(options: argparse.Namespace) -> None:
     from contract.telemetry.metrics_reader import MetricsSamples, look
     from infra.top_screen import screen
 
-    sight = look(MetricsSamples.parse(_fetch(options)))
+    snapshot = look(MetricsSamples.parse(_fetch(options)))
     console = Console(width=None if sys.stdout.isatty() else _PICTURE_COLUMNS)
     with console.capture() as capture:
-        console.print(screen(sight, options.url))
-    write(asdict(sight), capture.get().rstrip("\n"), options.json)
+        console.print(screen(snapshot, options.url))
+    write(asdict(snapshot), capture.get().rstrip("\n"), options.json)
 
 
 def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
@@ -111,9 +111,9 @@ def _looks(options: argparse.Namespace) -> Callable[[], "RenderableType"]:
     def next_look() -> "RenderableType":
         nonlocal before
         now_s, page = time.monotonic(), MetricsSamples.parse(_fetch(options))
-        sight = look(page) if before is None else look(page, before[1], now_s - before[0])
+        snapshot = look(page) if before is None else look(page, before[1], now_s - before[0])
         before = now_s, page
-        return screen(sight, options.url)
+        return screen(snapshot, options.url)
 
     return next_look
 
@@ -133,7 +133,8 @@ def _draw(options: argparse.Namespace) -> None:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    """Waits for a gateway that is gone for a while, but not for one that never answered."""
+    """Updates the screen. Waits for a gateway that stops answering, but not for one that never
+    answered."""
     from rich.live import Live
     from rich.text import Text
 

@@ -14,19 +14,21 @@ _CLASS_STYLES = {"decode": "green", "mixed": "yellow", "prefill": "blue"}
 _BAR_CELLS = 12
 
 
-def screen(sight: MetricsReader, where: str) -> RenderableType:
+def screen(snapshot: MetricsReader, where: str) -> RenderableType:
     """One screen, top to bottom: callers, workers, steps."""
-    return Group(_head(sight, where), _lanes(sight.lanes), _workers(sight.workers),
-                 _engines(sight.engines))  # fmt: skip
+    return Group(_head(snapshot, where), _lanes(snapshot.lanes), _workers(snapshot.workers),
+                 _engines(snapshot.engines))  # fmt: skip
 
 
-def _head(sight: MetricsReader, where: str) -> Text:
-    span = "since counting began" if sight.window_s is None else f"last {sight.window_s:.0f} s"
+def _head(snapshot: MetricsReader, where: str) -> Text:
+    span = (
+        "since counting began" if snapshot.window_s is None else f"last {snapshot.window_s:.0f} s"
+    )
     text = Text.assemble(("batchway top", "bold"), f"  {where}  {span}  ")
-    text.append(f"{sight.open_streams} open streams")
-    if not sight.is_broker_up:
+    text.append(f"{snapshot.open_streams} open streams")
+    if not snapshot.is_broker_up:
         text.append("  Redis does not answer", "bold red")
-    for reason, num in sorted(sight.refusals.items()):
+    for reason, num in sorted(snapshot.refusals.items()):
         text.append(f"  {num} refused: {reason}", "yellow")
     return text
 
@@ -64,7 +66,7 @@ def _lanes(rows: tuple[LaneRow, ...]) -> Table:
 
 def _workers(rows: tuple[WorkerRow, ...]) -> Table:
     table = _table(
-        "Workers", "model", "worker", "heard of", "jobs", "sequences", "waiting inside", "KV", ""
+        "Workers", "model", "worker", "heartbeat", "jobs", "sequences", "waiting inside", "KV", ""
     )
     for row in rows:
         seen = Text(f"{row.seen_s:.1f} s ago", "red" if row.seen_s > _STALE_S else "")

@@ -1,6 +1,6 @@
-"""Makes or updates .venv for scripts/setup: shows a line for each step, keeps pip's pages in a log.
+"""Creates or updates .venv for scripts/setup. Prints a line per step; pip's output goes to a log.
 
-Runs before anything is installed, so it needs the standard library alone.
+Runs before anything is installed, so it uses only the standard library.
 """
 
 import hashlib
@@ -21,22 +21,22 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
-STAMP = VENV / "batchway-setup"  # what .venv was made from, then the extras in it
+STAMP = VENV / "batchway-setup"  # line 1: a hash of the sources of .venv; line 2: its extras
 LOG = VENV / "setup.log"
 PIP = (str(BIN / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input")
 NETWORK_ERRORS = re.compile(
     "NewConnectionError|ConnectTimeout|ProxyError|SSLError|ReadTimeout|NameResolution"
 )
-EMULATOR = "aws-sam-cli==1.170.0"  # its wheel holds Lambda's Runtime Interface Emulator
-MACHINES = {"x86_64": "x86_64", "aarch64": "arm64"}  # as the kernel and as AWS call them
+EMULATOR = "aws-sam-cli==1.170.0"  # its wheel contains Lambda's Runtime Interface Emulator
+MACHINES = {"x86_64": "x86_64", "aarch64": "arm64"}  # the kernel's name -> the name that AWS uses
 
 
 class StepFailed(Exception):
-    """What the failing command printed."""
+    """A command failed. The message is its output."""
 
 
 def main(extras: Sequence[str]) -> None:
-    """Installs the extras, and those that are there already; `dev` brings the tests' tools."""
+    """Installs these extras and updates installed ones; `dev` includes the tools of the tests."""
     torch = os.environ["BATCHWAY_TORCH"]
     sources = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
     made_from = f"{torch} {hashlib.sha256(sources).hexdigest()} {ROOT}"
@@ -84,25 +84,25 @@ def make_venv() -> None:
 
 
 def required(name: str, command: Sequence[str]) -> None:
-    """Runs a step; where it fails, says what to do, and ends."""
+    """Runs a step. If it fails, exits with a message that says what to do."""
     try:
         run(name, command)
     except StepFailed as failed:
-        said = str(failed)
-        if "No space left on device" in said:
+        output = str(failed)
+        if "No space left on device" in output:
             fail(f"{name}: the disk is full: torch and the packages beside it take some GB.")
-        if NETWORK_ERRORS.search(said):
+        if NETWORK_ERRORS.search(output):
             fail(
                 f"{name}: pip cannot reach a package index. Check the network, HTTPS_PROXY and "
                 f"`pip config list`, then run the same command again. Log: {LOG}"
             )
-        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
         errors = [line for line in lines if line.lower().startswith("error")]
         fail(f"{name}: {(errors or lines)[-1]}. Log: {LOG}")
 
 
 def run(name: str, command: Sequence[str]) -> None:
-    """One line with its time; what it prints goes to the log. Raises StepFailed."""
+    """Runs a command; prints its name and duration, and logs its output. Raises StepFailed."""
     start_s, is_over = time.monotonic(), threading.Event()
 
     def tick() -> None:
@@ -129,7 +129,7 @@ def run(name: str, command: Sequence[str]) -> None:
 
 
 def get_tool(name: str, get: Callable[[str, Path], None]) -> None:
-    """A program that tests run and no package installs; without it they are skipped."""
+    """Installs a program that no package provides; without it the tests that run it are skipped."""
     if (BIN / name).exists():
         return
     try:
@@ -137,11 +137,11 @@ def get_tool(name: str, get: Callable[[str, Path], None]) -> None:
             get(name, Path(folder))
     except (StepFailed, OSError, LookupError, ValueError) as exc:
         lines = str(exc).strip().splitlines() or [type(exc).__name__]
-        say(f"  {name}: not here, so its tests will be skipped: {lines[-1]}")
+        say(f"  {name}: not installed, its tests will be skipped: {lines[-1]}")
 
 
 def get_promtool(name: str, folder: Path) -> None:
-    """Out of Debian's package prometheus, without root: with lists of packages of its own."""
+    """Extracts it from Debian's package prometheus; its own package lists make root needless."""
     if found := shutil.which(name):
         (BIN / name).symlink_to(found)
         return

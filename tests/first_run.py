@@ -82,10 +82,10 @@ class FirstRun:
         server = Server(command, self.elsewhere, self.environ)
         try:
             curl = server.wait_for_curl()
-            said = run("bash", "-c", f"{curl} --silent --show-error --max-time 120")
-            answer = json.loads(said)["choices"][0]["message"]["content"]
+            output = run("bash", "-c", f"{curl} --silent --show-error --max-time 120")
+            answer = json.loads(output)["choices"][0]["message"]["content"]
             if ANSWER not in answer:
-                raise Failed(f"{curl}\nanswered {said}")
+                raise Failed(f"{curl}\nanswered {output}")
             if shutil.which("g++") and (without := server.lines_with("in place of our")):
                 raise Failed(without[0])
             if len(self._processes()) < 4:  # Redis, gateway, worker, engine at least

@@ -116,7 +116,7 @@ async def test_no_part_logs_what_callers_send(
     Redis."""
     caplog.set_level(logging.DEBUG)
     async with running_parts() as (parts, api_key):
-        said = (await parts.ask(parts.call(stop=None))).json()["choices"][0]["text"]
+        output = (await parts.ask(parts.call(stop=None))).json()["choices"][0]["text"]
         assert (await parts.ask(parts.call(FAILS))).status_code == 500
         assert (await parts.ask(parts.call("x" * 600))).status_code == 400
         assert await parts.ends(await parts.submit(parts.call(CRASHES))) == "failed"
@@ -133,8 +133,8 @@ async def test_no_part_logs_what_callers_send(
     text = "\n".join([captured.out, captured.err, *lines])
     for part in ("batchway.gateway", "workers.", "batchway.engine", "batchway.callbacks", "rq."):
         assert part in text or any(r.name.startswith(part) for r in caplog.records), part
-    assert len(said) > 10
-    for secret in ("canary-", SECRET, api_key, said[:8]):
+    assert len(output) > 10
+    for secret in ("canary-", SECRET, api_key, output[:8]):
         assert secret not in text
 
 

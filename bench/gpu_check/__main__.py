@@ -4,16 +4,16 @@ Exit status 0: all checks passed; 1: one failed; 2: there is no GPU.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from infra.tables import write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    parser.add_argument("--json", metavar="OUT", help="write all figures there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes, to try the check itself; needed on a CPU"
@@ -39,9 +39,7 @@ def _run(options: argparse.Namespace) -> int:
     machine = Machine(torch.device(options.device), options.tiny)
     sizes = SMALL if options.tiny else FULL
     report = GpuCheck(machine, sizes, lambda text: print(text, file=sys.stderr)).run()
-    print(report.table())
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json()) + "\n")
+    write(report.as_json(), report.table(), options.json)
     return 0 if report.passed else 1
 
 

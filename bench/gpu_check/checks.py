@@ -10,25 +10,23 @@ from torch import Tensor
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload
-from contract.jobs import SamplingParams
+from bench.models import whole_chunk
 from infra.bench.engine import run_workload
-from workers.engine.model import Chunk
-from workers.engine.sequence import Sequence
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.kernels import TritonKernels
 
-# Largest difference of an element as a share of the largest.
+# The largest difference of an element, divided by the largest element.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _BLOCK_SIZE = 16
-# Standard deviations of a row's logits; in the tests half precision is within 0.15.
-_MOST_BEHIND = 0.3
+# In standard deviations of a row's logits; half precision stays within 0.15 in the tests.
+_MAX_BEHIND = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was compared, and the result."""
+    """The result of one comparison."""
 
     name: str
     passed: bool
@@ -38,7 +36,7 @@ class Check:
 def check_kernels(machine: Machine) -> list[Check]:
     """Every kernel, and attention with every flag, at the shapes' heads."""
     found = [_check_attention(machine, *case) for case in _attention_cases(machine)]
-    return found + _check_beside(machine)
+    return found + _check_other_kernels(machine)
 
 
 _Case = tuple[str, tuple[int, int], int, AttentionFlags, list[tuple[int, int]]]
@@ -89,7 +87,7 @@ def _check_attention(
     return _compare(f"attention: {name}", ours, reference)
 
 
-def _check_beside(machine: Machine) -> list[Check]:
+def _check_other_kernels(machine: Machine) -> list[Check]:
     device, dtype = machine.device, machine.dtype
     kernels = TritonKernels(dtype)
     hidden, inner, num_tokens = (64, 96, 3) if machine.is_tiny else (4096, 12_288, 300)
@@ -102,10 +100,10 @@ def _check_beside(machine: Machine) -> list[Check]:
         _compare("norm", kernels.rms_norm(x, weight, 1e-6), normed),
         _compare("gate", kernels.silu_gate(gate_up), F.silu(gate) * up),
     ]
-    return [*found, *_check_turn(kernels, num_tokens, device)]
+    return [*found, *_check_rotation(kernels, num_tokens, device)]
 
 
-def _check_turn(kernels: TritonKernels, num_tokens: int, device: torch.device) -> list[Check]:
+def _check_rotation(kernels: TritonKernels, num_tokens: int, device: torch.device) -> list[Check]:
     """The fused kernel of head norms, rotation and cache write."""
     num_heads, kv_heads, dim, dtype = 4, 2, 128, kernels.dtype
     qkv = torch.randn(num_tokens, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
@@ -115,26 +113,26 @@ def _check_turn(kernels: TritonKernels, num_tokens: int, device: torch.device) -
     slots = torch.randperm(num_tokens, device=device)
     keys, values = torch.zeros(2, num_tokens, kv_heads, dim, device=device).to(dtype)
     query, key, value = torch.split(qkv.float(), [num_heads, kv_heads, kv_heads], dim=1)
-    turned = []
+    rotated = []
     for part, norm in ((query, norms[0]), (key, norms[1])):
         normed = F.rms_norm(part, (dim,), norm.float(), 1e-6)
         low, high = normed.chunk(2, dim=-1)
         halves = torch.cat([-high, low], dim=-1)
-        turned.append(normed * cos.float()[:, None] + halves * sin.float()[:, None])
+        rotated.append(normed * cos.float()[:, None] + halves * sin.float()[:, None])
     flat = qkv.reshape(num_tokens, -1).clone()
     kernels.rotate_and_keep(flat, num_heads, cos, sin, (*norms, 1e-6), slots, keys, values)
     found = flat.view(num_tokens, -1, dim)[:, :num_heads]
     return [
-        _compare("rotation of queries", found, turned[0]),
-        _compare("rotation of keys, kept", keys[slots], turned[1]),
-        _compare("values, kept", values[slots], value),
+        _compare("rotation of queries", found, rotated[0]),
+        _compare("rotation of cached keys", keys[slots], rotated[1]),
+        _compare("cached values", values[slots], value),
     ]
 
 
 @torch.inference_mode()
 def check_engine(served: Served) -> Check:
-    """Greedy tokens with steps ahead, graphs and kernels: by the torch reference's logits each must
-    be the best token, or nearly as good."""
+    """Generates greedy tokens with steps ahead, graphs and kernels. By the logits of the torch
+    reference each must be the best token, or nearly as good."""
     context, num_output = (9, 5) if served.machine.is_tiny else (512, 32)
     workload = closed_workload(served, min(4, served.max_streams), context, num_output)
     run = run_workload(served.engine(), workload)
@@ -148,26 +146,15 @@ def check_engine(served: Served) -> Check:
         num_best += int((behind == 0).sum())
         num_all += len(behind)
     detail = f"{num_best} of {num_all} tokens the best, worst {worst:.3f} deviations behind"
-    return Check(f"engine: {served.shape.name}", worst <= _MOST_BEHIND, detail)
+    return Check(f"engine: {served.shape.name}", worst <= _MAX_BEHIND, detail)
 
 
 def _reference_logits(served: Served, token_ids: list[int]) -> Tensor:
     """(num_tokens, vocab_size) by reference attention, in one chunk."""
     runner = served.runner
-    sequence = Sequence(
-        job_id="check",
-        epoch=0,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=token_ids,
-        num_prompt=len(token_ids),
-        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
-        block_ids=list(range(-(-len(token_ids) // runner.block_size))),
-    )
     attention, runner.backend = runner.backend, ReferenceAttention()
     try:
-        return runner.logits([Chunk(sequence, 0, len(token_ids), samples=True)])
+        return runner.logits([whole_chunk(token_ids, runner.block_size, samples=True)])
     finally:
         runner.backend = attention
 
@@ -178,7 +165,7 @@ def _compare(name: str, found: Tensor, expected: Tensor) -> Check:
     return Check(name, share <= _TOLERANCE[found.dtype], f"off by {share:.1e} of the largest")
 
 
-def tried(name: str, check: Callable[[], list[Check]]) -> list[Check]:
+def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:
     """Runs a check; an exception counts as failure and does not stop the others."""
     try:
         return check()

@@ -11,8 +11,8 @@ from bench.gpu_check.machine import Machine
 from bench.gpu_check.served import Served, closed_workload, random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
 from infra.bench.engine import run_workload
-from infra.bench.spread import percentile
 from infra.bench.workloads import Workload, WorkloadRequest
+from infra.tables import percentile
 from workers.ipc.messages import StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
@@ -52,7 +52,7 @@ def time_transformers(
         "progress_bar": False,
         "persistent_manager": True,
     }
-    if machine.is_tiny:  # on a CPU it would allocate and fill gigabytes of cache
+    if machine.is_tiny:  # the default fills gigabytes of cache on a CPU
         small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
         arguments |= {"warmup": False, "continuous_batching_config": small}
     for _ in range(2):

@@ -23,6 +23,10 @@ class Machine:
         return torch.float32 if self.is_tiny else torch.bfloat16
 
     @property
+    def num_batched_tokens(self) -> int:
+        return 64 if self.is_tiny else 8192
+
+    @property
     def name(self) -> str:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)

@@ -1,4 +1,4 @@
-"""What is checked and timed, most important first."""
+"""The order of checks and timings, most important first."""
 
 import gc
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu_check.checks import Check, check_engine, check_kernels, tried
+from bench.gpu_check.checks import Check, check_engine, check_kernels, run_check
 from bench.gpu_check.comparison import Closed, time_ours, time_strategies, time_transformers
 from bench.gpu_check.machine import Machine, measure_roofs
 from bench.gpu_check.report import Report
@@ -87,10 +87,10 @@ class GpuCheck:
         self._say("measuring the device")
         report = Report(self._machine, measure_roofs(self._machine))
         self._say("checking kernels")
-        report.checks += tried("kernels", lambda: check_kernels(self._machine))
+        report.checks += run_check("kernels", lambda: check_kernels(self._machine))
         for shape in self._sizes.shapes:
             if self._has_time(report, f"{shape.name}"):
-                report.checks += tried(shape.name, lambda s=shape: self._serve(report, s))  # type: ignore[misc]
+                report.checks += run_check(shape.name, lambda s=shape: self._serve(report, s))  # type: ignore[misc]
                 self._release()
         if self._has_time(report, "transformers' continuous batching"):
             self._compare(report)
@@ -122,7 +122,7 @@ class GpuCheck:
         self._say(f"{shape.name}: transformers' continuous batching")
         try:
             theirs = time_transformers(shape, self._machine, *sizes.closed)
-        except Exception as exc:  # ours is measured all the same
+        except Exception as exc:  # our engine's figure stays valid
             report.closed[shape.name] = Closed(sizes.closed[0], ours, None, type(exc).__name__)
         else:
             report.closed[shape.name] = Closed(sizes.closed[0], ours, theirs)
@@ -131,7 +131,7 @@ class GpuCheck:
     def _has_time(self, report: Report, what: str) -> bool:
         if self._clock_s() < self._end_s:
             return True
-        report.skipped.append(f"{what}: the time was up")
+        report.skipped.append(f"{what}: the time limit was reached")
         return False
 
     def _release(self) -> None:

@@ -29,16 +29,18 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, operations and tokens per second; shares of one."""
-        found = {
-            name: _plain(getattr(self, name))
-            for name in ("roofs", "checks", "decoding", "prefill", "closed", "loaded", "skipped")
-        }
+        found = dataclasses.asdict(self)
+        del found["machine"]
         about = {"device": self.machine.name, "versions": self.machine.versions()}
         return about | {"passed": self.passed} | found
 
     def table(self) -> str:
         versions = ", ".join(f"{name} {text}" for name, text in self.machine.versions().items())
-        lines = [f"{self.machine.name}: {versions}", *self._roof_lines()]
+        lines = [
+            f"{self.machine.name}: {versions}",
+            _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
+            _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
+        ]
         lines += [
             _row(check.name, "ok" if check.passed else "FAILED", check.detail)
             for check in self.checks
@@ -59,22 +61,6 @@ class Report:
             lines += [_loaded_line(name, load) for load in loads]
         lines += [_row("skipped", "", reason) for reason in self.skipped]
         return "\n".join(lines)
-
-    def _roof_lines(self) -> list[str]:
-        return [
-            _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
-            _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
-        ]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value
 
 
 def _row(what: str, figure: str, detail: str) -> str:

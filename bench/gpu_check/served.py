@@ -56,10 +56,6 @@ class Served:
     max_streams: int
 
     @property
-    def num_batched_tokens(self) -> int:
-        return _num_batched_tokens(self.machine)
-
-    @property
     def vocab_size(self) -> int:
         return int(self.shape.numbers["vocab_size"])
 
@@ -69,17 +65,13 @@ class Served:
         options = EngineOptions(
             model_path="",
             max_num_seqs=num_streams,
-            max_num_batched_tokens=self.num_batched_tokens,
+            max_num_batched_tokens=self.machine.num_batched_tokens,
             kv_high_water=1.0,
             prefix_caching=False,
             steps="ahead",
             strategy=StrategyOptions(name=strategy, batch_size=min(32, num_streams)),
         )
         return build_engine(self.ahead, self.vocab_size, options)
-
-
-def _num_batched_tokens(machine: Machine) -> int:
-    return 64 if machine.is_tiny else 8192
 
 
 def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
@@ -98,7 +90,7 @@ def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
         attention="triton",
         kv_memory_bytes=int(machine.free_bytes() * _KV_SHARE),
         max_num_seqs=streams,
-        max_num_batched_tokens=_num_batched_tokens(machine),
+        max_num_batched_tokens=machine.num_batched_tokens,
     )
     length = 64 if machine.is_tiny else 4096
     runner = wrap_decoder(

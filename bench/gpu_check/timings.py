@@ -33,11 +33,13 @@ def time_decoding(
     served: Served, roofs: Roofs, num_streams: int, context: int, num_steps: int
 ) -> Decoding:
     """Through the engine, from prompts of `context` tokens; the first steps are not counted."""
-    num_warm_up = _num_graphs(served) + 4
+    graphs = served.ahead.decoder.graphs
+    num_warm_up = 4 + (0 if graphs is None else graphs.num_sizes)  # one step records each graph
     # The first streams decode while the others' prompts are computed.
-    num_prompt_steps = 4 + 2 * (num_streams * context // served.num_batched_tokens)
+    num_prompt_steps = 4 + 2 * (num_streams * context // served.machine.num_batched_tokens)
     length = context + num_prompt_steps + num_warm_up + num_steps
-    if num_streams * (length + served.runner.block_size) > _num_slots(served):
+    runner = served.runner
+    if num_streams * (length + runner.block_size) > runner.num_blocks * runner.block_size:
         return Decoding(num_streams, None, None, None, None, None)
     engine = served.engine(num_streams=num_streams)
     workload = closed_workload(served, num_streams, context, length - context)
@@ -73,16 +75,6 @@ def _device_step_s(served: Served, num_streams: int, longest: int) -> float:
     the last step's rows, which is no longer needed."""
     decoder = served.ahead.decoder
     return served.machine.seconds(lambda: decoder.logits(num_streams, longest).argmax(-1))
-
-
-def _num_graphs(served: Served) -> int:
-    """Steps until every graph is recorded: one per step."""
-    graphs = served.ahead.decoder.graphs
-    return 0 if graphs is None else graphs.num_sizes
-
-
-def _num_slots(served: Served) -> int:
-    return served.runner.num_blocks * served.runner.block_size
 
 
 def time_prefill(served: Served, roofs: Roofs, num_tokens: int) -> Prefill:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.models import SIZES, make_model
 from infra.bench.workloads import log_uniform_workload, write_workload
+from infra.tables import write
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "batchway"
@@ -52,10 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = measure(name, python, column, options)
                 results[column].setdefault(name, []).append(found)
     summaries = {c: summarise(found) for c, found in results.items()}
-    print(tables(summaries))
-    if options.json is not None:
-        shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
-        options.json.write_text(json.dumps(shown, indent=1) + "\n")
+    shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
+    write(shown, tables(summaries), options.json)
     return 0
 
 
@@ -74,10 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
-    parser.add_argument("--runs", type=int, default=3, help="of each engine, interleaved")
+    parser.add_argument("--runs", type=int, default=3, help="of each engine, in turns")
     parser.add_argument("--max-running", type=int, default=32, help="sequences at once")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", metavar="OUT")
     return parser
 
 
@@ -126,16 +125,18 @@ def measure(name: str, python: Path, column: Column, options: argparse.Namespace
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By engine: medians over its runs, and how many requests got our engine's tokens."""
+    """By engine: medians over its runs, and the number of outputs equal to our engine's."""
     ours = runs[OURS][0]["outputs"]
     found = {}
-    for name, its_runs in runs.items():
+    for name, engine_runs in runs.items():
         found[name] = {
-            "output_tokens_per_s": median(run["output_tokens_per_s"] for run in its_runs),
-            "runs": [run["output_tokens_per_s"] for run in its_runs],
-            "ttft_p99_s": median(run["ttft_s"]["p99"] for run in its_runs),
-            "itl_p99_s": median(run["itl_s"]["p99"] for run in its_runs),
-            "same_outputs": sum(a == b for a, b in zip(ours, its_runs[0]["outputs"], strict=True)),
+            "output_tokens_per_s": median(run["output_tokens_per_s"] for run in engine_runs),
+            "runs": [run["output_tokens_per_s"] for run in engine_runs],
+            "ttft_p99_s": median(run["ttft_s"]["p99"] for run in engine_runs),
+            "itl_p99_s": median(run["itl_s"]["p99"] for run in engine_runs),
+            "same_outputs": sum(
+                a == b for a, b in zip(ours, engine_runs[0]["outputs"], strict=True)
+            ),
             "num_outputs": len(ours),
         }
     return found
@@ -147,7 +148,7 @@ def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
     for column, engines in summaries.items():
         best = engines[OURS]["output_tokens_per_s"]
         lines += ["", f"{column.size} {column.dtype}"]
-        lines.append(f"{'':14}{'tokens/s':>10}{'ours to it':>12}{'same outputs':>15}")
+        lines.append(f"{'':14}{'tokens/s':>10}{'ours / it':>12}{'same outputs':>15}")
         for name, row in engines.items():
             speed = row["output_tokens_per_s"]
             same = f"{row['same_outputs']} of {row['num_outputs']}"

@@ -84,11 +84,13 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
     }
     for model, snapshot in snapshots.items():
         gauges["workers"].add_metric((model,), len(snapshot.workers))
-        for lane, sight in snapshot.lanes.items():
-            gauges["num_requests_running"].add_metric((model, lane), sight.num_running)
-            gauges["num_requests_waiting"].add_metric((model, lane), sight.num_queued)
-            gauges["queue_tokens"].add_metric((model, lane), sight.queued_tokens)
-            gauges["queue_oldest_age_seconds"].add_metric((model, lane), sight.oldest_wait_s)
+        for lane, lane_snapshot in snapshot.lanes.items():
+            gauges["num_requests_running"].add_metric((model, lane), lane_snapshot.num_running)
+            gauges["num_requests_waiting"].add_metric((model, lane), lane_snapshot.num_queued)
+            gauges["queue_tokens"].add_metric((model, lane), lane_snapshot.queued_tokens)
+            gauges["queue_oldest_age_seconds"].add_metric(
+                (model, lane), lane_snapshot.oldest_wait_s
+            )
             if (ratio := deadline_kept_ratio(snapshot, lane)) is not None:
                 gauges["deadline_kept_ratio"].add_metric((model, lane), ratio)
         for worker in snapshot.workers:

@@ -4,6 +4,7 @@ Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is 
 Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
 """
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -124,10 +125,10 @@ _ALL = (
     _now("num_requests_running", "Jobs that workers hold.", "lane"),
     _now("num_requests_waiting", "Jobs that wait for a worker.", "lane"),
     _now("queue_tokens", "Cost of the jobs that wait: prompt and expected output.", "lane"),
-    _now("queue_oldest_age_seconds", "Since the first waiting job was submitted.", "lane"),
+    _now("queue_oldest_age_seconds", "Time since the oldest waiting job was submitted.", "lane"),
     _now("deadline_kept_ratio", "Of the jobs that succeeded or expired, those that did.", "lane"),
     _now("workers", "Workers that take jobs."),
-    _now("worker_seen_age_seconds", "Since a worker was last heard of: how stale it is.", "worker"),
+    _now("worker_seen_age_seconds", "Time since a worker's last heartbeat.", "worker"),
     _now("worker_jobs", "Jobs that a worker holds.", "worker"),
     _now(
         "worker_sequences", "Sequences of a worker: running, waiting for room.", "worker", "state"
@@ -187,3 +188,20 @@ class Counts:
         self.fields[f"{series}:{bucket}"] += times
         if sum_ := round(value / metric.scale) * times:
             self.fields[f"{series}:sum"] += sum_
+
+
+def embedded_line(
+    dimensions: Mapping[str, str],
+    values: Mapping[str, float | list[float]],
+    units: Mapping[str, str],
+    at_s: float,
+) -> str:
+    """Metrics in CloudWatch's embedded metric format, which it reads from logs. `units` by name;
+    `at_s` is Unix time."""
+    about = {
+        "Namespace": "batchway",
+        "Dimensions": [list(dimensions)],
+        "Metrics": [{"Name": name, "Unit": units[name]} for name in values],
+    }
+    stamp = {"Timestamp": int(at_s * 1000), "CloudWatchMetrics": [about]}
+    return json.dumps({"_aws": stamp, **dimensions, **values})

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from contract.connection import redis_url_of
 from contract.errors import BatchwayError
-from contract.redis_url import redis_url_of
 from gateway.settings import GatewaySettings, variable
 
 SECRETS_VARIABLE = "BATCHWAY_SECRET_ARNS"

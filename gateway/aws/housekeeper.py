@@ -21,12 +21,9 @@ def handler(_event: Any, _context: Any) -> dict[str, int]:
 
 async def sweep(settings: GatewaySettings) -> dict[str, int]:
     """Raises BrokerUnavailable."""
-    client = connect(settings.redis_url)
-    try:
+    async with connect(settings.redis_url) as client:
         await ensure_library(client)
         swept = await Functions(client, Keys(settings.namespace)).sweep()
-    finally:
-        await client.aclose()
     return {
         "leases_lapsed": swept.num_lapsed,
         "jobs_expired": swept.num_expired,

@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.telemetry.tracing import Tracing
 from gateway.http import health, metrics_route
-from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers, answers
-from gateway.http.limits import RequestLimits
+from gateway.http.limits import ConcurrencyCap, RequestLimits
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.middleware import RequestObserver
 from gateway.http.sse import StreamDrain
@@ -51,7 +50,7 @@ def create_app(
         tracing.open()
         attending = asyncio.create_task(gateway.broker.attend())
         yield
-        await tasks.end(attending)
+        await end_tasks(attending)
         await gateway.grammars.aclose()
         if broker is None:
             await gateway.broker.aclose()

@@ -10,13 +10,12 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityS
 
 from contract.api_keys import KeyTerms, Scope, prefix_of
 from contract.function_types import TenantLimits
-from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.errors import ApiError
+from gateway.http.limits import ConcurrencyCap
 from gateway.redis.key_ring import KeyRing
 from gateway.settings import GatewaySettings
 
 DEFAULT_TENANT = "default"
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 _OPERATORS_KEY = "operator"  # never the prefix of a key in Redis
 _NO_KEY = ""
@@ -125,10 +124,3 @@ Inference = Annotated[Caller, Security(admit, scopes=[Scope.INFERENCE])]
 JobsReader = Annotated[Caller, Security(admit, scopes=[Scope.JOBS_READ])]
 JobsWriter = Annotated[Caller, Security(admit, scopes=[Scope.JOBS_WRITE])]
 MetricsReader = Annotated[Caller, Security(admit, scopes=[Scope.METRICS])]
-
-
-def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
-    """Allowed Host headers. By default only loopback names, unless every call needs a key."""
-    if settings.allowed_hosts:
-        return settings.allowed_hosts
-    return ("*",) if settings.wants_key else LOOPBACK_HOSTS

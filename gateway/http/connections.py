@@ -16,9 +16,8 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.concurrency_cap import ConcurrencyCap
 from gateway.http.errors import ApiError
-from gateway.http.limits import MAX_HEADER_BYTES
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")

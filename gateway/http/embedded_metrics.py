@@ -4,36 +4,34 @@ A function is frozen between requests and cannot be scraped, so it writes one li
 request with what the request has added.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from contract.telemetry.metrics import embedded_line
 from gateway.http.metrics import GatewayMetrics
 
-NAMESPACE = "batchway"
-_UNIT = "Count"
 # by model, lane and name; model and lane are '' for requests without a job
 _Figures = Counter[tuple[str, str, str]]
 
 
 class EmbeddedMetrics:
-    """ASGI middleware. `tell` writes a line; `clock_s` returns Unix time."""
+    """ASGI middleware. `write_line` writes a line; `clock_s` returns Unix time."""
 
     def __init__(
         self,
         app: ASGIApp,
         metrics: GatewayMetrics,
-        tell: Callable[[str], object] = lambda line: print(line, flush=True),
+        write_line: Callable[[str], object] = lambda line: print(line, flush=True),
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._tell = tell
+        self._write_line = write_line
         self._clock_s = clock_s
-        self._told: _Figures = Counter()
+        self._written: _Figures = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -41,26 +39,18 @@ class EmbeddedMetrics:
         finally:
             if scope["type"] == "http":
                 for line in self.lines():
-                    self._tell(line)
+                    self._write_line(line)
 
     def lines(self) -> Iterator[str]:
         """Lines with what was counted since the last call: one for each lane, and one
         for requests."""
         now = _figures(self._metrics)
-        gained = now - self._told
-        self._told = now
+        gained = now - self._written
+        self._written = now
         for model, lane in sorted({(model, lane) for model, lane, _ in gained}):
             values = {name: n for (m, at, name), n in gained.items() if (m, at) == (model, lane)}
-            yield self._line({"Model": model, "Lane": lane} if model else {}, values)
-
-    def _line(self, labels: dict[str, str], values: dict[str, int]) -> str:
-        about = {
-            "Namespace": NAMESPACE,
-            "Dimensions": [list(labels)],
-            "Metrics": [{"Name": name, "Unit": _UNIT} for name in values],
-        }
-        stamp = {"Timestamp": int(self._clock_s() * 1000), "CloudWatchMetrics": [about]}
-        return json.dumps({"_aws": stamp, **labels, **values})
+            labels = {"Model": model, "Lane": lane} if model else {}
+            yield embedded_line(labels, values, dict.fromkeys(values, "Count"), self._clock_s())
 
 
 def _figures(metrics: GatewayMetrics) -> _Figures:

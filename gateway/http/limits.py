@@ -8,10 +8,10 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.auth import hosts_of
 from gateway.http.errors import ApiError, bad_request
 from gateway.settings import GatewaySettings
 
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
 _DISCARD_TIMES = 8  # of the allowed length, at most
 _DISCARD_S = 1.0
@@ -124,3 +124,33 @@ def _host(scope: Scope) -> str:
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     match = _HOST.fullmatch(hosts[0].decode("latin-1").lower()) if len(hosts) == 1 else None
     return (match[1] or match[3]) if match is not None else ""
+
+
+def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
+    """Allowed Host headers. By default only loopback names, unless every call needs a key."""
+    if settings.allowed_hosts:
+        return settings.allowed_hosts
+    return ("*",) if settings.wants_key else LOOPBACK_HOSTS
+
+
+class ConcurrencyCap:
+    """Limits how many things a name may have at a time: connections of an address, calls of a key.
+
+    Counts of one process. `cap` 0 means no limit. Names whose count is 0 are not stored."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self._num_of: dict[str, int] = {}
+
+    def can_enter(self, name: str) -> bool:
+        return not self.cap or self._num_of.get(name, 0) < self.cap
+
+    def enter(self, name: str) -> None:
+        self._num_of[name] = self._num_of.get(name, 0) + 1
+
+    def leave(self, name: str) -> None:
+        left = self._num_of[name] - 1
+        if left:
+            self._num_of[name] = left
+        else:
+            del self._num_of[name]

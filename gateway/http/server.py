@@ -1,4 +1,4 @@
-"""Runs the gateway under uvicorn, and drains it when it is told to stop."""
+"""Runs the gateway under uvicorn, and drains it on SIGTERM or SIGINT."""
 
 import asyncio
 import contextlib

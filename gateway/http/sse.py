@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from contract.connection import end_tasks
 from contract.errors import BatchwayError
-from contract.tasks import end
 from gateway.http.errors import internal_error, to_api_error
 
 log = logging.getLogger("batchway.gateway")
@@ -111,7 +111,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         watching.result()
         raise ClientGone
     finally:
-        await end(working, watching)
+        await end_tasks(working, watching)
 
 
 async def sse_response(

@@ -4,7 +4,7 @@ A chunk depends only on its event, except for text offsets and data of the promp
 resumed at any event continues with the same bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -223,10 +223,6 @@ class Answer:
         for prompt in self._prompts:
             prompt.reset()
         self._choices = [_Choice() for _ in range(self._job.num_choices)]
-
-    def add_all(self, entries: Iterable[LogEntry]) -> None:
-        for entry in entries:
-            self.add(entry)
 
     def add(self, entry: LogEntry) -> None:
         if isinstance(entry.event, Prompt):

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-from contract.grammars import LIMITS, MAX_GRAMMAR_BYTES
+from contract.jobs import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 
 _KNOBS = "x-guidance"  # the library's own options inside a schema
 _MAX_MESSAGE_CHARS = 300
@@ -160,7 +160,7 @@ def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
 def _faults(grammar: str, is_strict: bool) -> list[str]:
     """Errors of the grammar; with `is_strict`, also dropped keywords."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar, limits=LLParserLimits(**LIMITS)
+        grammar, limits=LLParserLimits(**GRAMMAR_LIMITS)
     )
     return [_sentence(message) for message in messages] if is_error or is_strict else []
 

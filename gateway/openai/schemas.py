@@ -18,7 +18,6 @@ from pydantic import (
 from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
-from gateway.openai.strict_model import StrictModel
 from gateway.openai.structured import Constrained
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
@@ -26,6 +25,7 @@ from gateway.openai.unsupported import (
     PARTS,
     ROLES,
     UNSUPPORTED,
+    StrictModel,
     refusal,
     unsupported,
 )

@@ -21,8 +21,7 @@ from gateway.openai.child_process import (
     ChildProcess,
     ChildUnreadable,
 )
-from gateway.openai.strict_model import StrictModel
-from gateway.openai.unsupported import refusal
+from gateway.openai.unsupported import StrictModel, refusal
 
 MAX_CHOICES = 10_000
 _MAX_TEXT = 64 * 1024

@@ -139,8 +139,8 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted, caller)
-    told = preference.applied() | ignored_header(body) | rate_headers(submitted.rates)
-    headers = {"x-job-id": job.id, **told}
+    answer_headers = preference.applied() | ignored_header(body) | rate_headers(submitted.rates)
+    headers = {"x-job-id": job.id, **answer_headers}
     call = SyncCall(
         gateway.broker,
         gateway.settings,
@@ -150,7 +150,7 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
         job_retention_s=caller.job_retention_s(gateway.settings),
         submitted_s=submitted_s if submitted.is_new else None,
         may_return=not _ends_with_caller(body, key),
-        headers=told,
+        headers=answer_headers,
     )
     try:
         if not body.stream:
@@ -232,8 +232,8 @@ async def submit_job(
         view = await _known_job(gateway, submitted.job_id, job.tenant)
         job, status = view.job, view.status
     shown = submitted_object(job, submitted, status)
-    told = {**headers, **rate_headers(submitted.rates), **timing.headers()}
-    return accepted_response(shown, told)
+    answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
+    return accepted_response(shown, answer_headers)
 
 
 async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller: Caller) -> Job:

@@ -11,9 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from contract.events import ToolCallDelta
 from contract.jobs import Job, ToolFormat
-from gateway.openai.strict_model import StrictModel
 from gateway.openai.structured import Constrained, Constraint, Schema
-from gateway.openai.unsupported import refusal
+from gateway.openai.unsupported import StrictModel, refusal
 
 MAX_TOOLS = 128
 

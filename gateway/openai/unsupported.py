@@ -1,16 +1,19 @@
-"""Parameters of other servers that this one does not support.
+"""The base class of request bodies, and parameters of other servers that this one does not support.
 
 Values without effect (null, or a value listed here) are dropped, because clients send them.
 Parameters that would change the response are rejected by name. Others are ignored, and a response
 header names them.
 """
 
+import difflib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.http.errors import UNKNOWN
 from gateway.http.errors import UNSUPPORTED as CODE
 
 # Parameter -> values without effect.
@@ -91,3 +94,25 @@ def ignored_header(body: Any) -> dict[str, str]:
     there are none."""
     names = [name for name in IGNORED if getattr(body, name) is not None]
     return {"x-ignored-parameters": ", ".join(names)} if names else {}
+
+
+class StrictModel(BaseModel):
+    """The base class of request bodies: rejects unknown names, wrong types and coercions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+    unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_known_names(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = without(fields, cls.unasked)
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in kept:
+            if name not in known:
+                similar = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {similar[0]}?" if similar else ""
+                raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
+        return kept

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.catalogue import Catalogue
+from contract.catalogue import Catalogue, clear_orphan
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
@@ -22,7 +22,6 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.outbox import CallbackState, Outbox, callback_state
-from contract.stored_objects import clear_orphan
 from gateway.http.errors import UnknownJob
 from gateway.redis.breaker import Breaker
 from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end

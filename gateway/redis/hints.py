@@ -15,10 +15,9 @@ import redis.asyncio
 from redis.asyncio.client import PubSub
 
 from contract.codec import decode_hint
-from contract.connection import Listener, broker_errors
+from contract.connection import Listener, broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import LogEntry
-from contract.tasks import end
 
 log = logging.getLogger("batchway.gateway")
 
@@ -109,7 +108,7 @@ class Hints:
 
     async def aclose(self) -> None:
         if self._task is not None:
-            await end(self._task)
+            await end_tasks(self._task)
             self._task = None
         await self._client.aclose()
 
@@ -151,7 +150,7 @@ class Hints:
     async def _follow(self, pubsub: PubSub) -> None:
         """Subscribes to the channels that have mailboxes, and passes on messages until an error."""
         await pubsub.connect()  # type: ignore[no-untyped-call]
-        self._listener = Listener(pubsub, self._hear)
+        self._listener = Listener(pubsub, self._on_message)
         subscribed: set[bytes] = set()
         self._is_changed = True
         while True:
@@ -166,7 +165,7 @@ class Hints:
                 subscribed = wanted
             await self._listener.listen()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         if message["type"] == "message":
             self._deliver(message["channel"], message["data"])
         elif message["type"] == "subscribe":

@@ -4,14 +4,12 @@ Counts are differences to the previous snapshot. First-token times are reported 
 their buckets, so percentiles are exact to a bucket.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot
-from contract.telemetry.metrics import LATENCY_BOUNDS_S
+from contract.telemetry.metrics import LATENCY_BOUNDS_S, embedded_line
 
-NAMESPACE = "batchway"
 MAX_VALUES = 100  # per metric and line
 UNITS = {
     "WaitingJobs": "Count",
@@ -39,16 +37,9 @@ class FleetLines:
         gained = {f: max(0, value - before.get(f, 0)) for f, value in snapshot.totals.items()}
         self._reported = snapshot.totals
         for lane, lane_snapshot in snapshot.lanes.items():
-            yield self._line(lane, _values(lane, lane_snapshot, gained), int(snapshot.now_s * 1000))
-
-    def _line(self, lane: str, values: dict[str, float | list[float]], at_ms: int) -> str:
-        about = {
-            "Namespace": NAMESPACE,
-            "Dimensions": [["Model", "Lane"]],
-            "Metrics": [{"Name": name, "Unit": UNITS[name]} for name in values],
-        }
-        stamp = {"Timestamp": at_ms, "CloudWatchMetrics": [about]}
-        return json.dumps({"_aws": stamp, "Model": self.model, "Lane": lane, **values})
+            labels = {"Model": self.model, "Lane": lane}
+            values = _values(lane, lane_snapshot, gained)
+            yield embedded_line(labels, values, UNITS, snapshot.now_s)
 
 
 def _values(

@@ -11,8 +11,6 @@ not receive the log.
 
 import argparse
 import asyncio
-import contextlib
-import json
 import logging
 import os
 import signal
@@ -22,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.connection import connect
+from contract.connection import connect, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.redis_url import redis_url_of
+from contract.telemetry.metrics import embedded_line
 from infra.aws.ecs_service import EcsService
 from infra.aws.fleet_lines import FleetLines
 from infra.aws.metric_sender import MetricSender
@@ -41,7 +39,7 @@ from infra.pool import (
     decide,
     num_outdated_to_retire,
 )
-from infra.pool_watch import PoolSight, PoolWatch
+from infra.pool_watch import PoolState, PoolWatch
 
 log = logging.getLogger("batchway.pool")
 
@@ -90,24 +88,24 @@ class PoolService:
 
     async def step(self) -> Decision:
         """One observation and its consequences. Raises BrokerUnavailable, and what boto3 raises."""
-        sight = await self.watch.look()
-        decision, retired = await asyncio.to_thread(self.size, sight)
+        observed = await self.watch.look()
+        decision, retired = await asyncio.to_thread(self.size, observed)
         if retired:
             await self.functions.drain(retired)
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
         num_dead = snapshot.deliveries.get("dead", 0)
         new_dead = max(0, num_dead - (num_dead if self.num_dead is None else self.num_dead))
         self.num_dead = num_dead
-        lines = [self._metrics(sight, decision, new_dead), *self.fleet.lines(snapshot)]
+        lines = [self._metrics(observed, decision, new_dead), *self.fleet.lines(snapshot)]
         await asyncio.to_thread(self._emit_all, lines)
         return decision
 
-    def size(self, sight: PoolSight) -> tuple[Decision, list[str]]:
+    def size(self, observed: PoolState) -> tuple[Decision, list[str]]:
         """Protects, decides and resizes; returns also the workers to drain. Raises what boto3
         raises."""
         num_desired = self.workforce.num_desired()
-        self.workforce.keep(sight.incarnations)
-        names = [worker.incarnation for worker in sight.workers]
+        self.workforce.keep(observed.incarnations)
+        names = [worker.incarnation for worker in observed.workers]
         outdated = self.workforce.outdated(names)
         num_replaced = num_outdated_to_retire(
             num_desired,
@@ -117,11 +115,11 @@ class PoolService:
         )
         view = PoolView(
             now_s=self.clock_s(),
-            queued_tokens=sight.queued_tokens,
+            queued_tokens=observed.queued_tokens,
             num_desired=num_desired,
             num_ready=len(names) - num_replaced,
-            load=sum(worker.load for worker in sight.workers),
-            tokens_per_s=sight.tokens_per_s,
+            load=sum(worker.load for worker in observed.workers),
+            tokens_per_s=observed.tokens_per_s,
             failed_starts_s=self._failed_starts_s(),
         )
         decision = decide(self.policy, view, self.memory)
@@ -134,7 +132,7 @@ class PoolService:
             self.workforce.resize(decision.num_workers)
         # Outdated workers first, then the emptiest. They end when their jobs have ended.
         ordered = sorted(
-            sight.workers, key=lambda w: (w.incarnation not in outdated, w.num_jobs, w.load)
+            observed.workers, key=lambda w: (w.incarnation not in outdated, w.num_jobs, w.load)
         )
         num_retired = num_replaced + decision.num_to_retire
         return decision, [worker.incarnation for worker in ordered[:num_retired]]
@@ -153,24 +151,18 @@ class PoolService:
         failed = self.workforce.failed()
         return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
-    def _metrics(self, sight: PoolSight, decision: Decision, num_dead: int) -> str:
-        values = {
+    def _metrics(self, observed: PoolState, decision: Decision, num_dead: int) -> str:
+        values: dict[str, float | list[float]] = {
             "DesiredWorkers": decision.num_workers,
-            "ReadyWorkers": len(sight.workers),
-            "BusyWorkers": sum(worker.num_jobs > 0 for worker in sight.workers),
+            "ReadyWorkers": len(observed.workers),
+            "BusyWorkers": sum(worker.num_jobs > 0 for worker in observed.workers),
             "BacklogS": round(decision.backlog_s, 3),
             "BacklogOverTarget": round(decision.backlog_over_target, 3),
-            "StrandedTokens": 0 if sight.workers else sum(sight.queued_tokens.values()),
+            "StrandedTokens": 0 if observed.workers else sum(observed.queued_tokens.values()),
             "BreakerOpen": int(decision.is_breaker_open),
             "DeadCallbacks": num_dead,
         }
-        about = {
-            "Namespace": "batchway",
-            "Dimensions": [["Model"]],
-            "Metrics": [{"Name": name, "Unit": unit} for name, unit in METRICS.items()],
-        }
-        stamp = {"Timestamp": int(self.clock_s() * 1000), "CloudWatchMetrics": [about]}
-        return json.dumps({"_aws": stamp, "Model": self.watch.model, **values})
+        return embedded_line({"Model": self.watch.model}, values, METRICS, self.clock_s())
 
 
 def wait_targets(raw: str) -> dict[str, float]:
@@ -247,7 +239,7 @@ async def serve(
     """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
     keys = Keys(namespace)
-    async with contextlib.aclosing(connect(redis_url)) as client:
+    async with connect(redis_url) as client:
         watch = PoolWatch(client, keys, given.model_name, tuple(policy.wait_targets_s))
         functions = Functions(client, keys)
         emit = emitter_of(given, client_of)

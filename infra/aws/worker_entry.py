@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from contract.redis_url import redis_url_of
+from contract.connection import redis_url_of
 from infra.aws.worker_health import host_name
 
 log = logging.getLogger("batchway.weights")

@@ -15,10 +15,9 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors, connect, now_ms
+from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
-from contract.redis_url import redis_url_of
 
 _TIMEOUT_S = 2.0
 
@@ -49,13 +48,11 @@ async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
 
 
 async def check(redis_url: str, namespace: str, host: str) -> bool:
-    client = connect(redis_url)
     try:
-        return await is_live(client, Keys(namespace), host)
+        async with connect(redis_url) as client:
+            return await is_live(client, Keys(namespace), host)
     except (BrokerUnavailable, WireError):
         return True
-    finally:
-        await client.aclose()
 
 
 def main() -> int:

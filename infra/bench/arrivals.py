@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from infra.bench.workloads import BadWorkload
+
 Process = Literal["poisson", "gamma", "constant"]
 
 
@@ -36,20 +38,17 @@ class TraceEntry:
     max_tokens: int
 
 
-class BadTrace(ValueError):
-    """A trace file that cannot be played. The message is one sentence."""
-
-
 def read_trace(path: Path) -> list[TraceEntry]:
-    """CSV with the heading arrival_s,prompt_tokens,max_tokens. Raises BadTrace, naming the line."""
+    """CSV with the heading arrival_s,prompt_tokens,max_tokens. Raises BadWorkload, which names the
+    line."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        raise BadTrace(f"{path} cannot be read: {exc}") from exc
+        raise BadWorkload(f"{path} cannot be read: {exc}") from exc
     entries = [_entry(path, number, row) for number, row in enumerate(rows, 2)]
     if not entries:
-        raise BadTrace(f"{path} has no requests")
+        raise BadWorkload(f"{path} has no requests")
     return sorted(entries, key=lambda entry: entry.arrival_s)
 
 
@@ -59,10 +58,11 @@ def _entry(path: Path, line: int, row: dict[str, str]) -> TraceEntry:
             float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["max_tokens"])
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise BadTrace(
+        raise BadWorkload(
             f"{path}, line {line}: wants the columns arrival_s, prompt_tokens and max_tokens, "
             "all numbers"
         ) from exc
     if not 0 <= entry.arrival_s < float("inf") or entry.prompt_tokens < 1 or entry.max_tokens < 1:
-        raise BadTrace(f"{path}, line {line}: at least 0 seconds, 1 token of prompt, 1 of output")
+        least = "at least 0 seconds, 1 token of prompt, 1 of output"
+        raise BadWorkload(f"{path}, line {line}: {least}")
     return entry

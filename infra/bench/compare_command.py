@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from infra.bench.compare import Contestant, compare
-from infra.bench.compare_report import comparison_tables, summarise_heats
+from infra.bench.compare import Candidate, compare
+from infra.bench.compare_report import comparison_tables, summarise_trials
 from infra.bench.engine import RequestFailed
 from infra.bench.workloads import (
     BadWorkload,
@@ -21,12 +21,11 @@ from infra.bench.workloads import (
 from infra.tables import progress_line, write
 from workers import configuration
 from workers.configuration import ConfigurationError
-from workers.engine.engine import Engine
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
-from workers.model.loader import LoadedModel, load_model
+from workers.model.loader import load_model
 
 _GIB = 2**30
 
@@ -37,8 +36,11 @@ def run(options: argparse.Namespace) -> int:
         base = _base_options(options)
         ways = _ways(options, base)
         loaded = load_model(base, lambda text: print(text, file=sys.stderr))
-        heats = compare(
-            [Contestant(name, _builder(loaded, way)) for name, way in ways],
+        trials = compare(
+            [
+                Candidate(name, partial(build_engine, loaded.model, loaded.vocab_size, way))
+                for name, way in ways
+            ],
             make_workload(options, loaded.vocab_size),
             loaded.vocab_size,
             loads=options.load,
@@ -51,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     ) as exc:  # fmt: skip
         print(f"batchway compare: {exc}", file=sys.stderr)
         return 1
-    return report({"model": options.model, "seed": options.seed, **summarise_heats(heats)}, options)
+    return report(
+        {"model": options.model, "seed": options.seed, **summarise_trials(trials)}, options
+    )
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> int:
@@ -102,7 +106,3 @@ def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[st
         ways.append((shown, msgspec.structs.replace(base, strategy=strategy)))
     ways += [(path.stem, configuration.load(path).apply(base)) for path in options.config]
     return ways
-
-
-def _builder(loaded: LoadedModel, way: EngineOptions) -> Callable[[], Engine]:
-    return partial(build_engine, loaded.model, loaded.vocab_size, way)

@@ -4,30 +4,29 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infra.bench.compare import Heat, num_unlike
+from infra.bench.compare import Trial, count_different
 from infra.bench.engine import EngineRun
-from infra.bench.spread import spread
-from infra.tables import table
+from infra.tables import spread, table
 
 COLUMNS = ("p50", "p99", "p99.9")
 LATENCIES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
 
 
-def summarise_heats(heats: Sequence[Heat]) -> dict[str, Any]:
-    """`throughput` by contestant with all requests at once; `latency` by load and contestant:
+def summarise_trials(trials: Sequence[Trial]) -> dict[str, Any]:
+    """`throughput` by candidate with all requests at once; `latency` by load and candidate:
     medians over rounds of each percentile, with each round's figures."""
-    names = list(dict.fromkeys(heat.contestant for heat in heats))
-    loads = list(dict.fromkeys(heat.load for heat in heats if heat.load is not None))
-    unlike = num_unlike(heats)
+    names = list(dict.fromkeys(trial.candidate for trial in trials))
+    loads = list(dict.fromkeys(trial.load for trial in trials if trial.load is not None))
+    unlike = count_different(trials)
     return {
-        "num_rounds": 1 + max(heat.number for heat in heats),
-        "num_requests": len(heats[0].run.timelines),
-        "num_output_tokens": heats[0].run.num_output_tokens,
+        "num_rounds": 1 + max(trial.number for trial in trials),
+        "num_requests": len(trials[0].run.timelines),
+        "num_output_tokens": trials[0].run.num_output_tokens,
         "throughput": {
-            name: _throughput([h.run for h in heats if h.contestant == name and h.load is None])
+            name: _throughput([t.run for t in trials if t.candidate == name and t.load is None])
             for name in names
         },
-        "latency": [_latency(heats, load, names) for load in loads],
+        "latency": [_latency(trials, load, names) for load in loads],
         "unlike_answers": unlike,
         "is_alike": not any(unlike.values()),
     }
@@ -45,10 +44,10 @@ def _throughput(runs: Sequence[EngineRun]) -> dict[str, Any]:
     }
 
 
-def _latency(heats: Sequence[Heat], load: float, names: Sequence[str]) -> dict[str, Any]:
-    at_load = [heat for heat in heats if heat.load == load]
-    by_name = {name: _medians([h.run for h in at_load if h.contestant == name]) for name in names}
-    rates = [heat.rate_per_s for heat in at_load if heat.rate_per_s is not None]
+def _latency(trials: Sequence[Trial], load: float, names: Sequence[str]) -> dict[str, Any]:
+    at_load = [trial for trial in trials if trial.load == load]
+    by_name = {name: _medians([t.run for t in at_load if t.candidate == name]) for name in names}
+    rates = [trial.rate_per_s for trial in at_load if trial.rate_per_s is not None]
     return {"load": load, "rate_per_s": statistics.median(rates), "strategies": by_name}
 
 

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from contract.jobs import SamplingParams
@@ -16,11 +16,12 @@ from workers.engine.engine import Engine
 from workers.engine.request import Request
 
 _TENANT, _LANE = "bench", "standard"
+_NUM_WARM_UP = 4  # requests
 
 
 @dataclass(slots=True)
 class Timeline:
-    """A request's tokens and their times, in seconds from the start of the run."""
+    """The tokens of a request and their times, in seconds from the start of the run."""
 
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -104,11 +105,12 @@ def run_workload(
     return EngineRun(clock_s() - start_s, timelines, num_steps, model_s, peak_rss_bytes())
 
 
-def warm_up(engine: Engine, prompt_lengths: Sequence[int], vocab_size: int) -> None:
-    """Runs a few other requests first, to exclude one-time costs."""
+def warm_up(engine: Engine, workload: Workload, vocab_size: int) -> None:
+    """Runs other requests, as long as the workload's first ones, to exclude one-time costs."""
+    lengths = [len(request.prompt_token_ids) for request in workload.requests[:_NUM_WARM_UP]]
     requests = [
         WorkloadRequest(tuple(4 + (7919 * (i + 31 * n)) % (vocab_size - 4) for i in range(n)), 4)
-        for n in prompt_lengths
+        for n in lengths
     ]
     run_workload(engine, Workload(tuple(requests)))
     engine.evict_cache()
@@ -119,16 +121,16 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def make_request(number: int, asked: WorkloadRequest) -> Request:
+def make_request(number: int, drawn: WorkloadRequest) -> Request:
     """A greedy request of the workload; its id is its number."""
     return Request(
         job_id=str(number),
         epoch=1,
         tenant=_TENANT,
         lane=_LANE,
-        prompts=(asked.prompt_token_ids,),
+        prompts=(drawn.prompt_token_ids,),
         params=SamplingParams(
-            max_tokens=asked.max_tokens, seed=number, temperature=0.0, ignore_eos=True
+            max_tokens=drawn.max_tokens, seed=number, temperature=0.0, ignore_eos=True
         ),
         outputs=((),),
         finished=(False,),

@@ -1,22 +1,17 @@
 """`batchway bench engine`: runs a workload file through an engine in this process."""
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from infra.bench.engine import EngineRun, RequestFailed, run_workload, warm_up
-from infra.bench.spread import spread
 from infra.bench.workloads import BadWorkload, read_workload
-from infra.tables import progress_line
+from infra.tables import progress_line, spread, table, write
 from workers.engine.model import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import load_model
-
-_NUM_WARM_UP = 4  # requests
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,15 +32,12 @@ def run(options: argparse.Namespace) -> int:
         engine = build_engine(
             loaded.model, loaded.vocab_size, engine_options, loaded.num_step_tokens
         )
-        lengths = [len(r.prompt_token_ids) for r in workload.requests[:_NUM_WARM_UP]]
-        warm_up(engine, lengths, loaded.vocab_size)
+        warm_up(engine, workload, loaded.vocab_size)
         summary = summarise(run_workload(engine, workload, progress=progress_line("tokens")))
     except (BadWorkload, ModelRefused, RequestFailed, RequestRefused) as exc:
         print(f"batchway bench engine: {exc}", file=sys.stderr)
         return 1
-    print(tables(summary))
-    if options.json is not None:
-        write_json(summary, options.json)
+    write(summary, tables(summary), options.json)
     return 0
 
 
@@ -65,10 +57,6 @@ def summarise(run: EngineRun) -> dict[str, Any]:
     }
 
 
-def write_json(summary: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(summary) + "\n")
-
-
 def tables(summary: dict[str, Any]) -> str:
     """Separate tables of throughput and of latencies in milliseconds."""
     rows = [
@@ -79,11 +67,9 @@ def tables(summary: dict[str, Any]) -> str:
         ("steps", str(summary["num_steps"])),
         ("peak memory, MiB", f"{summary['peak_rss_bytes'] / 2**20:.0f}"),
     ]
-    lines = [f"{name:<20}{value:>12}" for name, value in rows]
-    lines += ["", f"{'latency, ms':<20}{'p50':>12}{'p99':>12}{'max':>12}"]
+    latencies = [["latency, ms", "p50", "p99", "max"]]
     names = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
     for key, name in names.items():
         cells = [summary[key][column] for column in ("p50", "p99", "max")]
-        shown = ["-" if cell is None else f"{cell * 1000:.1f}" for cell in cells]
-        lines.append(f"{name:<20}" + "".join(f"{cell:>12}" for cell in shown))
-    return "\n".join(lines)
+        latencies.append([name, *("-" if c is None else f"{c * 1000:.1f}" for c in cells)])
+    return f"{table(rows)}\n\n{table(latencies)}"

@@ -127,7 +127,7 @@ class _Stream:
     is_finished: bool = False
 
     async def read(self, response: httpx.Response) -> None:
-        call, num_told = self.call, None
+        call, num_reported = self.call, None
         async for data in _events(response):
             if "error" in data:
                 call.reason = _reason(data["error"])
@@ -135,14 +135,14 @@ class _Stream:
                 call.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
                 return
             if usage := data.get("usage"):
-                num_told = usage["completion_tokens"]
+                num_reported = usage["completion_tokens"]
                 call.num_prompt_tokens = usage["prompt_tokens"]
             self._note(data.get("choices") or ())
             if self.hang_up_after is not None and len(call.chunk_times_s) >= self.hang_up_after:
                 call.outcome, call.reason = Outcome.CANCELLED, "hung up"
                 return
-        if num_told is not None:
-            call.num_output_tokens = num_told
+        if num_reported is not None:
+            call.num_output_tokens = num_reported
         if self.is_finished:
             call.outcome = Outcome.SUCCEEDED
         else:

@@ -14,7 +14,7 @@ Sleep = Callable[[float], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send. An open loop sends at arrival times, whatever became of earlier requests;
+    """What to send. An open loop sends at arrival times, independently of earlier requests;
     `max_concurrency`, if given, delays calls. A closed loop sends the next request as soon as one
     of `max_concurrency` callers is free."""
 
@@ -56,11 +56,11 @@ async def run_load(
     requests = load.workload.requests
     calls = [Call(i, len(r.prompt_token_ids), r.arrival_s) for i, r in enumerate(requests)]
     hang_ups = _hang_ups(load)
-    places = asyncio.Semaphore(load.max_concurrency or len(requests))
+    permits = asyncio.Semaphore(load.max_concurrency or len(requests))
 
     async def make(call: Call) -> None:
-        """One call, once there is a place for it; in a closed loop that is its arrival."""
-        async with places:
+        """Makes a call once the semaphore permits; in a closed loop it arrives at that time."""
+        async with permits:
             if not load.is_open:
                 call.arrival_s = now_s()
             await caller.call(call, requests[call.number], now_s, hang_ups[call.number])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import httpx
 
-from infra.bench.arrivals import BadTrace, TraceEntry, draw_arrivals, read_trace
+from infra.bench.arrivals import TraceEntry, draw_arrivals, read_trace
 from infra.bench.http_calls import Call, Caller
 from infra.bench.load import Load, LoadRun, run_load
 from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         loads = make_loads(options)
         model, runs = asyncio.run(_measure(options, loads))
-    except (BadWorkload, BadTrace, ServerRefuses) as exc:
+    except (BadWorkload, ServerRefuses) as exc:
         print(f"batchway bench serve: {exc}", file=sys.stderr)
         return 1
     slo = Slo(_seconds(options.slo_ttft_ms), _seconds(options.slo_itl_ms))
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:
-    """One load per rate, or one closed loop, or a trace. Raises BadWorkload, BadTrace.
+    """One load per rate, or one closed loop, or a trace. Raises BadWorkload.
 
     Each rate has its own prompts, so that no prefix cache has them; those of a workload file are
     the same every time.

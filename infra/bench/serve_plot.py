@@ -67,7 +67,7 @@ def _draw_curves(panels: Any, summaries: Sequence[dict[str, Any]]) -> None:
         heights = [found[f"num_{outcome}"] for found in summaries]
         bars.bar(names, heights, bottom=bottom, color=colour, label=outcome)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    bars.set(title="what became of the requests", xlabel="load", ylabel="requests")
+    bars.set(title="outcomes of the requests", xlabel="load", ylabel="requests")
     bars.legend()
 
 
@@ -101,7 +101,7 @@ def _draw_timeline(axes: Any, run: LoadRun, name: str) -> None:
         running += change
         times.append(at_s)
         num_running.append(running)
-    axes.step(times, num_running, where="post", color="#3060a0", label="under way")
+    axes.step(times, num_running, where="post", color="#3060a0", label="running")
     for outcome in (Outcome.SHED, Outcome.CANCELLED, Outcome.FAILED):
         ends = [call.end_s for call in run.calls if call.outcome is outcome]
         if ends:

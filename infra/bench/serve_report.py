@@ -9,8 +9,7 @@ from typing import Any
 
 from infra.bench.http_calls import Call, Outcome
 from infra.bench.load import LoadRun
-from infra.bench.spread import spread
-from infra.tables import table
+from infra.tables import spread, table
 
 _RATES = (
     *("wall s", "requests/s", "output tokens/s", "prompt tokens/s"),

@@ -35,7 +35,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BadWorkload(ValueError):
-    """A workload file that cannot be run. The message is one sentence."""
+    """A workload or trace that cannot be run. The message is one sentence."""
 
 
 def read_workload(path: Path) -> Workload:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.pool_watch import PoolSight, ReadyWorker
+from infra.pool_watch import PoolState, ReadyWorker
 
 START_TICKS = 3
 
@@ -112,7 +112,7 @@ class FakeEcs:
             if task.num_jobs:
                 self.ended_with_jobs.append(task)
 
-    def sight(self, load: float = 0.0, queued_tokens: int = 0) -> PoolSight:
+    def sight(self, load: float = 0.0, queued_tokens: int = 0) -> PoolState:
         """What Redis knows of the workers: those that send heartbeats. `load` is each one's."""
         live = [task for task in self.tasks if task.ready_tick <= self.now]
         workers = tuple(
@@ -121,4 +121,4 @@ class FakeEcs:
             if not task.is_draining
         )
         names = tuple(task.incarnation for task in live)
-        return PoolSight({"interactive": queued_tokens}, workers, None, names)
+        return PoolState({"interactive": queued_tokens}, workers, None, names)

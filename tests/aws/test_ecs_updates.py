@@ -9,7 +9,7 @@ from contract.keys import Keys
 from infra.aws.ecs_service import EcsService
 from infra.aws.pool_service import PoolService
 from infra.pool import PoolPolicy
-from infra.pool_watch import PoolSight, PoolWatch
+from infra.pool_watch import PoolState, PoolWatch
 from tests.aws.conftest import Clock
 from tests.aws.fake_ecs import FakeEcs
 
@@ -24,7 +24,7 @@ def pool_on(ecs: FakeEcs) -> PoolService:
     return PoolService(POLICY, watch, unused, EcsService(ecs, "c", "s", clock), clock_s=clock)
 
 
-def step(pool: PoolService, ecs: FakeEcs, sight: PoolSight) -> list[str]:
+def step(pool: PoolService, ecs: FakeEcs, sight: PoolState) -> list[str]:
     """One step of the pool, then one of ECS; returns the drained workers."""
     _, retired = pool.size(sight)
     ecs.drain(retired)

@@ -55,8 +55,8 @@ async def test_a_waiting_job_starts_the_first_worker(
     service: PoolService, ecs: EcsService, invoke: Invoke
 ) -> None:
     """From zero to one, once. The observed values are emitted as metrics."""
-    told: list[str] = []
-    service.emit = told.append
+    lines: list[str] = []
+    service.emit = lines.append
     assert (await service.step()).num_workers == 0
     await invoke(rest_event("POST", "/v1/jobs", JOB))
 
@@ -66,7 +66,7 @@ async def test_a_waiting_job_starts_the_first_worker(
     assert (first.num_workers, first.reason) == (1, "from zero")
     assert (second.num_workers, second.eta_s) == (1, 300.0)
     assert ecs.num_desired() == 1
-    metrics = next(record for record in map(json.loads, reversed(told)) if "Lane" not in record)
+    metrics = next(record for record in map(json.loads, reversed(lines)) if "Lane" not in record)
     names = [metric["Name"] for metric in metrics["_aws"]["CloudWatchMetrics"][0]["Metrics"]]
     assert set(names) == set(metrics) - {"_aws", "Model"}
     assert metrics["DesiredWorkers"] == 1
@@ -213,13 +213,13 @@ async def test_events_are_counted_once_per_lane(
 ) -> None:
     """Waiting jobs as they are now; tokens and ended jobs since the previous step; first tokens by
     bucket."""
-    told: list[str] = []
-    service.emit = told.append
+    lines: list[str] = []
+    service.emit = lines.append
 
     async def look() -> dict[str, Any]:
-        told.clear()
+        lines.clear()
         await service.step()
-        records = [json.loads(line) for line in told]
+        records = [json.loads(line) for line in lines]
         return next(record for record in records if record.get("Lane") == "standard")
 
     worker = FakeWorker(functions)

@@ -86,8 +86,8 @@ async def test_the_pool_starts_machines_and_ends_idle_ones(
     await publish_model(redis_client, keys)
     clock = Clock()
     watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
-    tell: list[str] = []
-    service = PoolService(POLICY, watch, functions, group, emit=tell.append, clock_s=clock)
+    lines: list[str] = []
+    service = PoolService(POLICY, watch, functions, group, emit=lines.append, clock_s=clock)
     await invoke(rest_event("POST", "/v1/jobs", JOB))
     assert (await service.step()).reason == "from zero"
     assert len(machines(group)) == 1
@@ -111,7 +111,7 @@ class Activities:
 
     def describe_scaling_activities(self, **_: Any) -> dict[str, Any]:
         cause = "At 2026-01-01T00:00:00Z an instance was taken out of service in response to "
-        told = [
+        found = [
             ("Terminating EC2 instance: i-0a", cause + "a user health-check."),
             ("Terminating EC2 instance: i-0b", cause + "an EC2 health check indicating it has …"),
             ("Terminating EC2 instance: i-0c", cause + "a difference between desired and actual …"),
@@ -119,7 +119,7 @@ class Activities:
             ("Launching a new EC2 instance", "Could not launch: InsufficientInstanceCapacity"),
         ]
         at = datetime.fromtimestamp(100, UTC)
-        return {"Activities": [{"Description": d, "Cause": c, "StartTime": at} for d, c in told]}
+        return {"Activities": [{"Description": d, "Cause": c, "StartTime": at} for d, c in found]}
 
 
 def test_only_machines_that_reported_unhealthy_count_as_failed() -> None:

@@ -5,7 +5,7 @@ import json
 import boto3
 import pytest
 
-from contract.redis_url import redis_url_of
+from contract.connection import redis_url_of
 from gateway.aws.environment import SecretUnavailable, load_settings, read_secrets
 
 pytestmark = pytest.mark.usefixtures("aws_environ")

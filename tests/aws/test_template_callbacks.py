@@ -42,10 +42,10 @@ def test_callbacks_may_reach_only_the_operators_targets() -> None:
     for condition, statement, otherwise in (given["Fn::If"] for given in into_aws):
         assert otherwise == {"Ref": "AWS::NoValue"}
         parameter = statement["Resource"]["Ref"]
-        told = written()["Parameters"][parameter]
-        assert told["Default"] == ""
+        definition = written()["Parameters"][parameter]
+        assert definition["Default"] == ""
         assert parameter in json.dumps(written()["Conditions"][condition])
-        assert not re.fullmatch(told["AllowedPattern"], "*")
+        assert not re.fullmatch(definition["AllowedPattern"], "*")
         found[statement["Action"]] = parameter
     assert found == {
         "sqs:SendMessage": "CallbackQueueArns",

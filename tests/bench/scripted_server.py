@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from contract.tasks import end
+from contract.connection import end_tasks
 
 ANSWER, SHED, FAIL, BREAK, STALL, CANCEL, REFUSE, CUT, SPLIT = range(10, 19)
 TTFT_S, ITL_S, STALL_S = 0.5, 0.25, 8.0
@@ -126,4 +126,4 @@ async def scripted_server(clock: WatchedClock) -> AsyncIterator[ScriptedServer]:
     finally:
         server.should_exit = True
         await asyncio.wait([task], timeout=10)
-        await end(task)
+        await end_tasks(task)

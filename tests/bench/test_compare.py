@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from contract.jobs import SamplingParams
-from infra.bench.compare import Contestant, Heat, compare, num_unlike
+from infra.bench.compare import Candidate, Trial, compare, count_different
 from infra.bench.compare_command import report
 from infra.bench.compare_plot import draw_comparison
-from infra.bench.compare_report import comparison_tables, summarise_heats
+from infra.bench.compare_report import comparison_tables, summarise_trials
 from infra.bench.engine import EngineRun, Timeline
 from infra.bench.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.cli import main
@@ -36,24 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def contestant(name: str, strategy: Strategy) -> Contestant:
+def candidate(name: str, strategy: Strategy) -> Candidate:
     limits = limits_of(EngineOptions(model_path="hash", max_num_seqs=4), VOCAB_SIZE)
-    return Contestant(name, lambda: Engine(HashModel(HashModelOptions()), limits, strategy))
+    return Candidate(name, lambda: Engine(HashModel(HashModelOptions()), limits, strategy))
 
 
-def heats(num_rounds: int = 2) -> tuple[Workload, list[Heat]]:
+def trials(num_rounds: int = 2) -> tuple[Workload, list[Trial]]:
     workload = log_uniform_workload(12, 256, prompt_tokens=(3, 12), output_tokens=(2, 20), seed=4)
-    contestants = [contestant(*pair) for pair in STRATEGIES.items()]
-    done = compare(contestants, workload, 256, loads=[4.0], num_rounds=num_rounds, seed=1)
+    candidates = [candidate(*pair) for pair in STRATEGIES.items()]
+    done = compare(candidates, workload, 256, loads=[4.0], num_rounds=num_rounds, seed=1)
     return workload, done
 
 
 def test_strategies_run_in_turns_and_yield_the_model_s_tokens() -> None:
     """Each round starts with another strategy; within a round all have the same rate. Every
     token is the oracle's."""
-    workload, done = heats()
+    workload, done = trials()
 
-    assert [(h.number, h.load, h.contestant) for h in done] == [
+    assert [(t.number, t.load, t.candidate) for t in done] == [
         (number, load, name)
         for number, order in enumerate(
             (("static", "dynamic", "continuous"), ("dynamic", "continuous", "static"))
@@ -61,51 +61,51 @@ def test_strategies_run_in_turns_and_yield_the_model_s_tokens() -> None:
         for load in (None, 4.0)
         for name in order
     ]
-    best_per_s = max(len(workload.requests) / h.run.wall_s for h in done[:3])
-    assert {h.rate_per_s for h in done if h.load} == {4 * best_per_s}
+    best_per_s = max(len(workload.requests) / t.run.wall_s for t in done[:3])
+    assert {t.rate_per_s for t in done if t.load} == {4 * best_per_s}
     for number in (0, 1):  # all have the same arrivals, which differ between rounds
-        same = {_arrivals(heat) for heat in done if heat.load and heat.number == number}
+        same = {_arrivals(trial) for trial in done if trial.load and trial.number == number}
         assert len(same) == 1
         assert all(arrival_s > 0 for arrival_s in same.pop())
-    assert len({_arrivals(heat) for heat in done if heat.load}) == 2
-    assert {_arrivals(heat) for heat in done if not heat.load} == {(0.0,) * 12}
-    for heat in done:
-        for timeline, request in zip(heat.run.timelines, workload.requests, strict=True):
+    assert len({_arrivals(trial) for trial in done if trial.load}) == 2
+    assert {_arrivals(trial) for trial in done if not trial.load} == {(0.0,) * 12}
+    for trial in done:
+        for timeline, request in zip(trial.run.timelines, workload.requests, strict=True):
             params = SamplingParams(
                 max_tokens=request.max_tokens, seed=0, temperature=0.0, ignore_eos=True
             )
             assert timeline.token_ids == expected_output(request.prompt_token_ids, params)[0]
-    assert summarise_heats(done)["is_alike"]
+    assert summarise_trials(done)["is_alike"]
 
 
-def _arrivals(heat: Heat) -> tuple[float, ...]:
-    return tuple(timeline.arrival_s for timeline in heat.run.timelines)
+def _arrivals(trial: Trial) -> tuple[float, ...]:
+    return tuple(timeline.arrival_s for timeline in trial.run.timelines)
 
 
 def test_static_batches_take_more_steps_than_continuous_ones() -> None:
     """With known lengths the number of steps is exact, so no time is measured."""
     lengths = (2, 20, 2, 2, 20, 2, 2, 2)
     workload = Workload(tuple(WorkloadRequest((9, 9, i + 5), n) for i, n in enumerate(lengths)))
-    contestants = [contestant(*pair) for pair in STRATEGIES.items()]
+    candidates = [candidate(*pair) for pair in STRATEGIES.items()]
 
-    done = compare(contestants, workload, 256, loads=[], num_rounds=1, seed=1)
+    done = compare(candidates, workload, 256, loads=[], num_rounds=1, seed=1)
 
-    steps = {heat.contestant: heat.run.num_steps for heat in done}
+    steps = {trial.candidate: trial.run.num_steps for trial in done}
     assert steps["static"] >= 40 > 25 > steps["continuous"]
     assert steps["static"] > steps["dynamic"] >= steps["continuous"]
 
 
-def made_up(contestant: str, number: int, load: float | None, gap_s: float) -> Heat:
+def made_up(candidate: str, number: int, load: float | None, gap_s: float) -> Trial:
     """Two answers of two tokens. The first token and the second each take `gap_s`."""
     timelines = tuple(
         Timeline(arrival_s, [7, 8 + i], [arrival_s + gap_s, arrival_s + 2 * gap_s])
         for i, arrival_s in enumerate((0.0, 1.0))
     )
     run = EngineRun(4 * gap_s, timelines, 2, gap_s, 2**20)
-    return Heat(contestant, number, load, None if load is None else 10 * load, run)
+    return Trial(candidate, number, load, None if load is None else 10 * load, run)
 
 
-def made_up_heats() -> list[Heat]:
+def made_up_trials() -> list[Trial]:
     gaps = {"a": (1.0, 3.0, 2.0), "b": (4.0, 4.0, 10.0)}
     return [
         made_up(name, number, load, gaps[name][number])
@@ -117,7 +117,7 @@ def made_up_heats() -> list[Heat]:
 
 def test_medians_of_the_rounds_are_reported() -> None:
     """Of rates and of each percentile. Throughput and latency are in separate tables."""
-    found = summarise_heats(made_up_heats())
+    found = summarise_trials(made_up_trials())
 
     assert found["throughput"]["a"]["output_tokens_per_s"] == 4 / (4 * 2.0)
     assert found["throughput"]["b"]["wall_s"] == 16.0
@@ -135,13 +135,13 @@ def test_medians_of_the_rounds_are_reported() -> None:
 
 def test_different_answers_are_counted(tmp_path: Path) -> None:
     """One different token is enough, and the command exits with status 1."""
-    done = made_up_heats()
+    done = made_up_trials()
     wrong = Timeline(0.0, [7, 99], [1.0, 2.0])
     run = done[-1].run
     done[-1] = replace(done[-1], run=replace(run, timelines=(wrong, run.timelines[1])))
 
-    assert num_unlike(done) == {"a": 0, "b": 1}
-    found = summarise_heats(done)
+    assert count_different(done) == {"a": 0, "b": 1}
+    found = summarise_trials(done)
     assert not found["is_alike"]
     assert "differ from the first run's: b 1" in comparison_tables(found)
     options = argparse.Namespace(json=tmp_path / "out.json", png=None)
@@ -151,8 +151,8 @@ def test_different_answers_are_counted(tmp_path: Path) -> None:
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
     """Also without any load."""
-    for done in (made_up_heats(), [h for h in made_up_heats() if h.load is None]):
-        draw_comparison(summarise_heats(done), tmp_path / "out.png")
+    for done in (made_up_trials(), [t for t in made_up_trials() if t.load is None]):
+        draw_comparison(summarise_trials(done), tmp_path / "out.png")
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -164,10 +164,10 @@ def test_the_command_compares_strategies_and_files(
     config = tmp_path / "eager.yaml"
     config.write_text("strategy: {name: dynamic, batch_size: 2, window_s: 0.001}\n")
     small = ("--requests=6", "--prompt-tokens=3:9", "--output-tokens=2:6", "--max-running=3")
-    told = (f"--json={tmp_path / 'out.json'}", f"--png={tmp_path / 'out.png'}")
+    outputs = (f"--json={tmp_path / 'out.json'}", f"--png={tmp_path / 'out.png'}")
     ways = (f"--model={model}", f"--config={config}", "--kv-cache-gib=0.01", "--threads=1")
 
-    status = main(["compare", *small, *told, *ways, "--load", "2", "--rounds=2"])
+    status = main(["compare", *small, *outputs, *ways, "--load", "2", "--rounds=2"])
 
     assert status == 0
     found = json.loads((tmp_path / "out.json").read_text())
@@ -195,7 +195,7 @@ def test_an_impossible_comparison_gives_one_sentence(
     assert main(["compare", f"--model={model}", f"--workload={beyond}", *small]) == 1
     assert main(["compare", f"--model={tmp_path / 'nowhere'}", *small]) == 1
 
-    said = [line for line in capsys.readouterr().err.splitlines() if "batchway compare:" in line]
-    assert len(said) == 3
-    assert "strateg" in said[0]
-    assert "vocabulary" in said[1]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "batchway compare:" in line]
+    assert len(errors) == 3
+    assert "strateg" in errors[0]
+    assert "vocabulary" in errors[1]

@@ -9,7 +9,6 @@ import pytest
 
 from contract.jobs import SamplingParams
 from infra.bench.engine import Timeline, run_workload
-from infra.bench.spread import percentile
 from infra.bench.workloads import (
     BadWorkload,
     Workload,
@@ -18,6 +17,7 @@ from infra.bench.workloads import (
     read_workload,
 )
 from infra.cli import main
+from infra.tables import percentile
 from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.fakes import HashModel, expected_output
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -129,10 +129,10 @@ def test_a_command_that_cannot_run_ends_with_one_sentence(
     assert run("--model", model, "--workload", beyond) == 1
     assert run("--model", tmp_path / "nowhere", "--workload", beyond) == 1
 
-    said = [line for line in capsys.readouterr().err.splitlines() if "bench engine:" in line]
-    assert len(said) == 3
-    assert "none.json cannot be read" in said[0]
-    assert "vocabulary" in said[1]
+    messages = [line for line in capsys.readouterr().err.splitlines() if "bench engine:" in line]
+    assert len(messages) == 3
+    assert "none.json cannot be read" in messages[0]
+    assert "vocabulary" in messages[1]
 
 
 def test_percentiles_are_measured_values() -> None:

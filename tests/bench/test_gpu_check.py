@@ -79,7 +79,7 @@ def test_a_wrong_kernel_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[checks.Check]:
         raise RuntimeError("out of resource: shared memory")
 
-    [check] = checks.tried("norm", broken)
+    [check] = checks.run_check("norm", broken)
     assert not check.passed
     assert "shared memory" in check.detail
 
@@ -91,6 +91,6 @@ def test_skipped_measurements_are_named() -> None:
     report = GpuCheck(TINY, SMALL, lambda text: None, lambda: next(clock)).run()
 
     wanted = [*(shape.name for shape in SMALL.shapes), "transformers' continuous batching"]
-    assert report.skipped == [f"{what}: the time was up" for what in wanted]
+    assert report.skipped == [f"{what}: the time limit was reached" for what in wanted]
     assert report.checks
     assert report.decoding == {}

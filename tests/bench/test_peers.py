@@ -124,7 +124,7 @@ def test_medians_and_equal_outputs_are_reported() -> None:
     assert summary["vllm"]["same_outputs"] == 1
     assert text.splitlines() == [
         "S float32",
-        "                tokens/s  ours to it   same outputs",
+        "                tokens/s   ours / it   same outputs",
         "batchway             200        1.00         2 of 2",
         "vllm                 100        2.00         1 of 2",
         "p99, ms          first token   between tokens",

@@ -18,9 +18,9 @@ def test_rounded_weights_are_compared_with_the_reference(
 
     assert main(["--model", str(folder), "--texts", "3", "--threads", "1"]) == 0
 
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "192 tokens in 3 texts"
-    rows = {line.split("  ")[0]: line.split("  ") for line in said[3:]}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "192 tokens in 3 texts"
+    rows = {line.split("  ")[0]: line.split("  ") for line in lines[3:]}
     found = {name: [cell.strip() for cell in row if cell] for name, row in rows.items()}
     assert list(found) == ["float32", "float32, int8", "bfloat16", "bfloat16, int8"]
     _, num_bytes, *rest = found["float32"]

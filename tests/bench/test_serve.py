@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bench.arrivals import BadTrace, draw_arrivals, read_trace
+from infra.bench.arrivals import draw_arrivals, read_trace
 from infra.bench.http_calls import Call, Caller, Outcome
 from infra.bench.load import Load, LoadRun, run_load
 from infra.bench.serve_command import make_loads
 from infra.bench.serve_plot import draw_runs
 from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
-from infra.bench.workloads import Workload, WorkloadRequest
+from infra.bench.workloads import BadWorkload, Workload, WorkloadRequest
 from infra.parser import build_parser
 from infra.tables import progress_line
 from tests.bench import scripted_server as script
@@ -248,7 +248,7 @@ def _requests(load: Load) -> tuple[WorkloadRequest, ...]:
 def test_errors_name_the_wrong_line_of_a_trace(text: str, reason: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(text)
-    with pytest.raises(BadTrace, match=reason):
+    with pytest.raises(BadWorkload, match=reason):
         read_trace(trace)
 
 

@@ -23,9 +23,9 @@ def serve(stack: Stack, folder: Path, *arguments: str) -> tuple[dict[str, Any], 
     """The JSON report and the rows of the CSV."""
     result, lines = folder / "out.json", folder / "out.csv"
     drawn = ("--prompt-tokens=4:20", "--output-tokens=8:24", "--warm-up=0")
-    told = (f"--json={result}", f"--csv={lines}", f"--png={folder / 'out.png'}")
+    outputs = (f"--json={result}", f"--csv={lines}", f"--png={folder / 'out.png'}")
     url = f"--base-url={stack.url}/v1"
-    assert main(["bench", "serve", url, *drawn, *told, *arguments]) == 0
+    assert main(["bench", "serve", url, *drawn, *outputs, *arguments]) == 0
     with lines.open() as file:
         return json.loads(result.read_text()), list(csv.DictReader(file))
 
@@ -45,9 +45,9 @@ def test_sums_are_the_servers_metrics(tmp_path: Path) -> None:
     """Admitted, shed, ended and cancelled calls; tokens of prompts and answers."""
     bound = {"BATCHWAY_LANE_BOUND_TOKENS": "150"}
     with running_stack("--max-num-seqs=4", model=SLOW, environ=bound) as stack:
-        told, lines = serve(stack, tmp_path, "--rate", "20", "500", "--requests=40")
+        summary, lines = serve(stack, tmp_path, "--rate", "20", "500", "--requests=40")
 
-        slow, flooded = told["runs"]
+        slow, flooded = summary["runs"]
         assert flooded["num_shed"] > 0
         total = {name: slow[name] + flooded[name] for name in slow if name.startswith("num_")}
         assert total["num_requests"] == len(lines) == 80
@@ -69,11 +69,11 @@ def test_sums_are_the_servers_metrics(tmp_path: Path) -> None:
 def test_disconnected_callers_are_the_server_s_cancelled_jobs(tmp_path: Path) -> None:
     """Unless a job ended before the server noticed the disconnect."""
     with running_stack(model=SLOW) as stack:
-        told, _ = serve(
+        summary, _ = serve(
             stack, tmp_path, "--requests=30", "--max-concurrency=5", "--cancel-share=0.4"
         )
 
-        [found] = told["runs"]
+        [found] = summary["runs"]
         assert found["num_cancelled"] > 3
         assert found["num_succeeded"] + found["num_cancelled"] == 30
         wait_until(lambda: counted(stack, "requests_total") == 30)

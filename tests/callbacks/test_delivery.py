@@ -269,8 +269,8 @@ async def test_progress_callbacks_precede_the_final_one(
             item = Append(job.id, claimed.epoch, number, Tokens((delta,)), 2, fin)  # type: ignore[arg-type]
             await functions.append("w1", [item], lease_s=10)
             await receiver.until(lambda n=number: len(receiver.messages) == 1 + n)  # type: ignore[misc]
-    told = [(message.body["type"], message.id) for message in receiver.messages]
-    assert told == [
+    delivered = [(message.body["type"], message.id) for message in receiver.messages]
+    assert delivered == [
         ("job.started", f"{job.id}-1"),
         ("job.progress", f"{job.id}-2"),
         ("job.succeeded", f"{job.id}-3"),

@@ -175,18 +175,18 @@ class Client:
                     return False  # 409: it was cancelled before
                 story.accepted(response.headers["x-job-id"])
                 story.connect(after)
-                return await self._hear_all(story, response)
+                return await self._receive_all(story, response)
         except httpx.HTTPError as exc:
             raise Broken(type(exc).__name__) from exc
 
-    async def _hear_all(self, story: Story, response: httpx.Response) -> bool:
+    async def _receive_all(self, story: Story, response: httpx.Response) -> bool:
         """Whether the stream ended properly."""
         async for sse in read_sse(response):
             if sse.data == "[DONE]":
                 return True
             data = json.loads(sse.data)
             if sse.event == "" and "error" in data:
-                self._hear_error(story, data["error"]["code"])
+                self._receive_error(story, data["error"]["code"])
             elif sse.event == "stream_reset":
                 story.reset()
             elif sse.event == "reconnect":
@@ -195,10 +195,10 @@ class Client:
             elif sse.event in TERMINAL:
                 story.ended(sse.event)
             elif sse.event == "":
-                self._hear_chunk(story, sse.id, data)
+                self._receive_chunk(story, sse.id, data)
         return False
 
-    def _hear_chunk(self, story: Story, id_: str, data: dict[str, Any]) -> None:
+    def _receive_chunk(self, story: Story, id_: str, data: dict[str, Any]) -> None:
         output = {
             choice["index"]: tuple(choice["token_ids"])
             for choice in data["choices"]
@@ -208,12 +208,12 @@ class Client:
             if output and self.asks_for_ids:
                 story.violate(Kind.WRONG, "tokens without an event's id")
             elif output:  # its own count of what has tokens
-                story.hear(Event(len(story.events) + 1, "", output))
+                story.receive(Event(len(story.events) + 1, "", output))
             return
         number, _, hash_ = id_.partition(".")
-        story.hear(Event(int(number), hash_, output))
+        story.receive(Event(int(number), hash_, output))
 
-    def _hear_error(self, story: Story, code: str) -> None:
+    def _receive_error(self, story: Story, code: str) -> None:
         self._ledger.counts[f"stream ended in {code}"] += 1
         if code in _PASSING:
             raise Broken(code)

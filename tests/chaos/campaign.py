@@ -11,11 +11,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from contract.connection import connect
+from contract.connection import connect, end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.tasks import end
 from gateway.http.auth import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
@@ -149,7 +148,7 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
         callers.is_over.set()
         await asyncio.gather(*clients)
     finally:
-        await end(faults, *clients)
+        await end_tasks(faults, *clients)
 
 
 async def _rest(fleet: Fleet) -> None:
@@ -206,10 +205,10 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
 
 
 def _tellings(receiver: Receiver) -> list[Telling]:
-    told = ((message, message.body["data"]) for message in receiver.messages)
+    deliveries = ((message, message.body["data"]) for message in receiver.messages)
     return [
         Telling(data["id"], message.id, data["status"], message.was_accepted)
-        for message, data in told
+        for message, data in deliveries
     ]
 
 
@@ -239,7 +238,7 @@ async def _progress(
 ) -> AsyncIterator[None]:
     """Prints the progress every few seconds."""
 
-    async def tell() -> None:
+    async def print_progress() -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             say(
@@ -247,8 +246,8 @@ async def _progress(
                 f"{len(ledger.violations)} violations"
             )
 
-    task = asyncio.create_task(tell())
+    task = asyncio.create_task(print_progress())
     try:
         yield
     finally:
-        await end(task)
+        await end_tasks(task)

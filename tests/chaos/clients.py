@@ -32,7 +32,7 @@ class Streamer(Client):
         if story.status is None:
             story.ended("succeeded")  # a call's stream ends without another word
         if story.status == "succeeded":
-            story.told(story.output)
+            story.answered(story.output)
 
     async def _once(self, story: Story, ask: Ask) -> bool:
         if story.job_id is None or self._rng.random() < 0.15:
@@ -61,7 +61,7 @@ class Submitter(Client):
         job = await self._until_terminal(story, ask)
         story.ended(job["status"])
         if job["status"] == "succeeded":
-            story.told({c["index"]: c["token_ids"] for c in job["result"]["choices"]})
+            story.answered({c["index"]: c["token_ids"] for c in job["result"]["choices"]})
         await self._replay(story)
 
     async def _submit(self, story: Story, ask: Ask) -> None:

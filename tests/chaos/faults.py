@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from tests.chaos.fleet import Fleet
 from tests.chaos.proxy import Doom
 from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
@@ -57,7 +57,7 @@ class Injector:
                         self._begin(self._draw())
                 await asyncio.gather(*self._under_way)
         finally:
-            await end(*self._under_way)
+            await end_tasks(*self._under_way)
 
     def _draw(self) -> str:
         names = list(self.kinds or (name for name in KINDS if name not in _ONLY_BY_NAME))

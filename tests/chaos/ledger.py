@@ -75,7 +75,7 @@ class Story:
     accepted_s: float = 0.0  # when the client received its job's id
     last_news_s: float = 0.0
     _next: int = 1
-    _heard: set[int] = field(default_factory=set)  # numbers on this connection
+    _received: set[int] = field(default_factory=set)  # numbers on this connection
 
     @property
     def may_have_lost(self) -> bool:
@@ -117,9 +117,9 @@ class Story:
         if self.may_have_lost:  # repeated output may be split into other events
             self.events = {n: event for n, event in self.events.items() if n <= after}
         self._next = after + 1
-        self._heard.clear()
+        self._received.clear()
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """An event on the current connection."""
         self.touch()
         number = event.number
@@ -128,7 +128,7 @@ class Story:
             return
         if number != self._next:
             self._misplaced(number)
-        self._heard.add(number)
+        self._received.add(number)
         self._next = max(self._next, number + 1)
         known = self.events.get(number)
         if known is not None:
@@ -139,7 +139,7 @@ class Story:
         self._check_tokens(event)
 
     def _misplaced(self, number: int) -> None:
-        if number in self._heard:
+        if number in self._received:
             self.violate(Kind.DUPLICATED, f"event {number} twice")
         elif number < self._next:
             self.violate(Kind.REORDERED, f"event {number} after event {self._next - 1}")
@@ -185,7 +185,7 @@ class Story:
         if status != JobStatus.SUCCEEDED:
             self.violate(Kind.LOST, f"the job is {status}")
 
-    def told(self, output: Output) -> None:
+    def answered(self, output: Output) -> None:
         """A complete answer, as in results and unbroken streams."""
         for choice, expected in enumerate(self.expected):
             ids = list(output.get(choice, ()))
@@ -301,7 +301,7 @@ class Ledger:
 
     def _check_truth(self, story: Story, status: JobStatus, output: Output) -> None:
         if status is JobStatus.SUCCEEDED:
-            story.told(output)
+            story.answered(output)
         else:
             for choice, ids in output.items():
                 story._compare(choice, 0, list(ids), "the log")

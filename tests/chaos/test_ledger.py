@@ -37,34 +37,34 @@ def log_of(
 
 
 def lose_an_event(story: Story) -> None:
-    story.hear(event(1, 1, 2))
-    story.hear(event(3, 3, 4))
+    story.receive(event(1, 1, 2))
+    story.receive(event(3, 3, 4))
 
 
 def repeat_an_event(story: Story) -> None:
-    story.hear(event(1, 1, 2))
-    story.hear(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
 
 
 def swap_events(story: Story) -> None:
     story.connect(1)
-    story.hear(event(2, 3, 4))
-    story.hear(event(1, 1, 2))
+    story.receive(event(2, 3, 4))
+    story.receive(event(1, 1, 2))
 
 
 def say_another_token(story: Story) -> None:
-    story.hear(event(1, 1, 9))
+    story.receive(event(1, 1, 9))
 
 
 def repeat_tokens_under_a_new_number(story: Story) -> None:
-    story.hear(event(1, 1, 2))
-    story.hear(event(2, 1, 2))
+    story.receive(event(1, 1, 2))
+    story.receive(event(2, 1, 2))
 
 
 def splice_silently(story: Story) -> None:
-    story.hear(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
     story.connect(0)
-    story.hear(event(1, 1, 2, hash_="another"))
+    story.receive(event(1, 1, 2, hash_="another"))
 
 
 def end_twice(story: Story) -> None:
@@ -74,13 +74,13 @@ def end_twice(story: Story) -> None:
 
 def go_on_after_the_end(story: Story) -> None:
     story.ended("succeeded")
-    story.hear(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
 
 
 def end_too_early(story: Story) -> None:
-    story.hear(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
     story.ended("succeeded")
-    story.told(story.output)
+    story.answered(story.output)
 
 
 def fail(story: Story) -> None:
@@ -128,7 +128,7 @@ def end_the_log_twice(story: Story) -> None:
 
 
 def log_something_else_than_was_shown(story: Story) -> None:
-    story.hear(event(1, 1, 2, hash_="another"))
+    story.receive(event(1, 1, 2, hash_="another"))
     story.ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3, 4))))
 
 
@@ -140,7 +140,7 @@ def run_on_after_a_cancel(story: Story) -> None:
     story.ledger.check_log("job", JobStatus.CANCELLED, log)
 
 
-def tell(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
+def deliver(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
     """The story's job has succeeded; returns what its receiver got."""
     story.has_callback = True
     statuses = {"job": JobStatus.SUCCEEDED}
@@ -148,28 +148,28 @@ def tell(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
 
 
 def tell_nobody(story: Story) -> None:
-    tell(story)
+    deliver(story)
 
 
 def tell_another_job_s_receiver(story: Story) -> None:
-    tell(story, Telling("another job", "another job-1", "succeeded", True))
+    deliver(story, Telling("another job", "another job-1", "succeeded", True))
 
 
 def give_up_telling(story: Story) -> None:
-    tell(story, Telling("job", "job-1", "succeeded", False))
+    deliver(story, Telling("job", "job-1", "succeeded", False))
 
 
 def tell_under_a_second_id(story: Story) -> None:
     accepted = Telling("job", "job-1", "succeeded", True)
-    tell(story, accepted, Telling("job", "job-2", "succeeded", False))
+    deliver(story, accepted, Telling("job", "job-2", "succeeded", False))
 
 
 def tell_a_false_end(story: Story) -> None:
-    tell(story, Telling("job", "job-1", "failed", True))
+    deliver(story, Telling("job", "job-1", "failed", True))
 
 
 def tell_what_cannot_be_verified(story: Story) -> None:
-    tell(story, Telling("job", "job-1", "succeeded", True), num_forged=1)
+    deliver(story, Telling("job", "job-1", "succeeded", True), num_forged=1)
 
 
 FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
@@ -218,19 +218,19 @@ def test_a_correct_story_has_no_violation() -> None:
     one id."""
     ledger = Ledger()
     story = make_story(ledger)
-    story.hear(event(1, 1, 2))
+    story.receive(event(1, 1, 2))
     story.connect(1)
-    story.hear(event(2, 3))
+    story.receive(event(2, 3))
     story.connect(0)
     for number, ids in enumerate(((1, 2), (3,), (4,)), 1):
-        story.hear(event(number, *ids))
+        story.receive(event(number, *ids))
     story.ended("succeeded")
-    story.told(story.output)
+    story.answered(story.output)
     ledger.check_jobs({"job": True, "of a caller that left before it heard": False})
     ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3,)), (3, (4,))))
     refused = Telling("job", "job-1", "succeeded", False)
     accepted = Telling("job", "job-1", "succeeded", True)
-    tell(story, refused, accepted, accepted)
+    deliver(story, refused, accepted, accepted)
     assert ledger.violations == []
     assert ledger.num_tokens == 4
     assert (ledger.num_callbacks, ledger.num_deliveries) == (1, 2)
@@ -260,7 +260,7 @@ def test_differences_of_a_real_model_are_judged_by_the_model() -> None:
     """Another token is not yet a violation: the story is marked for scoring by the model."""
     ledger = Ledger()
     story = make_story(ledger, is_exact=False)
-    story.hear(event(1, 1, 9))
+    story.receive(event(1, 1, 9))
     assert story.is_diverged
     assert ledger.violations == []
 

@@ -301,8 +301,8 @@ async def test_output_is_predicted_for_each_choice(functions: Functions) -> None
         job = with_choices(2, 2)
         await functions.submit(job, make_submission(max_output_tokens=40))
         await claim(functions)
-        said = tokens(0, *range(8))
-        await append(functions, "w1", Append(job.id, 1, 1, said, 8, JobStatus.SUCCEEDED))
+        event = tokens(0, *range(8))
+        await append(functions, "w1", Append(job.id, 1, 1, event, 8, JobStatus.SUCCEEDED))
     quotes = [
         await functions.quote(with_choices(num_prompts, 1), make_submission(max_output_tokens=cap))
         for num_prompts, cap in ((1, 10), (3, 30), (3, 5))

@@ -67,7 +67,7 @@ async def test_the_reply_of_a_cancelled_call_is_discarded(
 ) -> None:
     """A call is cancelled while the server delays its reply: redis-py closes the connection, and
     the next call opens another."""
-    async with contextlib.aclosing(connect(redis_server.url)) as client:
+    async with connect(redis_server.url) as client:
         assert await client.fcall("echo", 0, "warm") == b"warm"
         num_before = await num_connections(echo)
         await echo.client_pause(60_000, all=False)
@@ -96,7 +96,7 @@ async def test_a_call_cancelled_at_any_point_harms_no_other(
     """After any number of turns of the event loop: while a connection is opened, written to or
     read."""
     for num_turns in range(40):
-        async with contextlib.aclosing(connect(redis_server.url)) as client:
+        async with connect(redis_server.url) as client:
             call = asyncio.ensure_future(client.fcall("echo", 0, "old"))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -134,7 +134,7 @@ async def test_only_idempotent_calls_are_repeated(
 
 
 async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
-    async with contextlib.aclosing(connect(f"unix://{tmp_path}/none")) as client:
+    async with connect(f"unix://{tmp_path}/none") as client:
         calls = [client.fcall("echo", 0, "x") for _ in range(5)]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(answer, ConnectionError)
@@ -146,9 +146,9 @@ async def test_a_server_that_closes_after_its_greeting_fails_the_call(
     """The end of the connection arrives with the last reply, before the client waits for it."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said = b""
-        while b"SELECT" not in said and (data := await reader.read(1000)):
-            said += data
+        received = b""
+        while b"SELECT" not in received and (data := await reader.read(1000)):
+            received += data
             if b"PING" in data:
                 writer.write(b"+PONG\r\n")
         writer.write(b"+OK\r\n")
@@ -173,7 +173,7 @@ async def test_calls_work_over_tls(
     """Also replies that span several TLS records."""
     async with (
         with_tls(redis_server, tmp_path) as (relay, url),
-        contextlib.aclosing(connect(url, connect_timeout_s=5.0)) as client,
+        connect(url, connect_timeout_s=5.0) as client,
     ):
         for text in ("short", "long" * 50_000):
             assert await client.fcall("echo", 0, text) == text.encode()

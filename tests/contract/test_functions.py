@@ -263,11 +263,11 @@ async def test_a_move_reaches_the_job_s_worker_and_its_record(
     job = make_job()
     await functions.submit(job, make_submission())
     await claim(functions)
-    async with redis_client.pubsub() as heard:
-        await heard.subscribe(keys.control_channel("w1"))
-        await anext(heard.listen())  # from now on it receives messages
+    async with redis_client.pubsub() as pubsub:
+        await pubsub.subscribe(keys.control_channel("w1"))
+        await anext(pubsub.listen())  # from now on it receives messages
         moved = await functions.reprioritise(job.id, "t", lane="interactive", deadline_s=5)
-        message = await anext(heard.listen())
+        message = await anext(pubsub.listen())
     assert moved is Verdict.OK
     word, job_id, lane, deadline_ms = message["data"].decode().split()
     assert (word, job_id, lane, int(deadline_ms)) == ("moved", job.id, "interactive", 5000)

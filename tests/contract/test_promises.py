@@ -34,7 +34,7 @@ async def full_lane(
     return functions
 
 
-async def told(functions: Functions, tenant: str = "t", lane: str = "standard") -> float | None:
+async def retry_s(functions: Functions, tenant: str = "t", lane: str = "standard") -> float | None:
     """The retry time of a refused caller, in seconds."""
     with pytest.raises(JobRefused) as refused:
         await functions.submit(make_job(tenant=tenant, lane=lane), make_submission(**FULL))
@@ -44,20 +44,20 @@ async def told(functions: Functions, tenant: str = "t", lane: str = "standard") 
 async def test_refused_callers_return_one_after_another(full_lane: Functions) -> None:
     """The first when the waiting job has been taken, the others one second apart: half of the rate
     is promised."""
-    assert [await told(full_lane) for _ in range(4)] == [0.5, 1.5, 2.5, 3.5]
+    assert [await retry_s(full_lane) for _ in range(4)] == [0.5, 1.5, 2.5, 3.5]
 
 
 async def test_a_flood_of_refusals_does_not_delay_other_tenants(full_lane: Functions) -> None:
     """A tenant refused for the first time comes after one caller of the flood, not after all. From
     then on the two take turns."""
     for _ in range(50):
-        await told(full_lane, "flood")
-    assert [await told(full_lane) for _ in range(3)] == [1.5, 3.5, 5.5]
+        await retry_s(full_lane, "flood")
+    assert [await retry_s(full_lane) for _ in range(3)] == [1.5, 3.5, 5.5]
 
 
 async def test_first_retries_are_spread(full_lane: Functions) -> None:
     """A hundred tenants, refused once each, get a hundred different times."""
-    times = [await told(full_lane, f"tenant-{number}") for number in range(100)]
+    times = [await retry_s(full_lane, f"tenant-{number}") for number in range(100)]
     assert times == [0.5 + number for number in range(100)]
 
 
@@ -66,9 +66,9 @@ async def test_promises_expire(
 ) -> None:
     """A later caller is placed only behind those whose time has not come yet."""
     for _ in range(4):
-        await told(full_lane)
+        await retry_s(full_lane)
     await redis_client.set(TEST_CLOCK, f"={NOW_MS + 4000}")
-    assert await told(full_lane) == 0.5
+    assert await retry_s(full_lane) == 0.5
 
 
 async def test_a_quote_promises_nothing(full_lane: Functions) -> None:
@@ -81,20 +81,20 @@ async def test_a_job_admitted_at_once_clears_the_promises(full_lane: Functions) 
     """None of the refused callers returned, and there is room: the next refusal gets the plain
     retry time."""
     for _ in range(20):
-        await told(full_lane)
+        await retry_s(full_lane)
     [claimed] = await full_lane.claim(
         "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99
     )
     await full_lane.cancel(claimed.job.id, "t")
     await full_lane.submit(make_job(), make_submission(**FULL))
-    assert await told(full_lane) == 0.5
+    assert await retry_s(full_lane) == 0.5
 
 
 async def test_retry_after_is_at_most_an_hour(full_lane: Functions) -> None:
     """However many callers were refused before."""
     latest = 0.0
     for _ in range(3700):
-        latest = max(latest, await told(full_lane) or math.inf)
+        latest = max(latest, await retry_s(full_lane) or math.inf)
     assert latest == 3600.0
 
 

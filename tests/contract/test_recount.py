@@ -174,11 +174,11 @@ async def test_drift_is_corrected_and_reported(
         found = await sweep(functions, redis_client, keys, 3)
     assert len(found) == len(wanted), found
     for row in wanted:
-        said = tuple(part.format(**jobs) for part in row)
+        expected = tuple(part.format(**jobs) for part in row)
         assert any(
-            all(part in ("*", held) for part, held in zip(said, astuple(it), strict=True))
+            all(part in ("*", held) for part, held in zip(expected, astuple(it), strict=True))
             for it in found
-        ), (said, found)
+        ), (expected, found)
     assert len(caplog.messages) == len(found)
     for it in found:
         assert any(it.key in line and it.field in line for line in caplog.messages)

@@ -25,8 +25,8 @@ async def running_job(functions: Functions, num_events: int = 2) -> str:
     await functions.submit(job, make_submission())
     await claim(functions)
     for number in range(1, num_events + 1):
-        said = await append(functions, "w1", said_by(job.id, number))
-        assert said == [(Verdict.OK, number + 1)]
+        verdicts = await append(functions, "w1", said_by(job.id, number))
+        assert verdicts == [(Verdict.OK, number + 1)]
     return job.id
 
 
@@ -48,8 +48,8 @@ async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
 async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:
     """The second entry continues or repeats the first."""
     job_id = await running_job(functions)
-    said = await append(functions, "w1", said_by(job_id, 3), said_by(job_id, 4))
-    assert said == [(Verdict.OK, 4), (Verdict.OK, 5)]
+    verdicts = await append(functions, "w1", said_by(job_id, 3), said_by(job_id, 4))
+    assert verdicts == [(Verdict.OK, 4), (Verdict.OK, 5)]
     again = await append(functions, "w1", said_by(job_id, 5), said_by(job_id, 5))
     assert again == [(Verdict.OK, 6), (Verdict.OK, 6)]
 
@@ -84,8 +84,8 @@ async def test_an_ended_job_leaves_no_packed_progress(
     assert await redis_client.exists(keys.of("run", "w1"))
     await append(functions, "w1", Append(job_id, 1, 3, fin=JobStatus.SUCCEEDED))
     assert not await redis_client.exists(keys.of("run", "w1"))
-    said = await redis_client.hmget(keys.job(job_id), ["next", "tokens"])
-    assert said == [b"4", b"2"]
+    record = await redis_client.hmget(keys.job(job_id), ["next", "tokens"])
+    assert record == [b"4", b"2"]
 
 
 async def test_a_job_claimed_before_the_library_was_replaced_goes_on(

@@ -38,7 +38,7 @@ async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) 
     """Appended, repeated, with a gap, with too much output, unknown, ended, with an older epoch."""
     goes_on, repeats, leaps, talks, ends, says_and_ends, is_late = await running_jobs(functions, 7)
     await functions.cancel(is_late, "t")
-    said = await append(
+    verdicts = await append(
         functions,
         "w1",
         said_by(leaps, 3),
@@ -51,7 +51,7 @@ async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) 
         said_by(is_late, 2),
         said_by(goes_on, 3, epoch=2),
     )
-    assert said == [
+    assert verdicts == [
         (Verdict.GAP, 2),
         (Verdict.OK, 3),
         (Verdict.OK, 2),
@@ -68,7 +68,7 @@ async def test_an_end_keeps_its_message_and_the_key_of_its_log(functions: Functi
     """Whatever bytes they contain, also with other jobs before and after in the call."""
     first, fails, succeeds, last = await running_jobs(functions, 4)
     message, ref = "it broke: Ünglück\0\n", ObjectRef("store", "key\0", "0" * 64, 1 << 33)
-    said = await append(
+    verdicts = await append(
         functions,
         "w1",
         said_by(first, 2),
@@ -76,7 +76,7 @@ async def test_an_end_keeps_its_message_and_the_key_of_its_log(functions: Functi
         Append(succeeds, 1, 2, None, 0, JobStatus.SUCCEEDED, result=ref),
         said_by(last, 2),
     )
-    assert said == [(Verdict.OK, 3)] * 4
+    assert verdicts == [(Verdict.OK, 3)] * 4
     failed, succeeded = await functions.read(fails, "t"), await functions.read(succeeds, "t")
     assert failed is not None
     assert succeeded is not None
@@ -102,8 +102,8 @@ async def test_an_append_without_renewal_keeps_leases(
 async def test_one_append_serves_many_jobs(functions: Functions) -> None:
     """More jobs than a Redis command may have arguments: reads and writes are split."""
     job_ids = await running_jobs(functions, 1100)
-    said = await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
-    assert said == [(Verdict.OK, 3)] * len(job_ids)
+    verdicts = await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
+    assert verdicts == [(Verdict.OK, 3)] * len(job_ids)
     found = await functions.read(job_ids[-1], "t", max_events=9)
     assert found is not None
     assert found[0].num_output_tokens == 2

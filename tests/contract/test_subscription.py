@@ -17,7 +17,7 @@ from tests.contract.relay import Relay, with_tls
 pytestmark = pytest.mark.anyio
 
 
-Heard = asyncio.Queue[tuple[str, Any]]  # the type of a message and its data
+Received = asyncio.Queue[tuple[str, Any]]  # the type of a message and its data
 
 
 async def listen_for_ever(listener: Listener) -> NoReturn:
@@ -28,31 +28,31 @@ async def listen_for_ever(listener: Listener) -> NoReturn:
 @contextlib.asynccontextmanager
 async def listening(
     url: str, *channels: str, look_s: float = 60.0
-) -> AsyncIterator[tuple[Heard, Listener, asyncio.Task[NoReturn]]]:
+) -> AsyncIterator[tuple[Received, Listener, asyncio.Task[NoReturn]]]:
     """Messages received after the server's confirmation; the subscription, and its task."""
-    heard: Heard = asyncio.Queue()
+    received: Received = asyncio.Queue()
     client = connect(url, connect_timeout_s=5.0)
     async with contextlib.aclosing(client), client.pubsub() as pubsub:
         await pubsub.connect()
         listener = Listener(
-            pubsub, lambda message: heard.put_nowait((message["type"], message["data"])), look_s
+            pubsub, lambda message: received.put_nowait((message["type"], message["data"])), look_s
         )
         if channels:
             await pubsub.subscribe(*channels)
         task = asyncio.create_task(listen_for_ever(listener))
         try:
             for number, _ in enumerate(channels, 1):
-                while (got := await next_of(heard, task)) != ("subscribe", number):
+                while (got := await next_of(received, task)) != ("subscribe", number):
                     assert got[0] == "pong"
-            yield heard, listener, task
+            yield received, listener, task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def next_of(heard: Heard, task: asyncio.Task[NoReturn]) -> tuple[str, Any]:
+async def next_of(received: Received, task: asyncio.Task[NoReturn]) -> tuple[str, Any]:
     """The next message. Raises the exception that ended the task."""
-    getting = asyncio.ensure_future(heard.get())
+    getting = asyncio.ensure_future(received.get())
     await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
     if getting.done():
         return getting.result()
@@ -60,11 +60,11 @@ async def next_of(heard: Heard, task: asyncio.Task[NoReturn]) -> tuple[str, Any]
     return await task
 
 
-async def said_of(heard: Heard, num: int) -> list[bytes]:
+async def data_of(received: Received, num: int) -> list[bytes]:
     """This many messages, without the replies to PINGs."""
     found: list[bytes] = []
     while len(found) < num:
-        kind, data = await heard.get()
+        kind, data = await received.get()
         found += [data] if kind == "message" else []
     return found
 
@@ -73,25 +73,25 @@ async def test_a_listener_receives_all_messages_in_order(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """From the confirmation on, and no message of another channel."""
-    async with listening(redis_server.url, "one", "two") as (heard, _, _):
-        said = [b"%d" % i * 1000 for i in range(200)]
-        for data in said:
+    async with listening(redis_server.url, "one", "two") as (received, _, _):
+        sent = [b"%d" % i * 1000 for i in range(200)]
+        for data in sent:
             await redis_client.publish("one", data)
             await redis_client.publish("three", data)
-        assert await said_of(heard, len(said)) == said
+        assert await data_of(received, len(sent)) == sent
 
 
 async def test_an_interrupted_listener_loses_nothing(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """In any turn of the event loop."""
-    said = [b"%d" % i * 10_000 for i in range(200)]
-    async with listening(redis_server.url, "one") as (heard, listener, _):
-        saying = asyncio.gather(*(redis_client.publish("one", data) for data in said))
+    sent = [b"%d" % i * 10_000 for i in range(200)]
+    async with listening(redis_server.url, "one") as (received, listener, _):
+        saying = asyncio.gather(*(redis_client.publish("one", data) for data in sent))
         while not saying.done():
             listener.interrupt()
             await asyncio.sleep(0)
-        assert sorted(await said_of(heard, len(said))) == sorted(said)
+        assert sorted(await data_of(received, len(sent))) == sorted(sent)
 
 
 async def test_the_end_of_the_connection_is_reported(
@@ -130,9 +130,9 @@ async def test_an_idle_connection_is_kept(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, channels: tuple[str, ...]
 ) -> None:
     """The replies to PINGs suffice, with a channel or without one."""
-    async with listening(redis_server.url, *channels, look_s=0.2) as (heard, _, task):
+    async with listening(redis_server.url, *channels, look_s=0.2) as (received, _, task):
         for _ in range(3):
-            assert (await next_of(heard, task))[0] == "pong"
+            assert (await next_of(received, task))[0] == "pong"
 
 
 async def test_a_redis_user_without_a_channel_gets_an_error(
@@ -151,6 +151,7 @@ async def test_a_redis_user_without_a_channel_gets_an_error(
 async def test_a_subscription_works_over_tls(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    async with with_tls(redis_server, tmp_path) as (_, url), listening(url, "one") as (heard, _, _):
+    tls = with_tls(redis_server, tmp_path)
+    async with tls as (_, url), listening(url, "one") as (received, _, _):
         await redis_client.publish("one", "x" * 100_000)
-        assert await said_of(heard, 1) == [b"x" * 100_000]
+        assert await data_of(received, 1) == [b"x" * 100_000]

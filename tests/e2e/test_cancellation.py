@@ -11,7 +11,7 @@ import httpx
 import pytest
 import redis
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from tests.e2e.questions import KEYS, LONG_COUNT, MODEL
 from tests.infra.stack import Stack
 
@@ -138,7 +138,7 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
     """Half are cancelled by id, half by disconnecting, some queued and some running. The engine
     itself (or vLLM) reports how many sequences run."""
 
-    def told() -> list[tuple[int, int, int]]:
+    def worker_loads() -> list[tuple[int, int, int]]:
         infos = worker_infos(redis_view)
         return [(i["jobs_held"], i["num_running"], i["num_waiting"]) for i in infos]
 
@@ -173,7 +173,7 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
                 assert (await http.post("/v1/chat/completions", json=last)).status_code == 200
 
         running = asyncio.create_task(run_alone())
-        await until(lambda: (1, 1, 0) in told() or running.done())
-        await end(running)
+        await until(lambda: (1, 1, 0) in worker_loads() or running.done())
+        await end_tasks(running)
         assert running.cancelled()
     await until(lambda: is_pool_free(redis_view))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 
-from contract.tasks import end
+from contract.connection import end_tasks
 
 
 async def side_by_side(*coroutines: Coroutine[None, None, None]) -> None:
@@ -13,4 +13,4 @@ async def side_by_side(*coroutines: Coroutine[None, None, None]) -> None:
     try:
         await asyncio.gather(*running)
     finally:
-        await end(*running)
+        await end_tasks(*running)

@@ -15,8 +15,8 @@ from typing import Any
 
 import redis
 
+from contract.connection import end_tasks
 from contract.keys import Keys
-from contract.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.footprint import Footprint, Tolerance, compare, take
@@ -146,7 +146,7 @@ class _Soak:
         try:
             yield
         finally:
-            await end(task)
+            await end_tasks(task)
 
     async def _sample(self, load_s: float) -> None:
         started_s = time.monotonic()

@@ -9,39 +9,39 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from gateway.http.connections import Connection, ConnectionConfig
 
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 REFUSED = b"Invalid HTTP request received."
 
 
-class HeardConnection(Connection):
+class CountingConnection(Connection):
     """Counts the bytes that it receives."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.num_bytes = 0
-        self.heard = asyncio.Condition()
+        self.received = asyncio.Condition()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self.num_bytes += len(data)
-        self.said = asyncio.ensure_future(self._say())
+        self.notifying = asyncio.ensure_future(self._notify())
 
-    async def _say(self) -> None:
-        async with self.heard:
-            self.heard.notify_all()
+    async def _notify(self) -> None:
+        async with self.received:
+            self.received.notify_all()
 
     async def has(self, num_bytes: int) -> None:
-        async with self.heard:
-            await self.heard.wait_for(lambda: self.num_bytes >= num_bytes)
+        async with self.received:
+            await self.received.wait_for(lambda: self.num_bytes >= num_bytes)
 
 
 class Client:
     """The client's end of the connection."""
 
-    def __init__(self, protocol: HeardConnection, ours: socket.socket) -> None:
+    def __init__(self, protocol: CountingConnection, ours: socket.socket) -> None:
         self.protocol = protocol
         self._socket = ours
         self._num_sent = 0
@@ -83,13 +83,15 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
             return
         body += message["body"]
         is_complete = not message["more_body"]
-    said = b"%b %b %b" % (scope["method"].encode(), scope["path"].encode(), body)
-    await answer(send, said, [(b"content-length", b"%d" % len(said))])
+    content = b"%b %b %b" % (scope["method"].encode(), scope["path"].encode(), body)
+    await answer(send, content, [(b"content-length", b"%d" % len(content))])
 
 
-async def answer(send: Send, said: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+async def answer(
+    send: Send, content: bytes, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers or []})
-    await send({"type": "http.response.body", "body": said})
+    await send({"type": "http.response.body", "body": content})
 
 
 @asynccontextmanager
@@ -106,7 +108,7 @@ async def connected(
         log_config=None,
     )
     state = uvicorn.Server(config).server_state
-    protocol = HeardConnection(config=config, server_state=state, app_state={})
+    protocol = CountingConnection(config=config, server_state=state, app_state={})
     ours, theirs = socket.socketpair()
     for end_ in (ours, theirs):
         end_.setblocking(False)
@@ -117,17 +119,17 @@ async def connected(
         ours.close()
         if protocol in state.connections:  # not lost already
             protocol.transport.abort()
-        await end(*state.tasks)
+        await end_tasks(*state.tasks)
 
 
-def bodies(said: bytes) -> list[bytes]:
+def bodies(responses: bytes) -> list[bytes]:
     """The bodies of responses that have a Content-Length."""
     found = []
-    while said:
-        head, _, said = said.partition(b"\r\n\r\n")
+    while responses:
+        head, _, responses = responses.partition(b"\r\n\r\n")
         length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
-        found.append(said[:length])
-        said = said[length:]
+        found.append(responses[:length])
+        responses = responses[length:]
     return found
 
 

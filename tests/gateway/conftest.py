@@ -9,9 +9,9 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.tasks import end
 from gateway.http.listener import bind
 from gateway.http.server import build_server
 from gateway.settings import GatewaySettings
@@ -71,7 +71,7 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
     """A worker that runs each job by its script."""
     task = asyncio.create_task(idle_worker.serve())
     yield idle_worker
-    await end(task)
+    await end_tasks(task)
 
 
 @pytest.fixture

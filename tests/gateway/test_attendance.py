@@ -12,10 +12,10 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker
 
@@ -64,7 +64,7 @@ async def test_a_killed_gateway_s_call_is_cancelled_once_nobody_attends_to_it(
         async with asyncio.timeout(10):
             while not (await functions.sweep()).num_unattended:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        await end(call)
+        await end_tasks(call)
     found = await functions.read(job_id, TENANT)
     assert found is not None
     assert found[0].status is JobStatus.CANCELLED

@@ -17,7 +17,7 @@ OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "body"),
     {
         "a length": (POST + b"content-length: 2\r\n\r\nab", b"POST /a ab"),
         "no body": (POST + b"\r\n", b"POST /a "),
@@ -36,12 +36,12 @@ OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings:
         "two of them": ((POST + OFFER + b"\r\n") * 2, b"POST /a "),
     }.values(),
 )
-async def test_a_request_ends_at_its_declared_length(raw: bytes, said: bytes) -> None:
+async def test_a_request_ends_at_its_declared_length(raw: bytes, body: bytes) -> None:
     """The next request on the connection is parsed too."""
     async with connected() as client:
         await client.send(raw + LAST)
         *firsts, last = bodies(await client.rest())
-    assert set(firsts) == {said}
+    assert set(firsts) == {body}
     assert last == b"GET /last "
 
 
@@ -134,8 +134,8 @@ async def test_a_long_body_does_not_count_as_head() -> None:
         await client.send(POST + b"content-length: 100000\r\n\r\n")
         for _ in range(100):
             await client.send(b"y" * 1000)
-        (said,) = bodies(await client.part())
-    assert len(said) == len(b"POST /a ") + 100_000
+        (received,) = bodies(await client.part())
+    assert len(received) == len(b"POST /a ") + 100_000
 
 
 async def test_a_bad_pipelined_request_does_not_interrupt_a_stream() -> None:
@@ -146,8 +146,8 @@ async def test_a_bad_pipelined_request_does_not_interrupt_a_stream() -> None:
         await has_begun.wait()
         await client.send(b"\x00\x01\r\n\r\n")
         goes_on.set()
-        said = await client.rest()
-    stream, _, refusal = said.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 400")
+        received = await client.rest()
+    stream, _, refusal = received.partition(b"\r\n\r\n")[2].partition(b"HTTP/1.1 400")
     assert stream == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
     assert REFUSED in refusal
 
@@ -214,11 +214,11 @@ async def test_nothing_follows_a_refusal() -> None:
         await client.send(CHUNKED + b"\r\n")
         await has_begun.wait()
         await client.send(b"no number\r\n")
-        said = await client.rest()
+        received = await client.rest()
         async with asyncio.timeout(10):
             await is_told.wait()
-    assert said.endswith(b"\r\n" + REFUSED + b"\r\n0\r\n\r\n")
-    assert said.count(b"HTTP/1.1") == 2
+    assert received.endswith(b"\r\n" + REFUSED + b"\r\n0\r\n\r\n")
+    assert received.count(b"HTTP/1.1") == 2
 
 
 async def test_a_pipelined_request_is_not_begun_while_the_server_stops() -> None:
@@ -229,6 +229,6 @@ async def test_a_pipelined_request_is_not_begun_while_the_server_stops() -> None
         await has_begun.wait()
         client.protocol.shutdown()
         goes_on.set()
-        said = await client.rest()
-    assert said.count(b"HTTP/1.1 200 OK") == 1
-    assert said.endswith(b"two\r\n0\r\n\r\n")
+        received = await client.rest()
+    assert received.count(b"HTTP/1.1 200 OK") == 1
+    assert received.endswith(b"two\r\n0\r\n\r\n")

@@ -196,6 +196,6 @@ async def test_an_echo_of_a_real_model_is_scored_as_teacher_forced(
         with torch.inference_mode():
             logprobs = torch.log_softmax(make_model("llama")(ids).logits[0].float(), -1)
         expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        first, *said = choice["logprobs"]["token_logprobs"]
+        first, *found = choice["logprobs"]["token_logprobs"]
         assert first is None
-        torch.testing.assert_close(torch.tensor(said), expected, atol=2e-3, rtol=0)
+        torch.testing.assert_close(torch.tensor(found), expected, atol=2e-3, rtol=0)

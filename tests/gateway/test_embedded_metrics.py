@@ -38,26 +38,26 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
 async def test_each_metric_line_has_the_increase() -> None:
     """Jobs by model and lane, requests for all. Each count is logged once; without news there is
     no line."""
-    metrics, told = GatewayMetrics(), list[str]()
-    app = EmbeddedMetrics(_nothing, metrics, told.append, lambda: 5.0)
+    metrics, lines = GatewayMetrics(), list[str]()
+    app = EmbeddedMetrics(_nothing, metrics, lines.append, lambda: 5.0)
     metrics.note_acceptance(_job("t"), is_new=True)
     metrics.note_request("/v1/completions", "POST", 200)
     await app({"type": "http"}, _nothing, _nothing)
-    assert parsed(told) == [
+    assert parsed(lines) == [
         {"Requests": 1},
         {"Model": MODEL, "Lane": "standard", "JobsAccepted": 1},
     ]
-    told.clear()
+    lines.clear()
     metrics.note_refusal(_job("t"), "lane_full")
     metrics.note_request("/v1/completions", "POST", 503)
     await app({"type": "http"}, _nothing, _nothing)
-    assert parsed(told) == [
+    assert parsed(lines) == [
         {"Requests": 1, "ServerErrors": 1},
         {"Model": MODEL, "Lane": "standard", "JobsRefused": 1},
     ]
-    told.clear()
+    lines.clear()
     await app({"type": "http"}, _nothing, _nothing)
-    assert told == []
+    assert lines == []
 
 
 def test_only_functions_log_metrics_by_default(

@@ -78,8 +78,8 @@ async def test_an_unread_body_has_a_deadline_too() -> None:
     app.get("/a")(stream)
     async with connected(app, body_s=0.1) as client:
         await client.send(b"GET /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n")
-        said = await client.rest()
-    assert said.startswith(b"HTTP/1.1 408 ")
+        received = await client.rest()
+    assert received.startswith(b"HTTP/1.1 408 ")
     assert not was_told_gone
 
 

@@ -107,8 +107,8 @@ async def test_nginx_closes_slow_and_malformed_requests_itself(
     """The gateway does not see them."""
     reader, writer = await asyncio.open_connection(nginx_url.host, nginx_url.port)
     writer.write(raw)
-    said = b""
+    received = b""
     with contextlib.suppress(ConnectionResetError):  # by `reset_timedout_connection`
-        said = await reader.read()
+        received = await reader.read()
     writer.close()
-    assert said.startswith(status)
+    assert received.startswith(status)

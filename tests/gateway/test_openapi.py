@@ -21,12 +21,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from contract.connection import connect
+from contract.connection import connect, end_tasks
 from contract.functions import Functions
 from contract.jobs import new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.tasks import end
 from gateway.http.app import create_app
 from gateway.openai.schemas import ChatBody, ChatJob, CompletionBody, CompletionJob, JobChange
 from gateway.settings import GatewaySettings
@@ -68,7 +67,7 @@ async def work(redis_url: str, has_begun: threading.Event, ending: threading.Eve
             await asyncio.to_thread(ending.wait, 1.0)
         assert not serving.done(), serving
     finally:
-        await end(serving)
+        await end_tasks(serving)
         await client.aclose()
 
 

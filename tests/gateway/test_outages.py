@@ -10,11 +10,10 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.connection import connect
+from contract.connection import connect, end_tasks
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.keys import Keys
-from contract.tasks import end
 from gateway.redis.breaker import Breaker
 from gateway.redis.broker import Broker
 from gateway.redis.cursor import Idle
@@ -81,7 +80,7 @@ async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
             serving = asyncio.create_task(worker.serve())
             await ready_as(http, 200)
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-            await end(serving)
+            await end_tasks(serving)
             await client.aclose()
 
 
@@ -189,10 +188,10 @@ async def test_the_grace_of_an_outage_counts_from_the_last_message(
     one, two, three = says("a", "b", "c")(job)
     claimed = await worker.claim()
     events = aiter(broker.events(job.id, job.tenant, submitted_s=now_s))
-    heard = asyncio.ensure_future(anext(events))
+    entry = asyncio.ensure_future(anext(events))
     await until_followers(client, Keys("test"), job.id, 1)
     await worker.say(claimed, 1, one)
-    assert isinstance(await heard, LogEntry)
+    assert isinstance(await entry, LogEntry)
     now_s += 100
     await worker.say(claimed, 2, two)
     assert isinstance(await anext(events), LogEntry)

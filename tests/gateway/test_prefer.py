@@ -9,10 +9,10 @@ import pytest
 import redis.asyncio
 from openai import APIError, AsyncOpenAI
 
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.tasks import end
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
@@ -96,7 +96,7 @@ async def test_a_disconnect_within_the_wait_cancels(
         headers = {"prefer": "wait=60"}
         call = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
         claimed = await idle_worker.claim()
-        await end(call)
+        await end_tasks(call)
     assert await idle_worker.wait_until_ended(claimed) is JobStatus.CANCELLED
 
 
@@ -152,14 +152,16 @@ async def test_a_stream_at_the_time_limit_tells_where_to_resume(
         *chunks, reconnect, done = events_of((await call).text)
         assert done == "data: [DONE]"
         name, data = reconnect.strip().split("\n")
-        told = json.loads(data.removeprefix("data: "))
-        assert (name, told["error"]["code"]) == ("event: reconnect", "became_job")
-        assert told["id"] == claimed.job.id
+        became = json.loads(data.removeprefix("data: "))
+        assert (name, became["error"]["code"]) == ("event: reconnect", "became_job")
+        assert became["id"] == claimed.job.id
         assert [chunk.count('"text":"a"') for chunk in chunks] == [1]
         for number, event in enumerate(events[1:], 2):
             await idle_worker.say(claimed, number, event)
         await idle_worker.finish(claimed, 4)
-        rest = await http.get(told["events_url"], headers={"last-event-id": told["last_event_id"]})
+        rest = await http.get(
+            became["events_url"], headers={"last-event-id": became["last_event_id"]}
+        )
     assert [f'"text":"{letter}"' in rest.text for letter in "abc"] == [False, True, True]
     assert "event: succeeded" in rest.text
 

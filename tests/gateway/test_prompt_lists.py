@@ -24,13 +24,13 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS}
 def capitals(job: Job) -> list[Prompt | Tokens]:
     """A script: each choice outputs its prompt in capitals. The first choices share an event,
     the last prompt's come first; each other choice has an event of its own."""
-    said = []
+    deltas = []
     for index in range(job.num_choices):
         text = bytes(job.prompts[index // job.params.n]).decode().upper()
         ids = tuple(text.encode())
-        said.append(ChoiceDelta(index, 0, ids, text, FinishReason.STOP))
-    firsts = [delta for delta in reversed(said) if delta.choice % job.params.n == 0]
-    others = [delta for delta in said if delta.choice % job.params.n]
+        deltas.append(ChoiceDelta(index, 0, ids, text, FinishReason.STOP))
+    firsts = [delta for delta in reversed(deltas) if delta.choice % job.params.n == 0]
+    others = [delta for delta in deltas if delta.choice % job.params.n]
     return [Tokens(tuple(firsts)), *(Tokens((delta,)) for delta in others)]
 
 

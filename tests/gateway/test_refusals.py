@@ -53,7 +53,7 @@ async def slow_worker(idle_worker: FakeWorker) -> FakeWorker:
     return idle_worker
 
 
-def told(answer: httpx.Response) -> tuple[int, str, str | None, str | None]:
+def refusal_of(answer: httpx.Response) -> tuple[int, str, str | None, str | None]:
     headers = answer.headers
     code = answer.json()["error"]["code"]
     return answer.status_code, code, headers.get("x-dropped-reason"), headers.get("retry-after")
@@ -66,13 +66,13 @@ async def key_of(client: redis.asyncio.Redis, keys: Keys, **limits: Any) -> dict
 
 async def test_a_lane_full_of_tokens(slow_worker: FakeWorker, redis_server: EmbeddedRedis) -> None:
     """429 until the excess has drained: 50 tokens at 10 per second, for calls and jobs. The
-    second is told to return 20 s after the first, because half of the rate is left to others."""
+    second may retry 20 s after the first, because half of the rate is left to others."""
     async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
         for _ in range(2):
             assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
         for path, body, retry_s in (("/v1/jobs", JOB, "5"), ("/v1/completions", BODY, "25")):
             answer = await http.post(path, json=body)
-            assert told(answer) == (429, "lane_full", "lane_full", retry_s)
+            assert refusal_of(answer) == (429, "lane_full", "lane_full", retry_s)
             assert answer.json()["error"]["type"] == "rate_limit_error"
         await slow_worker.claim()
         assert (await http.post("/v1/jobs", json=JOB)).status_code == 202
@@ -86,7 +86,7 @@ async def test_a_lane_whose_wait_is_too_long(
     async with gateway(make_settings(redis_server.url, lane_bounds=bounds)) as http:
         answers = [await http.post("/v1/jobs", json=JOB) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [202, 202, 429]
-        assert told(answers[2]) == (429, "lane_full", "lane_full", "5")
+        assert refusal_of(answers[2]) == (429, "lane_full", "lane_full", "5")
         assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
 
 
@@ -118,7 +118,7 @@ async def test_a_tenant_over_its_quota(
             answer = await http.post("/v1/jobs", json=JOB, headers=limited)
             assert answer.status_code == 202
         answer = await http.post("/v1/jobs", json=JOB, headers=limited)
-        assert told(answer) == (429, "tenant_quota", "tenant_quota", retry_s)
+        assert refusal_of(answer) == (429, "tenant_quota", "tenant_quota", retry_s)
         assert "limit" in answer.json()["error"]["message"] or "share" in answer.text
         assert (await http.post("/v1/jobs", json=JOB, headers=other)).status_code == 202
 
@@ -140,12 +140,12 @@ async def test_stored_bytes_are_limited(
         jobs = [await http.post("/v1/jobs", json=JOB, headers=ours) for _ in range(2)]
         assert [job.status_code for job in jobs] == [202, 202]  # 8 kB each
         refused = await http.post("/v1/jobs", json=JOB, headers=ours)
-        assert told(refused) == (429, "tenant_quota", "tenant_quota", None)
+        assert refusal_of(refused) == (429, "tenant_quota", "tenant_quota", None)
         assert "ask for less retention_s" in refused.json()["error"]["message"]
         for status in (202, 202, 503):
             answer = await http.post("/v1/jobs", json=JOB, headers=others)
             assert answer.status_code == status
-        assert told(answer) == (503, "storage_full", "storage_full", None)
+        assert refusal_of(answer) == (503, "storage_full", "storage_full", None)
         job = f"/v1/jobs/{jobs[0].json()['id']}"
         assert (await http.post(f"{job}/cancel", headers=ours)).status_code == 200
         assert (await http.post("/v1/jobs", json=JOB, headers=ours)).status_code == 503
@@ -216,10 +216,10 @@ async def test_a_deadline_that_cannot_be_kept(
     """98 tokens at 5 per second take 19.6 s. Without Retry-After if no time would help."""
     async with gateway(make_settings(redis_server.url)) as http:
         answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})
-        assert told(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
+        assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
         assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})).status_code == 202
         answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})
-        assert told(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
+        assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
 
 
 async def test_no_worker_to_answer_a_call(
@@ -229,7 +229,7 @@ async def test_no_worker_to_answer_a_call(
     await publish_model(redis_client, keys)
     async with gateway(make_settings(redis_server.url, cold_start_s=40.0)) as http:
         answer = await http.post("/v1/completions", json=BODY)
-        assert told(answer) == (503, "no_workers", "no_workers", None)
+        assert refusal_of(answer) == (503, "no_workers", "no_workers", None)
         queued = (await http.post("/v1/jobs", json=JOB)).json()
         assert (queued["position"], queued["eta_s"]) == (0, 40.0)
 
@@ -241,7 +241,7 @@ async def test_a_redis_that_is_away() -> None:
         own = {"authorization": f"Bearer {'k' * 16}"}
         for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY), ("/v1/quote", JOB)):
             answer = await http.post(path, json=body, headers=own)
-            assert told(answer) == (503, "broker_unavailable", "broker_unavailable", "1")
+            assert refusal_of(answer) == (503, "broker_unavailable", "broker_unavailable", "1")
 
 
 async def test_a_gateway_that_is_draining(
@@ -257,7 +257,12 @@ async def test_a_gateway_that_is_draining(
         job_id = (await http.post("/v1/jobs", json=JOB)).json()["id"]
         app.state.gateway.drain.begin(10.0)
         for path, body in (("/v1/jobs", JOB), ("/v1/completions", BODY)):
-            assert told(await http.post(path, json=body)) == (503, "draining", "draining", "1")
+            assert refusal_of(await http.post(path, json=body)) == (
+                503,
+                "draining",
+                "draining",
+                "1",
+            )
         assert (await http.get(f"/v1/jobs/{job_id}")).status_code == 200
 
 
@@ -268,7 +273,7 @@ async def test_a_lane_that_nobody_serves(
     await publish_model(redis_client, keys, lanes=("gold", "standard"))
     async with gateway(make_settings(redis_server.url)) as http:
         answer = await http.post("/v1/jobs", json=JOB | {"lane": "batch"})
-        assert told(answer)[:2] == (400, "unknown_lane")
+        assert refusal_of(answer)[:2] == (400, "unknown_lane")
         assert answer.json()["error"]["param"] == "lane"
         assert "gold, standard" in answer.json()["error"]["message"]
         assert (await http.post("/v1/jobs", json=JOB | {"lane": "gold"})).status_code == 202
@@ -394,7 +399,7 @@ async def test_waits_are_limited_by_default(
         for _ in range(num_taken):
             assert (await http.post("/v1/jobs", json=JOB | {"lane": lane})).status_code == 202
         answer = await http.post("/v1/jobs", json=JOB | {"lane": lane})
-        assert told(answer)[:3] == (429, "lane_full", "lane_full")
+        assert refusal_of(answer)[:3] == (429, "lane_full", "lane_full")
         assert answer.headers["retry-after"]
         for _ in range(20):
             assert (await http.post("/v1/jobs", json=JOB | {"lane": "batch"})).status_code == 202
@@ -414,7 +419,7 @@ async def test_tokens_are_limited_by_the_memory_of_redis_by_default(
             for _ in range(tokens_in(16 * 2**20) // 2002):
                 answer = await http.post("/v1/jobs", json=job)
                 assert answer.status_code == 202, answer.text
-            assert told(await http.post("/v1/jobs", json=job))[:2] == (429, "lane_full")
+            assert refusal_of(await http.post("/v1/jobs", json=job))[:2] == (429, "lane_full")
     finally:
         await redis_client.config_set("maxmemory", before)
 

@@ -51,10 +51,10 @@ async def test_a_head_without_a_body_is_not_ended(fails: bool) -> None:
 
     async with connected(app) as client:
         await client.send(GET)
-        said = await client.rest()
-    assert b"transfer-encoding: chunked" in said.lower()
-    assert said.endswith(b"\r\n\r\n")
-    assert not said.endswith(b"0\r\n\r\n")
+        received = await client.rest()
+    assert b"transfer-encoding: chunked" in received.lower()
+    assert received.endswith(b"\r\n\r\n")
+    assert not received.endswith(b"0\r\n\r\n")
 
 
 async def test_the_text_of_an_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,8 +81,8 @@ async def test_an_answer_that_breaks_off_is_not_ended() -> None:
 
     async with connected(app) as client:
         await client.send(GET)
-        said = await client.rest()
-    assert said.endswith(b"\r\n\r\n3\r\none\r\n")
+        received = await client.rest()
+    assert received.endswith(b"\r\n\r\n3\r\none\r\n")
 
 
 @pytest.mark.parametrize(

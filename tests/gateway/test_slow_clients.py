@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from gateway.http.connections import network_of
 from gateway.http.server import allow_many_files
 from infra.embedded_redis import EmbeddedRedis
@@ -76,7 +76,7 @@ class Client:
         try:
             return await self.rest()
         finally:
-            await end(sending)
+            await end_tasks(sending)
 
     async def answer(self) -> bytes:
         """A probe's response, up to the end of its body."""
@@ -196,10 +196,10 @@ async def besiege(url: httpx.URL) -> None:
             answer = await http.post("/v1/completions", json=CALL)
             assert answer.status_code == 200, answer.text
             served += 1
-    said = [task.result() for task in slow]
+    received = [task.result() for task in slow]
     assert served >= 1
-    assert all(words == b"" for number, words in enumerate(said) if number % 3 != 2)
-    assert all(words.startswith(b"HTTP/1.1 408 ") for words in said[2::3])
+    assert all(words == b"" for number, words in enumerate(received) if number % 3 != 2)
+    assert all(words.startswith(b"HTTP/1.1 408 ") for words in received[2::3])
 
 
 async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> None:

@@ -63,9 +63,9 @@ UNREADABLE = {
 }
 # By its message: `loop` takes all time, `fill` all memory, all else is repeated.
 MOODY = (
-    "{% set said = messages[0].content %}"
-    "{% if said == 'loop' %}" + ENDLESS + "{% elif said == 'fill' %}"
-    "{{ said|center(10 ** 10) }}{% else %}{{ said }}{% endif %}"
+    "{% set text = messages[0].content %}"
+    "{% if text == 'loop' %}" + ENDLESS + "{% elif text == 'fill' %}"
+    "{{ text|center(10 ** 10) }}{% else %}{{ text }}{% endif %}"
 )
 
 
@@ -166,12 +166,12 @@ async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
     template = templates.of(MOODY)
     pids = set()
     failures = {"fill": "too much memory", "loop": "too long"}
-    for said in ("a", "fill", "b", "loop", "c"):
-        if reason := failures.get(said):
+    for word in ("a", "fill", "b", "loop", "c"):
+        if reason := failures.get(word):
             with pytest.raises(TemplateFailed, match=reason):
-                await template.render(says(said))
+                await template.render(says(word))
         else:
-            assert await template.render(says(said)) == said
+            assert await template.render(says(word)) == word
             pids.add(template.pid)
     assert len(pids) == 3
 
@@ -316,9 +316,9 @@ async def test_no_process_outlives_its_gateway() -> None:
     """Also if the gateway is killed while a template loops."""
     program = _KILLED_GATEWAY.format(source=MOODY)
     gateway = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=PIPE)
-    said, _ = await gateway.communicate()
+    pids, _ = await gateway.communicate()
     assert gateway.returncode == -signal.SIGKILL
-    for pid in said.split():
+    for pid in pids.split():
         await until_gone(int(pid))
 
 
@@ -340,13 +340,13 @@ FAILURES = [("fill", 500, "template_failed"), ("", 400, "invalid_value")]
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("said", "status", "code"), FAILURES)
+@pytest.mark.parametrize(("word", "status", "code"), FAILURES)
 async def test_a_call_gets_the_error_of_its_template(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     http: httpx.AsyncClient,
     worker: FakeWorker,
-    said: str,
+    word: str,
     status: int,
     code: str,
 ) -> None:
@@ -362,7 +362,7 @@ async def test_a_call_gets_the_error_of_its_template(
 
     while (await http.get("/v1/models/moody")).status_code == 404:
         pass  # the gateway's catalogue may be a second old
-    failed, other = await asyncio.gather(ask("moody", said), ask(MODEL, "Hi"))
+    failed, other = await asyncio.gather(ask("moody", word), ask(MODEL, "Hi"))
 
     assert (failed.status_code, failed.json()["error"]["code"]) == (status, code)
     assert other.status_code == 200

@@ -126,14 +126,14 @@ class Mutator:
             b"ended %s %s" % (job, self._garbage(b"failed")),
             self._garbage(b"dry"),  # not `drain`, which workers obey
         ]
-        channel, said = self._rng.choice(
+        channel, message = self._rng.choice(
             [
                 (b":ev:%s" % job, self._garbage(b"1 00000000 \x92\xa6tokens\x90")),
                 (b":ctl:%s" % self._rng.choice(workers or [b"x"]), self._rng.choice(words)),
                 (b":wake:m", self._garbage(b"standard")),
             ]
         )
-        self._user.publish(self._tag + channel, said)
+        self._user.publish(self._tag + channel, message)
 
     def _garbage(self, original: bytes) -> bytes:
         """A value other than the original, often similar."""

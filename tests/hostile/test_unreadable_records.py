@@ -154,13 +154,13 @@ async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> Non
 
 async def sweeps_again(server: EmbeddedRedis) -> None:
     """Fails if every sweep fails. One sweep may fail and repair the data for the next."""
-    client, said = connect(server.url), [""]
+    client, cause = connect(server.url), [""]
 
     async def has_swept() -> bool:
         try:
             await Functions(client, Keys("test")).sweep()
         except WireError as exc:
-            said[0] = str(exc.__cause__)
+            cause[0] = str(exc.__cause__)
             return False
         return True
 
@@ -168,7 +168,7 @@ async def sweeps_again(server: EmbeddedRedis) -> None:
         try:
             await until(has_swept, timeout_s=20)
         except TimeoutError:
-            pytest.fail(f"every sweep fails: {said[0]}")
+            pytest.fail(f"every sweep fails: {cause[0]}")
 
 
 def cleared(admin: redis.Redis, kept: dict[Any, Any]) -> None:

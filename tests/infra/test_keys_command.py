@@ -68,8 +68,8 @@ def test_a_key_is_created_listed_rotated_and_revoked(keys_of: Any) -> None:
         "active",
     ):
         assert word in listed
-    status, out, told = keys_of("rotate", prefix, "--overlap-s=0")
-    assert (status, f"{prefix} works for 0 s more" in told) == (0, True)
+    status, out, errors = keys_of("rotate", prefix, "--overlap-s=0")
+    assert (status, f"{prefix} works for 0 s more" in errors) == (0, True)
     new = out.strip().split("-")[1]
     assert keys_of("revoke", new)[:2] == (0, f"{new} is revoked\n")
     listed = json.loads(keys_of("list", "--json=-")[1])["keys"]
@@ -101,10 +101,10 @@ def test_an_impossible_command_gives_one_sentence(
     keys_of: Any, arguments: tuple[str, ...], status: int, complaint: str
 ) -> None:
     """Exit status 1 for a missing key, 2 for invalid options."""
-    found, _, told = keys_of(*arguments)
+    found, _, errors = keys_of(*arguments)
     assert found == status
-    assert complaint in told
-    assert "Traceback" not in told
+    assert complaint in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_an_impossible_command_gives_one_sentence(
     [
         ("--scopes=everything", "different names out of inference"),
         ("--lanes=fast", "different names out of"),
-        ("--lane-share=1.5", "from 0 to 1"),
+        ("--lane-share=1.5", "over 0, at most 1"),
         ("--requests-per-minute=0", "at least 1"),
-        ("--retention-s=59", "from 60"),
-        ("--retention-s=nan", "a number over 0"),
-        ("--weight=101", "from 0.01 to 100"),
+        ("--retention-s=59", "at least 60"),
+        ("--retention-s=nan", "at least 60"),
+        ("--weight=101", "at least 0.01, at most 100"),
         ("--expires=0", "over 0"),
     ],
 )

@@ -256,7 +256,7 @@ async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedR
                 whole = await http.post("/v1/completions", json=body)
                 streamed = await http.post("/v1/completions", json=body | {"stream": True})
         await submit_with_callback(server, receiver.url("/well"))
-        await until(lambda: heard(receiver))
+        await until(lambda: has_received(receiver))
     assert whole.status_code == 200
     assert "data: [DONE]" in streamed.text
     with redis.Redis.from_url(server.url) as admin:
@@ -264,7 +264,7 @@ async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedR
     assert refused <= DISPENSABLE
 
 
-async def heard(receiver: Receiver) -> bool:
+async def has_received(receiver: Receiver) -> bool:
     return bool(receiver.accepted())
 
 

@@ -53,18 +53,18 @@ def failed_setup(clone: Path, **environ: str) -> str:
 
 def test_an_absent_package_index_is_an_error(clone_with_pip: Path) -> None:
     """It says what to check, and where the whole log is."""
-    said = failed_setup(clone_with_pip, PIP_INDEX_URL=NOWHERE, PIP_RETRIES="1")
+    message = failed_setup(clone_with_pip, PIP_INDEX_URL=NOWHERE, PIP_RETRIES="1")
 
-    assert said.startswith("scripts/setup: torch==2.13.0: pip cannot reach a package index.")
-    assert said.endswith(f"Log: {clone_with_pip}/.venv/setup.log")
+    assert message.startswith("scripts/setup: torch==2.13.0: pip cannot reach a package index.")
+    assert message.endswith(f"Log: {clone_with_pip}/.venv/setup.log")
     assert "Connection refused" in (clone_with_pip / ".venv" / "setup.log").read_text()
 
 
 def test_errors_of_pip_are_quoted(clone_with_pip: Path) -> None:
     """Its line with the error."""
-    said = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
+    message = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
 
-    assert "torch==0.0.1: ERROR: No matching distribution found for torch==0.0.1." in said
+    assert "torch==0.0.1: ERROR: No matching distribution found for torch==0.0.1." in message
 
 
 def test_an_old_python_is_an_error(clone: Path, tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ def test_an_old_python_is_an_error(clone: Path, tmp_path: Path) -> None:
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 || exit 1\n')
     old.chmod(0o755)
 
-    said = failed_setup(clone, PATH=str(programs))
+    message = failed_setup(clone, PATH=str(programs))
 
-    assert said == "scripts/setup: batchway needs Python 3.11 or later; here is Python 3.9.2."
+    assert message == "scripts/setup: batchway needs Python 3.11 or later; found: Python 3.9.2."
 
 
 def test_an_unwritable_folder_is_an_error(clone: Path) -> None:
     """Before any download."""
     (clone / ".venv").write_text("in the way")
 
-    said = failed_setup(clone)
+    message = failed_setup(clone)
 
-    assert f"cannot write to {clone}/.venv" in said
+    assert f"cannot write to {clone}/.venv" in message

@@ -69,6 +69,6 @@ def test_systemd_accepts_a_unit(name: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    said = [line for line in done.stderr.splitlines() if str(tmp_path) in line]
-    assert not said
+    lines = [line for line in done.stderr.splitlines() if str(tmp_path) in line]
+    assert not lines
     assert done.returncode == 0, done.stderr

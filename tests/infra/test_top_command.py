@@ -43,13 +43,13 @@ async def test_a_snapshot_shows_lanes_and_workers(url: str, worker: FakeWorker) 
     await run_a_job(url)
     shown = await asyncio.to_thread(top, url, "--once")
     assert shown.returncode == 0, shown.stderr
-    for text in ("interactive", MODEL, worker.incarnation, "heard of"):
+    for text in ("interactive", MODEL, worker.incarnation, "heartbeat"):
         assert text in shown.stdout
-    told = json.loads((await asyncio.to_thread(top, url, "--json", "-")).stdout)
-    standard = next(lane for lane in told["lanes"] if lane["lane"] == "standard")
+    snapshot = json.loads((await asyncio.to_thread(top, url, "--json", "-")).stdout)
+    standard = next(lane for lane in snapshot["lanes"] if lane["lane"] == "standard")
     assert standard["ttft_s"]
-    assert told["workers"][0]["worker"] == worker.incarnation
-    assert told["is_broker_up"]
+    assert snapshot["workers"][0]["worker"] == worker.incarnation
+    assert snapshot["is_broker_up"]
 
 
 async def test_the_svg_needs_no_other_files(url: str, worker: FakeWorker, tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ async def test_the_svg_needs_no_other_files(url: str, worker: FakeWorker, tmp_pa
 
 async def test_a_gateway_without_an_answer_is_an_error(url: str) -> None:
     """No gateway, no key, or no HTTP address: one sentence, exit status 2."""
-    for address, key, said in (
+    for address, key, complaint in (
         ("http://127.0.0.1:1", KEY, "does not answer"),
         (url, "", "answers 401"),
         ("ftp://x", KEY, "must begin with http"),
     ):
         done = await asyncio.to_thread(top, address, "--once", key=key)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert complaint in done.stderr

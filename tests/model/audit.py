@@ -416,8 +416,8 @@ class Audit:
         state, what = record["state"], f"I12: {record.key}, {record['kind']}, {record['state']}"
         assert job is None or "callback_to" in job, f"{what}: only what has a callback has a record"
         has_ended = job is None or job["state"] in TERMINAL
-        told = TERMINAL if has_ended else {"started", "progress"}
-        assert record["kind"] in told, f"{what}: it tells of the end once there is one"
+        kinds = TERMINAL if has_ended else {"started", "progress"}
+        assert record["kind"] in kinds, f"{what}: it reports the end once there is one"
         assert job is None or not has_ended or record["kind"] == job["state"], (
             f"{what}: the job is {job['state'] if job else 'forgotten'}"
         )

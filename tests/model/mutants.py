@@ -131,33 +131,33 @@ MUTANTS = [
         "  if true then renew(",
     ),
     Mutant(
-        "what is refused is told of the job beside it",
+        "a refusal is reported for the neighbouring job",
         "        table.insert(exceptions, i - FIRST_ID + 1)\n",
         "        table.insert(exceptions, math.max(1, i - FIRST_ID))\n",
     ),
     Mutant(
-        "an end beside an event is not told",
+        "an end together with an event is not reported",
         "      if verdict ~= 'OK' or verdict_number ~= item.number + 1 then",
         "      if verdict ~= 'OK' then",
     ),
     Mutant(
-        "what one that goes on has to do yet never gets less",
+        "the remaining tokens of a running job never shrink",
         "tokens, hash, deadline, max_tokens, remaining - done,",
         "tokens, hash, deadline, max_tokens, remaining,",
     ),
     Mutant(
-        "how far a job is was forgotten when it left its worker",
+        "a job that leaves its worker loses its progress",
         "redis.call('HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'hash', job.hash)",
         "redis.call('HSET', job.key, 'hash', job.hash)",
         seed=5,
     ),
     Mutant(
-        "a job that is moved goes on under its old lane and deadline",
+        "a moved job keeps its old lane and deadline",
         "  running.write_back(tag, job)\n  if argv[4] ~= ''",
         "  if argv[4] ~= ''",
     ),
     Mutant(
-        "a caller is told how far the record was",
+        "a caller reads progress from the record alone",
         "  local progress = running.progress(tag, redis.call('HGET', key, 'owner'), id) or {}",
         "  local progress = {}",
         seed=10,
@@ -306,7 +306,7 @@ MUTANTS = [
         "'passed', 0)",
         seed=13,
     ),
-    Mutant("no lane is owed its share", "if deficit > 0 then", "if false then"),
+    Mutant("no lane has a deficit", "if deficit > 0 then", "if false then"),
     Mutant("a lane takes places that are kept", "if lane.slots > num_filled then", "if true then"),
     Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
     Mutant(
@@ -327,7 +327,7 @@ MUTANTS = [
         "what a claim hands out is not held", "held.slots + choices, held.tokens + cost", "0, 0"
     ),
     Mutant(
-        "a lane that is owed takes any place",
+        "a lane with a deficit takes any place",
         "if num_filled < lane.slots and lane.num_taken",
         "if lane.num_taken",
         seed=7,
@@ -336,7 +336,7 @@ MUTANTS = [
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
     Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
     Mutant(
-        "what a lane is owed goes before all",
+        "jobs for a deficit go before all others",
         "lane.num_taken < lane.max_deficit_slots and ",
         "",
         seed=43,
@@ -378,7 +378,7 @@ MUTANTS = [
         "elseif name ~= job.lane and load.queued_jobs > 0 then",
         "elseif name ~= job.lane then",
     ),
-    Mutant("urgent lanes are said to need nothing more", "(1 - kept) - used,", "(1 - kept),"),
+    Mutant("urgent lanes count as needing nothing more", "(1 - kept) - used,", "(1 - kept),"),
     Mutant("use is never over", "if passed > 1 then return 0, 0 end", ""),
     Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end"),
     Mutant("a lane's own share is no help", "  if ahead.rates.own > 0 then\n", "  if false then\n"),
@@ -458,24 +458,24 @@ MUTANTS = [
         seed=4,
     ),
     Mutant(
-        "everybody is told to come at once",
+        "all refused callers get the same retry time",
         "    if found.promised then promises.book(tag, job, found.promised, now) end\n",
         "",
         seed=5,
     ),
     Mutant(
-        "a line is told as if no other had been",
+        "a retry time ignores the lines before it",
         "at, lines = at + lines * gap_ms, lines + 1 end",
         "at, lines = at, 1 end",
         seed=5,
     ),
     Mutant(
-        "a line is told the same time again",
+        "a line gets the same retry time again",
         "if own > now then at = math.max(at, own)",
         "if own > now then at = at",
         seed=15,
     ),
-    Mutant("what was promised is past, and counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'"),
+    Mutant("a past promise counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'"),
     Mutant(
         "promises outlive the overload",
         "  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end\n",
@@ -489,10 +489,10 @@ MUTANTS = [
         seed=5,
     ),
     Mutant(
-        "the limits per minute are told as promises", "and not METERS[limit] then", "then", seed=33
+        "limits per minute are booked as promises", "and not METERS[limit] then", "then", seed=33
     ),
     Mutant(
-        "nobody is told that a job waits",
+        "no wake message is published for a waiting job",
         "  redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)\n",
         "",
     ),

@@ -4,27 +4,27 @@ from tests.model.mutants import Mutant
 
 _TEXTS = [
     (
-        "an end is told to nobody",
+        "an end is not posted",
         "  outbox.post(tag, job, status, now, code, message)\n",
         "",
     ),
     (
-        "progress overtakes what is on its way",
+        "progress overtakes a message that is being delivered",
         "  if is_taken then return end\n",
         "",
     ),
     (
-        "the start is told again",
+        "the start is posted again",
         "if is_first and job.callback_started",
         "if job.callback_started",
     ),
     (
-        "progress is told twice",
+        "progress is posted twice",
         "job.tokens % every < num_tokens",
         "job.tokens % every <= num_tokens",
     ),
     (
-        "progress is told with the end",
+        "progress is posted with the end",
         "fin == '' and job.callback_every or 0",
         "job.callback_every or 0",
     ),
@@ -34,7 +34,7 @@ _TEXTS = [
         "cap",
     ),
     (
-        "what is taken stays due",
+        "a taken message stays due",
         "  redis.call('ZREM', tag .. ':due:' .. to, id)\n  local record",
         "  local record",
     ),
@@ -49,12 +49,12 @@ _TEXTS = [
         "",
     ),
     (
-        "an end said twice counts twice",
+        "a repeated result of an attempt counts twice",
         "  if record.taken == '' then return {'OK'} end\n",
         "",
     ),
     (
-        "an attempt over may begin",
+        "a finished attempt may begin",
         "record[1] ~= 'taken' or record[2] ~= argv[2]",
         "record[2] ~= argv[2]",
     ),
@@ -64,12 +64,12 @@ _TEXTS = [
         "if true then\n    state",
     ),
     (
-        "an attempt tells what is old",
+        "an attempt delivers an old message",
         "  if argv[4] == 'begin' then redis.call('HSET', key, 'taken', record[3]) end\n",
         "",
     ),
     (
-        "a renewed lease takes a newer message for told",
+        "a renewed lease counts a newer message as delivered",
         "  if argv[4] == 'begin' then redis",
         "  if true then redis",
     ),

@@ -678,17 +678,17 @@ class Reference:
         places: Mapping[str, Places],
         skipped: list[Record],
     ) -> Record | None:
-        """The next job to hand out: from a lane that is owed its cost, otherwise in the lanes'
-        order."""
+        """The next job to hand out: from a lane whose deficit covers its cost, otherwise in the
+        order of lanes."""
         for lane, share in [(lane, share) for lane, share in shares if lane in rooms]:
-            owed = self._shares_in(model).owed.get(lane, 0.0) if share > 0 else 0.0
-            if owed > 0 and rooms[lane].max_owed > 0:
+            deficit = self._shares_in(model).deficit.get(lane, 0.0) if share > 0 else 0.0
+            if deficit > 0 and rooms[lane].max_owed > 0:
                 passed: list[Record] = []
                 num_tokens = rooms[lane].max_tokens
                 found, is_blocked = self._next_in_lane(model, lane, num_tokens, passed)
                 if is_blocked:
                     return None
-                if found is not None and found.cost <= owed:
+                if found is not None and found.cost <= deficit:
                     skipped += passed
                     return found
         for lane, _ in shares:

@@ -19,7 +19,7 @@ MAX_PASSED = 8
 MAX_SKIPPED = 4  # of one stream, in one search
 MAX_BACK = 64  # entries looked at for jobs of tenants below their share
 MAX_TENANTS = 8  # of a lane, whose lines are searched
-MAX_OWED = 2**20
+MAX_DEFICIT = 2**20
 
 
 @dataclass(slots=True)
@@ -64,19 +64,19 @@ class Turns:
 
 @dataclass(slots=True)
 class Shares:
-    """Tokens owed to the lanes with a minimum share."""
+    """The deficit of each lane with a minimum share, in tokens."""
 
-    owed: dict[str, float] = field(default_factory=dict)
+    deficit: dict[str, float] = field(default_factory=dict)
 
     def book(
         self, min_shares: Iterable[tuple[str, float]], lane: str, cost: int, waiting: set[str]
     ) -> None:
-        """Tokens were handed out in a lane: every lane with work is owed its share of them."""
+        """Books handed-out tokens: each lane with work gains its share of them as deficit."""
         for name, share in min_shares:
             if share > 0:
-                owed = self.owed.get(name, 0.0) + share * cost - (cost if name == lane else 0)
-                owed = min(float(MAX_OWED), owed) if name in waiting else 0.0
-                self.owed[name] = max(0.0, owed)
+                deficit = self.deficit.get(name, 0.0) + share * cost - (cost if name == lane else 0)
+                deficit = min(float(MAX_DEFICIT), deficit) if name in waiting else 0.0
+                self.deficit[name] = max(0.0, deficit)
 
 
 @dataclass(slots=True)

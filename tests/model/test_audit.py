@@ -120,9 +120,9 @@ async def test_planted_errors_are_named(
     client: redis.Redis, functions: Functions, name: str
 ) -> None:
     jobs = await make_jobs(functions)
-    command, said = PLANTED[name]
+    command, message = PLANTED[name]
     verb, key, *words = (word.format(**jobs) for word in command)
     client.execute_command(verb, f"{KEYS.tag}:{key}", *words)  # type: ignore[no-untyped-call]
     found = finding(client)
-    wanted = re.escape(said.format(**jobs)).replace(re.escape("\\d+"), r"\d+")
+    wanted = re.escape(message.format(**jobs)).replace(re.escape("\\d+"), r"\d+")
     assert re.fullmatch(wanted, found), found

@@ -255,32 +255,32 @@ def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -
 
     Replies are compared at every step; here Redis is audited at every tenth.
     """
-    heard = hear(redis_server.url, REPLIES, QuotingWalk, TIMES)
+    counts = count_replies(redis_server.url, REPLIES, QuotingWalk, TIMES)
     known = {f"{name} {reply}" for name, replies in REPLIES.items() for reply in replies}
-    heard_here = {reply for reply in heard if not reply.startswith("outbox_")}
-    assert heard_here <= {*known, "mine alone"}, "no reply is unknown to this test"
+    found = {reply for reply in counts if not reply.startswith("outbox_")}
+    assert found <= {*known, "mine alone"}, "no reply is unknown to this test"
 
 
 @pytest.mark.timeout(600)
 def test_every_reply_of_the_outbox_is_reached(redis_server: EmbeddedRedis) -> None:
     """Each reply of the functions that relays call, four times, in a walk mostly of their calls."""
-    heard = hear(redis_server.url, OUTBOX_REPLIES, PostalWalk, 4)
+    counts = count_replies(redis_server.url, OUTBOX_REPLIES, PostalWalk, 4)
     known = {f"{name} {reply}" for name, replies in OUTBOX_REPLIES.items() for reply in replies}
-    assert {reply for reply in heard if reply.startswith("outbox_")} <= known
+    assert {reply for reply in counts if reply.startswith("outbox_")} <= known
 
 
-def hear(
+def count_replies(
     redis_url: str,
     replies: dict[str, tuple[str, ...]],
     draws: type[Walk] | type[PostalWalk],
     times: int,
 ) -> Counter[str]:
     """Walks until each of the replies has occurred often enough."""
-    heard: Counter[str] = Counter()
-    wanted = [f"{name} {reply}" for name, said in replies.items() for reply in said]
+    counts: Counter[str] = Counter()
+    wanted = [f"{name} {reply}" for name, names in replies.items() for reply in names]
     num_steps, seed = 0, 1000
-    while missing := [reply for reply in wanted if heard[reply] < times]:
-        assert num_steps < MAX_STEPS, {reply: heard[reply] for reply in missing}
-        heard += walk(redis_url, seed, 150, audit_every=10, draws=draws)
+    while missing := [reply for reply in wanted if counts[reply] < times]:
+        assert num_steps < MAX_STEPS, {reply: counts[reply] for reply in missing}
+        counts += walk(redis_url, seed, 150, audit_every=10, draws=draws)
         num_steps, seed = num_steps + 150, seed + 1
-    return heard
+    return counts

@@ -449,11 +449,11 @@ class World:
             if value and not field.rpartition(":")[2].isdigit()  # of a bucket
         }
         assert there == self.reference.totals["m"], "totals"
-        for lane, sight in snapshot.lanes.items():
+        for lane, found in snapshot.lanes.items():
             states = [r.state for r in self.reference.records.values() if r.lane == lane]
             num_queued = states.count(JobStatus.QUEUED)
             num_running = sum(state not in TERMINAL_STATUSES for state in states) - num_queued
-            assert (sight.num_queued, sight.num_running) == (num_queued, num_running), lane
+            assert (found.num_queued, found.num_running) == (num_queued, num_running), lane
         self.replies["snapshot totals"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:

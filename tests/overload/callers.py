@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from tests.endurance.pool import MODEL
 from tests.overload.arrivals import Ask
 from tests.overload.posting import Answer, Broken, posting
@@ -65,7 +65,7 @@ class Callers:
 
     async def aclose(self) -> None:
         """Cancels all running calls."""
-        await end(*self._tasks)
+        await end_tasks(*self._tasks)
 
     async def send_all(self, asks: Iterator[tuple[float, Ask]]) -> None:
         """Sends each request at its time, without waiting for earlier ones. Returns after the

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from contract.connection import end_tasks
 from contract.jobs import JobStatus
-from contract.tasks import end
 from tests.endurance.command_line import silent
 from tests.endurance.side_by_side import side_by_side
 from tests.fleet import until
@@ -179,7 +179,7 @@ class _Overload:
         try:
             yield
         finally:
-            await end(task)
+            await end_tasks(task)
 
     async def _watch(self) -> None:
         """Records the memory of Redis, and reports progress."""

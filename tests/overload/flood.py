@@ -18,9 +18,9 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.tasks import end
+from contract.connection import end_tasks
 from gateway.lane_bounds import INTERACTIVE_TARGET_S
-from infra.bench.spread import percentile
+from infra.tables import percentile
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings
@@ -160,7 +160,7 @@ class _Flood:
             self.is_over = True
             await beside[1]
         finally:
-            await end(*beside)
+            await end_tasks(*beside)
         return FloodReport(
             self.options,
             took_s,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.http.errors import STATUS_BY_CODE
-from infra.bench.spread import percentile
+from infra.tables import percentile
 from tests.overload.arrivals import FLOOD, MAX_JOB_TOKENS, Ask
 from tests.overload.callers import Call
 from tests.overload.system import BATCH_SHARE, TTFT_TARGET_S

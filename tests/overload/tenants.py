@@ -18,7 +18,7 @@ import redis.asyncio
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.bench.spread import percentile
+from infra.tables import percentile
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
 from tests.infra.stack import running_stack_without_settings

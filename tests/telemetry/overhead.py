@@ -58,9 +58,10 @@ def step_us(num_seqs: int, num_steps: int) -> float:
     options = EngineOptions(model_path=path, num_threads=1, max_num_seqs=num_seqs)
     loaded = load_model(options, lambda _: None)
     engine = build_engine(loaded.model, loaded.vocab_size, options)
-    warm_up(engine, [_PROMPT_TOKENS] * min(4, num_seqs), loaded.vocab_size)
     prompts = [make_job(index).prompt_ids for index in range(num_seqs)]
-    run = run_workload(engine, Workload(tuple(WorkloadRequest(p, num_steps) for p in prompts)))
+    workload = Workload(tuple(WorkloadRequest(p, num_steps) for p in prompts))
+    warm_up(engine, workload, loaded.vocab_size)
+    run = run_workload(engine, workload)
     gaps = [gap for timeline in run.timelines for gap in timeline.itls_s]
     return 1e6 * statistics.median(gaps)
 

@@ -82,8 +82,8 @@ async def test_logs_answers_and_metrics_agree(
             shown = await page_of(http)
     logged = [await _logged_tokens(functions, view.job.id) for view in views]
     assert logged == [view.num_output_tokens for view in views]
-    told = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
-    assert told == sum(logged[len(queued) :])
+    num_tokens = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
+    assert num_tokens == sum(logged[len(queued) :])
     assert summed(shown, "generation_tokens_total") == sum(logged)
     began = [view for view in views if view.num_output_tokens]
     assert summed(shown, "prompt_tokens_total") == sum(v.num_prompt_tokens for v in began)

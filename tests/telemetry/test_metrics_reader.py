@@ -41,8 +41,8 @@ def test_rates_and_percentiles_are_of_the_window() -> None:
         counts.observe("step_duration_seconds", kind, value=step_s)
     counts.add("step_tokens_total", "prefill", value=30)
     counts.add("step_tokens_total", "decode", value=10)
-    sight = look(page_of(counts), before, window_s=8.0)
-    [lane], [worker], [engine] = sight.lanes, sight.workers, sight.engines
+    reader = look(page_of(counts), before, window_s=8.0)
+    [lane], [worker], [engine] = reader.lanes, reader.workers, reader.engines
     assert (lane.num_waiting, lane.num_running, lane.queue_tokens) == (3, 2, 700)
     assert (lane.oldest_s, lane.tokens_per_s) == (4.5, 5.0)
     assert lane.ttft_s is not None

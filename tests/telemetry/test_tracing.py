@@ -39,12 +39,12 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """A receiver of callbacks: its URL, and the received headers."""
-    heard: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the name is http.server's
             self.rfile.read(int(self.headers["content-length"]))
-            heard.append({name.lower(): value for name, value in self.headers.items()})
+            requests.append({name.lower(): value for name, value in self.headers.items()})
             self.send_response(204)
             self.end_headers()
 
@@ -54,7 +54,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/hook", heard
+    yield f"http://127.0.0.1:{server.server_address[1]}/hook", requests
     server.shutdown()
     thread.join()
     server.server_close()
@@ -70,7 +70,7 @@ async def test_one_trace_spans_request_worker_and_callback(
 ) -> None:
     """The spans of gateway, worker and callbacks are below the caller's own. One span for all of
     decoding has statistics of its steps. No span has a prompt or output."""
-    hook, heard = receiver
+    hook, requests = receiver
     settings = make_settings(redis_server.url, callback_allow=("127.0.0.1",))
     model = HashModelOptions(eos_rate=0.0)
     secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -91,10 +91,10 @@ async def test_one_trace_spans_request_worker_and_callback(
             answer = await http.post("/v1/jobs", json=asked, headers=headers)
             answer.raise_for_status()
 
-            async def told() -> bool:
-                return bool(heard) and bool(collector.named("callback"))
+            async def are_delivered() -> bool:
+                return bool(requests) and bool(collector.named("callback"))
 
-            await until(told)
+            await until(are_delivered)
     spans = {span.name: span for span in collector.spans if span.trace_id == TRACE_ID}
     assert set(spans) == {
         "POST /v1/jobs", "queue", "text_completion m", "prefill", "decode", "publish", "callback",
@@ -119,7 +119,7 @@ async def test_one_trace_spans_request_worker_and_callback(
     decode = spans["decode"].attributes
     assert (decode["batchway.steps"], decode["batchway.tokens"]) == (30, 30)
     assert 0 < decode["batchway.step_s.mean"] <= decode["batchway.step_s.max"]
-    assert heard[0]["traceparent"].split("-")[1:3] == [TRACE_ID, spans["callback"].span_id]
+    assert requests[0]["traceparent"].split("-")[1:3] == [TRACE_ID, spans["callback"].span_id]
     assert not any(CANARY.encode() in sent or secret.encode() in sent for sent in collector.bodies)
 
 

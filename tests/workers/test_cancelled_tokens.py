@@ -8,10 +8,10 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
+from contract.connection import end_tasks
 from contract.function_types import LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.tasks import end
 from tests.fakes import hash_tokenizer
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
@@ -31,10 +31,10 @@ class Engine:
     """Stands in for the engine process: a test sets its output and reads its input."""
 
     def __init__(self) -> None:
-        self.heard: list[ToEngine] = []
+        self.received: list[ToEngine] = []
 
     def send(self, messages: list[ToEngine]) -> None:
-        self.heard += messages
+        self.received += messages
 
 
 async def test_a_cancel_costs_a_step_and_a_publish_at_most(
@@ -65,11 +65,11 @@ async def test_a_cancel_costs_a_step_and_a_publish_at_most(
     holding.job_left.clear()
     step(1)  # computed during the cancel: the append is refused with the reason
     await holding.job_left.wait()
-    assert engine.heard == [StopJob(job.id, claimed.epoch)]
+    assert engine.received == [StopJob(job.id, claimed.epoch)]
     step(2)  # computed before the engine received the cancel
     assert holding.tokens_after_cancel == 2
     assert (await caller.view(job)).num_output_tokens == 1
-    await end(publishing)
+    await end_tasks(publishing)
     await lane.aclose()
 
 
@@ -95,4 +95,4 @@ async def test_a_cancel_seen_before_an_append_counts_unlogged_tokens(
     holding.count_late(cancelled.job.id, cancelled.epoch)
     holding.count_late(fenced.job.id, fenced.epoch)
     assert holding.tokens_after_cancel == 2
-    assert [type(message) for message in engine.heard] == [StopJob, StopJob]
+    assert [type(message) for message in engine.received] == [StopJob, StopJob]

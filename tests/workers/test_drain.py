@@ -67,7 +67,7 @@ async def test_released_jobs_run_before_waiting_ones(
     assert [job.attempt for job in claimed] == [1, 1, 1]
 
 
-async def told(roster: Roster, worker: WorkerProcess) -> str:
+async def order_drain(roster: Roster, worker: WorkerProcess) -> str:
     """Orders the only worker to drain; returns its incarnation."""
     [view] = await roster.workers()
     assert str(worker.pid) in view.incarnation
@@ -82,7 +82,7 @@ async def test_a_worker_drains_on_an_order_through_redis(
     async with fleet(redis_server.url, 1, SLOW, drain_s=30.0) as [worker]:
         job = await caller.submit("short", max_tokens=60)
         await caller.has_output(job, 2)
-        incarnation = await told(roster, worker)
+        incarnation = await order_drain(roster, worker)
 
         async def is_draining() -> bool:
             view = await roster.worker(incarnation)

@@ -45,43 +45,43 @@ def test_a_static_engine_runs_full_batches_one_after_another(start_engine: Start
     engine = start_engine(STATIC, eos_rate=0.0)
     jobs = [start_message(f"job-{n}", prompt="x" * n, max_tokens=5 * n) for n in (1, 2, 3)]
 
-    engine.hear_until(is_ready)
-    engine.say(*jobs)
-    heard = engine.hear_until(is_idle)
+    engine.receive_until(is_ready)
+    engine.send(*jobs)
+    received = engine.receive_until(is_idle)
 
     first_of_last = next(
-        i for i, m in enumerate(heard) if isinstance(m, TokenOut) and m.job_id == "job-3"
+        i for i, m in enumerate(received) if isinstance(m, TokenOut) and m.job_id == "job-3"
     )
-    others = [i for i, m in enumerate(heard) if isinstance(m, TokenOut) and m.job_id != "job-3"]
+    others = [i for i, m in enumerate(received) if isinstance(m, TokenOut) and m.job_id != "job-3"]
     assert first_of_last > max(others)
-    assert sum(load.num_padding_tokens for load in loads(heard)) == 1 + 5
+    assert sum(load.num_padding_tokens for load in loads(received)) == 1 + 5
     for job in jobs:
         token_ids, _ = expected_output(job.prompts[0], job.params, eos_rate=0.0)
-        assert tokens_of(heard, job.job_id) == token_ids
+        assert tokens_of(received, job.job_id) == token_ids
 
 
 def test_an_engine_that_waits_for_a_batch_sleeps(start_engine: StartEngine) -> None:
     """One job alone runs after its 200 ms, and the engine does not spin meanwhile."""
     engine = start_engine(STATIC)
-    engine.hear_until(is_ready)
+    engine.receive_until(is_ready)
     job = start_message("alone")
 
     start_s = time.monotonic()
-    engine.say(job)
-    heard = engine.hear_until(lambda m: isinstance(m, TokenOut))
+    engine.send(job)
+    received = engine.receive_until(lambda m: isinstance(m, TokenOut))
     waited_s = time.monotonic() - start_s
-    heard += engine.hear_until(is_idle)
+    received += engine.receive_until(is_idle)
 
-    idle = [load for load in loads(heard) if load.num_step_tokens == 0]
+    idle = [load for load in loads(received) if load.num_step_tokens == 0]
     assert waited_s >= 0.2
     assert len(idle) <= 3
-    assert_oracle(heard, job)
+    assert_oracle(received, job)
 
 
 def test_a_reload_under_load_loses_no_token(start_engine: StartEngine) -> None:
     """Strategies and limits change five times while twelve jobs run and wait."""
     engine = start_engine(step_s=0.001)
-    engine.hear_until(is_ready)
+    engine.receive_until(is_ready)
     jobs = [start_message(f"job-{number}", seed=number, temperature=1.0) for number in range(12)]
     dynamic = StrategyOptions(name="dynamic", batch_size=3, window_s=0.01, bucket_edges=(4,))
     changes = [
@@ -92,27 +92,29 @@ def test_a_reload_under_load_loses_no_token(start_engine: StartEngine) -> None:
         OPTIONS,
     ]
 
-    heard: list[FromEngine] = []
+    received: list[FromEngine] = []
     for number, job in enumerate(jobs):
-        engine.say(job)
+        engine.send(job)
         if number % 2 == 1 and changes:
-            engine.say(Reconfigure(changes.pop(0)))
-            heard += engine.hear_until(lambda m: isinstance(m, EngineLoad))
+            engine.send(Reconfigure(changes.pop(0)))
+            received += engine.receive_until(lambda m: isinstance(m, EngineLoad))
     ended: set[str] = set()
     while len(ended) < len(jobs):
-        heard += engine.hear_until(
+        received += engine.receive_until(
             lambda m: isinstance(m, TokenOut) and m.finish_reason is not None
         )
-        ended = {m.job_id for m in heard if isinstance(m, TokenOut) and m.finish_reason is not None}
+        ended = {
+            m.job_id for m in received if isinstance(m, TokenOut) and m.finish_reason is not None
+        }
 
     assert changes == []
-    assert_oracle(heard, *jobs)
+    assert_oracle(received, *jobs)
     assert "reconfigured" in engine.end()
 
 
 def test_an_output_cap_applies_to_later_jobs(start_engine: StartEngine) -> None:
     """The job requests 40 tokens; this engine yields at most seven."""
     engine = start_engine(msgspec.structs.replace(OPTIONS, max_output_tokens=7), eos_rate=0.0)
-    engine.say(start_message("long"))
+    engine.send(start_message("long"))
 
-    assert len(tokens_of(engine.hear_until(is_idle), "long")) == 7
+    assert len(tokens_of(engine.receive_until(is_idle), "long")) == 7

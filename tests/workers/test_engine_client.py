@@ -51,21 +51,21 @@ async def test_a_kill_of_an_exited_engine_is_no_error() -> None:
 
 async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
     """After the order to shut down, all earlier messages are processed first."""
-    said: asyncio.Queue[FromEngine] = asyncio.Queue()
+    received: asyncio.Queue[FromEngine] = asyncio.Queue()
 
     def take_in(messages: list[FromEngine]) -> None:
         for message in messages:
-            said.put_nowait(message)
+            received.put_nowait(message)
 
     client = await EngineClient.start("tests.hash_engine", OPTIONS, take_in)
-    assert isinstance(await said.get(), Loading)
-    assert isinstance(await said.get(), Ready)
+    assert isinstance(await received.get(), Loading)
+    assert isinstance(await received.get(), Ready)
     client.send([StopJob("unknown", 1)])
     client.send([Shutdown()])
     await client.end()
     client.send([StopJob("unknown", 1)])  # not received
     assert await client.stop() == 0
-    assert all(isinstance(said.get_nowait(), EngineLoad) for _ in range(said.qsize()))
+    assert all(isinstance(received.get_nowait(), EngineLoad) for _ in range(received.qsize()))
 
 
 async def test_a_malformed_message_ends_the_engine() -> None:

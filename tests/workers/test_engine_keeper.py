@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.function_types import Append, Verdict
 from contract.jobs import FinishReason
 from tests.fakes import hash_tokenizer
@@ -39,7 +39,7 @@ class Desk:
         publisher = Publisher(lane, self.holding, ResultKeeper(None, 0, lane))
         self.meter = Meter()
         parts = (settings, lane, self.engine, self.holding, publisher, self.meter)
-        self.hear: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._receive
+        self.receive: Callable[[list[FromEngine]], None] = EngineKeeper(*parts)._receive
         self.appended: asyncio.Queue[tuple[Append, EngineLoad]] = asyncio.Queue()
         self._publishing = asyncio.create_task(publisher.run())
 
@@ -49,7 +49,7 @@ class Desk:
         return [(Verdict.OK, item.number + 1) for item in items]
 
     async def aclose(self) -> None:
-        await tasks.end(self._publishing)
+        await end_tasks(self._publishing)
 
 
 def load(ended_s: float, num_tokens: int = 1) -> EngineLoad:
@@ -66,7 +66,7 @@ async def test_a_step_s_tokens_are_appended_before_it_is_recorded() -> None:
     async with contextlib.aclosing(Desk()) as desk:
         start(desk.holding, JOB)
         await booked()
-        desk.hear([TokenOut(JOB, 1, 0, 0, 97), load(1.0)])
+        desk.receive([TokenOut(JOB, 1, 0, 0, 97), load(1.0)])
         item, seen = await desk.appended.get()
         assert item.num_tokens == 1
         assert seen.num_running == 0, "the step is not booked yet"
@@ -81,7 +81,7 @@ async def test_steps_that_arrive_together_are_recorded_one_by_one() -> None:
         messages: list[FromEngine] = []
         for position in range(3):
             messages += [TokenOut(JOB, 1, 0, position, 97), load(1.0 + 0.25 * position)]
-        desk.hear(messages)
+        desk.receive(messages)
         await booked()
         fields = desk.meter.counts.fields
         assert fields["inter_token_latency_seconds:standard:sum"] == 2 * 250_000
@@ -91,7 +91,7 @@ async def test_a_free_place_is_offered_once_the_step_is_recorded() -> None:
     """Not earlier: a claim needs to know when the next step ends."""
     async with contextlib.aclosing(Desk()) as desk:
         start(desk.holding, JOB, max_tokens=1)
-        desk.hear([TokenOut(JOB, 1, 0, 0, 97, FinishReason.LENGTH), load(1.0)])
+        desk.receive([TokenOut(JOB, 1, 0, 0, 97, FinishReason.LENGTH), load(1.0)])
         assert not desk.holding.wake.is_set()
         await desk.holding.wake.wait()
         assert desk.engine.load == load(1.0)
@@ -102,8 +102,8 @@ async def test_an_invalid_response_template_turns_tools_off(template: str) -> No
     """The model is served without them, and its card says so."""
     tokenizer = replace(hash_tokenizer(), response_template=template)
     async with contextlib.aclosing(Desk()) as desk:
-        desk.hear([replace(READY, tokenizer=tokenizer)])
+        desk.receive([replace(READY, tokenizer=tokenizer)])
         assert desk.engine.ready is not None
         assert not make_card("m", desk.engine.ready, ("batch",)).capabilities.tools
-        desk.hear([replace(READY, tokenizer=hash_tokenizer())])
+        desk.receive([replace(READY, tokenizer=hash_tokenizer())])
         assert make_card("m", desk.engine.ready, ("batch",)).capabilities.tools

@@ -52,7 +52,7 @@ class EngineUnderTest:
         self._socket, engine_socket = socket.socketpair()
         self._socket.settimeout(TIMEOUT_S)
         self._decoder = decoder_from_engine()
-        self._heard: list[FromEngine] = []
+        self._received: list[FromEngine] = []
         with engine_socket:
             self.process = subprocess.Popen(
                 [
@@ -65,20 +65,20 @@ class EngineUnderTest:
                 stderr=subprocess.PIPE,
             )
 
-    def say(self, *messages: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         self._socket.sendall(encode_frame(messages))
 
-    def hear_until(self, is_last: Callable[[FromEngine], bool]) -> list[FromEngine]:
+    def receive_until(self, is_last: Callable[[FromEngine], bool]) -> list[FromEngine]:
         """All messages up to the first for which `is_last` is true."""
-        heard: list[FromEngine] = []
+        received: list[FromEngine] = []
         while True:
-            while self._heard:
-                heard.append(self._heard.pop(0))
-                if is_last(heard[-1]):
-                    return heard
+            while self._received:
+                received.append(self._received.pop(0))
+                if is_last(received[-1]):
+                    return received
             data = self._socket.recv(2**20)
             assert data, "the engine process has closed its end"
-            self._heard += self._decoder.feed(data)
+            self._received += self._decoder.feed(data)
 
     def hang_up(self) -> None:
         self._socket.close()
@@ -148,21 +148,21 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
     """Two jobs, three choices: each yields the oracle's tokens, and each step ends with a load
     message."""
     engine = start_engine()
-    greeting = engine.hear_until(is_ready)
+    greeting = engine.receive_until(is_ready)
     one, two = start_message("one", n=2), start_message("two", prompt="other", seed=9)
 
-    engine.say(one, two)
-    heard = engine.hear_until(is_idle)
+    engine.send(one, two)
+    received = engine.receive_until(is_idle)
 
     assert isinstance(greeting[0], Loading)
     can = Capabilities(structured_output=True)
     assert greeting[-1] == Ready(512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8, can)
     for job, choice in ((one, 0), (one, 1), (two, 0)):
         token_ids, reason = expected_output(job.prompts[0], job.params, choice=choice)
-        assert tokens_of(heard, job.job_id, choice) == token_ids
+        assert tokens_of(received, job.job_id, choice) == token_ids
         reasons = [
             m.finish_reason
-            for m in heard
+            for m in received
             if isinstance(m, TokenOut) and (m.job_id, m.choice) == (job.job_id, choice)
         ]
         assert reasons == [None] * (len(token_ids) - 1) + [reason]
@@ -172,10 +172,10 @@ def test_log_probabilities_are_sent_if_requested(start_engine: StartEngine) -> N
     """A job that requests two alternatives gets them with each token; another job gets none."""
     engine = start_engine()
 
-    engine.say(start_message("asks", logprobs=2), start_message("asks_not"))
-    heard = engine.hear_until(is_idle)
+    engine.send(start_message("asks", logprobs=2), start_message("asks_not"))
+    received = engine.receive_until(is_idle)
 
-    for message in heard:
+    for message in received:
         if isinstance(message, TokenOut) and message.job_id == "asks":
             assert message.logprob is not None
             assert message.logprob.token_id == message.token_id
@@ -187,13 +187,13 @@ def test_log_probabilities_are_sent_if_requested(start_engine: StartEngine) -> N
 def test_a_stopped_job_reports_nothing_and_others_continue(start_engine: StartEngine) -> None:
     """It is stopped long before the end of its 400 steps of 10 ms; the other job completes."""
     engine = start_engine(eos_rate=0.0, step_s=0.01)
-    engine.say(start_message("endless", max_tokens=400), start_message("other", max_tokens=20))
-    engine.hear_until(lambda m: isinstance(m, TokenOut) and m.job_id == "endless")
+    engine.send(start_message("endless", max_tokens=400), start_message("other", max_tokens=20))
+    engine.receive_until(lambda m: isinstance(m, TokenOut) and m.job_id == "endless")
 
-    engine.say(StopJob("endless", 1))
-    heard = engine.hear_until(is_idle)
+    engine.send(StopJob("endless", 1))
+    received = engine.receive_until(is_idle)
 
-    last = {m.job_id: m for m in heard if isinstance(m, TokenOut)}
+    last = {m.job_id: m for m in received if isinstance(m, TokenOut)}
     assert (last["other"].position, last["other"].finish_reason) == (19, FinishReason.LENGTH)
     assert "endless" not in last or last["endless"].finish_reason is None
 
@@ -202,13 +202,13 @@ def test_a_stopped_choice_leaves_its_siblings_running(start_engine: StartEngine)
     """One of two choices meets a stop string; the other, nearly done, completes."""
     engine = start_engine(eos_rate=0.0, step_s=0.01)
     job = start_message("job", n=2, max_tokens=400)
-    engine.say(msgspec.structs.replace(job, outputs=((), tuple(range(97, 117)) * 19)))
-    engine.hear_until(lambda m: isinstance(m, TokenOut))
+    engine.send(msgspec.structs.replace(job, outputs=((), tuple(range(97, 117)) * 19)))
+    engine.receive_until(lambda m: isinstance(m, TokenOut))
 
-    engine.say(StopChoice("job", 1, 0))
-    heard = engine.hear_until(is_idle)
+    engine.send(StopChoice("job", 1, 0))
+    received = engine.receive_until(is_idle)
 
-    last = {m.choice: m for m in heard if isinstance(m, TokenOut)}
+    last = {m.choice: m for m in received if isinstance(m, TokenOut)}
     assert (last[1].position, last[1].finish_reason) == (399, FinishReason.LENGTH)
     assert 0 not in last or last[0].finish_reason is None
 
@@ -217,14 +217,14 @@ def test_an_impossible_job_fails_alone(start_engine: StartEngine) -> None:
     """A prompt longer than the context fails with its code, also in an idle engine."""
     engine = start_engine()
 
-    engine.say(start_message("long", prompt="x" * 600))
-    refused = engine.hear_until(is_idle)
-    engine.say(start_message("next"))
-    heard = engine.hear_until(is_idle)
+    engine.send(start_message("long", prompt="x" * 600))
+    refused = engine.receive_until(is_idle)
+    engine.send(start_message("next"))
+    received = engine.receive_until(is_idle)
 
     failure = next(m for m in refused if isinstance(m, JobFailed))
     assert (failure.job_id, failure.epoch, failure.code) == ("long", 1, "prompt_too_long")
-    assert tokens_of(heard, "next")
+    assert tokens_of(received, "next")
 
 
 def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
@@ -232,11 +232,11 @@ def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
     engine = start_engine(bad_row_id=ord("!"), eos_rate=0.0)
     good = start_message("good", max_tokens=1)
 
-    engine.say(start_message("bad", prompt="oh!"), good)
-    heard = engine.hear_until(is_idle)
+    engine.send(start_message("bad", prompt="oh!"), good)
+    received = engine.receive_until(is_idle)
 
-    assert [m.job_id for m in heard if isinstance(m, JobFailed)] == ["bad"]
-    assert len(tokens_of(heard, "good")) == 1
+    assert [m.job_id for m in received if isinstance(m, JobFailed)] == ["bad"]
+    assert len(tokens_of(received, "good")) == 1
 
 
 def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> None:
@@ -245,11 +245,11 @@ def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> No
     fresh = start_message("job")
     token_ids, reason = expected_output(fresh.prompts[0], fresh.params)
 
-    engine.say(msgspec.structs.replace(fresh, outputs=(tuple(token_ids),)))
-    heard = engine.hear_until(is_idle)
+    engine.send(msgspec.structs.replace(fresh, outputs=(tuple(token_ids),)))
+    received = engine.receive_until(is_idle)
 
-    assert heard[:-1][-1] == ChoiceEnded("job", 1, 0, reason)
-    assert not [m for m in heard if isinstance(m, TokenOut)]
+    assert received[:-1][-1] == ChoiceEnded("job", 1, 0, reason)
+    assert not [m for m in received if isinstance(m, TokenOut)]
 
 
 def test_a_frame_larger_than_the_socket_buffer_arrives_whole(start_engine: StartEngine) -> None:
@@ -258,20 +258,20 @@ def test_a_frame_larger_than_the_socket_buffer_arrives_whole(start_engine: Start
     jobs = [start_message(f"job-{i}", prompt="x" * 4000) for i in range(300)]
     assert len(encode_frame(jobs)) > 2**20
 
-    engine.say(*jobs)
-    heard = engine.hear_until(is_idle)
+    engine.send(*jobs)
+    received = engine.receive_until(is_idle)
 
-    assert {m.job_id for m in heard if isinstance(m, JobFailed)} == {job.job_id for job in jobs}
+    assert {m.job_id for m in received if isinstance(m, JobFailed)} == {job.job_id for job in jobs}
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_busy: bool) -> None:
     """A dead supervisor leaves no engine behind, idle or in the middle of a job."""
     engine = start_engine(eos_rate=0.0, step_s=0.001)
-    engine.hear_until(is_ready)
+    engine.receive_until(is_ready)
     if is_busy:
-        engine.say(start_message("endless", max_tokens=500))
-        engine.hear_until(lambda m: isinstance(m, TokenOut))
+        engine.send(start_message("endless", max_tokens=500))
+        engine.receive_until(lambda m: isinstance(m, TokenOut))
 
     engine.hang_up()
 
@@ -281,7 +281,7 @@ def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_bu
 def test_shutdown_ends_the_process(start_engine: StartEngine) -> None:
     """It exits cleanly, also with running jobs."""
     engine = start_engine(eos_rate=0.0)
-    engine.say(start_message("endless", max_tokens=500), Shutdown())
+    engine.send(start_message("endless", max_tokens=500), Shutdown())
 
     assert engine.wait() == ExitCode.OK
 
@@ -289,30 +289,30 @@ def test_shutdown_ends_the_process(start_engine: StartEngine) -> None:
 def test_the_engine_ignores_sigint(start_engine: StartEngine) -> None:
     """A Ctrl-C reaches the whole process group; only the supervisor handles it."""
     engine = start_engine()
-    engine.hear_until(is_ready)
+    engine.receive_until(is_ready)
 
     engine.process.send_signal(2)
-    engine.say(start_message("job"))
+    engine.send(start_message("job"))
 
-    assert tokens_of(engine.hear_until(is_idle), "job")
+    assert tokens_of(engine.receive_until(is_idle), "job")
 
 
 def test_a_refused_model_gives_one_sentence(start_engine: StartEngine) -> None:
     """LoadFailed with the loader's sentence, then exit code 3."""
     engine = start_engine(refuses="encoder-decoder models are not served")
 
-    heard = engine.hear_until(lambda m: isinstance(m, LoadFailed))
+    received = engine.receive_until(lambda m: isinstance(m, LoadFailed))
 
-    assert heard[-1] == LoadFailed("encoder-decoder models are not served")
+    assert received[-1] == LoadFailed("encoder-decoder models are not served")
     assert engine.wait() == ExitCode.MODEL_REFUSED
 
 
 def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: StartEngine) -> None:
     """An exception in a step is fatal; the log names its type and no content of the job."""
     engine = start_engine(crash_id=ord("!"))
-    engine.hear_until(is_ready)
+    engine.receive_until(is_ready)
 
-    engine.say(start_message("poison", prompt="a secret!"))
+    engine.send(start_message("poison", prompt="a secret!"))
 
     assert engine.wait() == ExitCode.CRASHED
     logged = engine.end()
@@ -324,29 +324,29 @@ def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: S
 def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngine) -> None:
     """The engine names the jobs before each step, without waiting and ended ones."""
     engine = start_engine(crash_id=ord("!"), num_blocks=32, eos_rate=0.0)
-    engine.say(start_message("ended", max_tokens=1))
-    engine.hear_until(is_idle)
-    engine.say(start_message("beside", max_tokens=300))
-    engine.hear_until(lambda m: isinstance(m, TokenOut))
+    engine.send(start_message("ended", max_tokens=1))
+    engine.receive_until(is_idle)
+    engine.send(start_message("beside", max_tokens=300))
+    engine.receive_until(lambda m: isinstance(m, TokenOut))
 
-    engine.say(start_message("poison", prompt="a secret!"), start_message("large", "x" * 400))
-    heard = engine.hear_until(lambda m: isinstance(m, Running))
+    engine.send(start_message("poison", prompt="a secret!"), start_message("large", "x" * 400))
+    received = engine.receive_until(lambda m: isinstance(m, Running))
 
     assert engine.wait() == ExitCode.CRASHED
-    assert heard[-1] == Running(("beside", "poison"))
+    assert received[-1] == Running(("beside", "poison"))
 
 
 def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> None:
     """Once for each job, however many steps it takes."""
     engine = start_engine(eos_rate=0.0)
-    engine.say(start_message("one", max_tokens=5))
-    heard = engine.hear_until(is_idle)
+    engine.send(start_message("one", max_tokens=5))
+    received = engine.receive_until(is_idle)
 
-    engine.say(start_message("two", max_tokens=1))
-    heard += engine.hear_until(is_idle)
+    engine.send(start_message("two", max_tokens=1))
+    received += engine.receive_until(is_idle)
 
-    told = [m for m in heard if isinstance(m, Running)]
-    assert told == [Running(("one",)), Running(("two",))]
+    running = [m for m in received if isinstance(m, Running)]
+    assert running == [Running(("one",)), Running(("two",))]
 
 
 def test_a_deadline_fails_its_job_unless_it_is_lifted(start_engine: StartEngine) -> None:
@@ -354,15 +354,17 @@ def test_a_deadline_fails_its_job_unless_it_is_lifted(start_engine: StartEngine)
     engine = start_engine(eos_rate=0.0, step_s=0.005)
     late, lifted = start_message("late", max_tokens=400), start_message("lifted", max_tokens=40)
 
-    engine.say(
+    engine.send(
         msgspec.structs.replace(late, deadline_s=0.05),
         msgspec.structs.replace(lifted, deadline_s=0.05),
         Reprioritise("lifted", 1, "batch"),
     )
-    heard = engine.hear_until(is_idle)
+    received = engine.receive_until(is_idle)
 
-    assert [(m.job_id, m.code) for m in heard if isinstance(m, JobFailed)] == [("late", "deadline")]
-    assert len(tokens_of(heard, "lifted")) == 40
+    assert [(m.job_id, m.code) for m in received if isinstance(m, JobFailed)] == [
+        ("late", "deadline")
+    ]
+    assert len(tokens_of(received, "lifted")) == 40
 
 
 def test_an_exception_is_described_by_type_and_place_only() -> None:

@@ -9,13 +9,13 @@ import pytest
 import redis.asyncio
 from tokenizers import Tokenizer
 
+from contract.connection import end_tasks
 from contract.events import LogEntry
 from contract.function_types import Append, LaneRoom, Verdict
 from contract.functions import Functions
 from contract.jobs import FinishReason, JobStatus
 from contract.keys import Keys
 from contract.payloads.directory import DirectoryStore
-from contract.tasks import end
 from tests.fakes import hash_tokenizer
 from tests.fleet import Caller, until
 from tests.hash_worker import hash_worker_settings
@@ -84,7 +84,7 @@ async def test_jobs_that_end_together_end_a_few_at_a_time(
         return not holding.jobs
 
     await until(all_ended)
-    await end(publishing)
+    await end_tasks(publishing)
     await lane.aclose()
 
     assert sum(lane.num_ends) == NUM_JOBS

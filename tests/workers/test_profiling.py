@@ -95,18 +95,18 @@ def test_advice_names_the_setting_that_moves_the_bound() -> None:
     prefill = dataclasses.replace(FINDING, kind="prefill", memory_s=0.001, compute_s=0.009)
     mixed = dataclasses.replace(FINDING, kind="mixed")
 
-    def told(**changes: float) -> str:
+    def advised(**changes: float) -> str:
         decode = dataclasses.replace(FINDING, **changes)  # type: ignore[arg-type]
         return advice((decode, mixed, prefill), is_gpu=True)
 
-    assert "raise --max-num-seqs" in told()
-    assert "high enough" in told(compute_s=0.0095)
-    assert "waits for the host" in told(memory_s=0.001, gap_share=0.6)
-    assert "aten::mm takes 90%" in told(memory_s=0.001)
-    assert "prefill_share" not in told()
-    assert "prefill_share" in told(step_s=0.005, model_s=0.004, memory_s=0.0036)
-    assert "the best case" in told()
-    assert "\n" not in told()
+    assert "raise --max-num-seqs" in advised()
+    assert "high enough" in advised(compute_s=0.0095)
+    assert "waits for the host" in advised(memory_s=0.001, gap_share=0.6)
+    assert "aten::mm takes 90%" in advised(memory_s=0.001)
+    assert "prefill_share" not in advised()
+    assert "prefill_share" in advised(step_s=0.005, model_s=0.004, memory_s=0.0036)
+    assert "the best case" in advised()
+    assert "\n" not in advised()
 
 
 @pytest.fixture(scope="module")

@@ -122,8 +122,8 @@ def assert_exact(job: Job, answer: Answer) -> None:
     """Prompt and output are those of an undisturbed hash model."""
     for number, prompt_ids in enumerate(job.prompts):
         expected = expected_prompt_logprobs(prompt_ids, 2)
-        said = [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
-        assert answer.prompts[number] == said
+        logprobs = [TokenLogprob(s.token_id, s.logprob, s.top_logprobs) for s in expected]
+        assert answer.prompts[number] == logprobs
         for choice in range(job.params.n):
             ids, _ = expected_output(prompt_ids, job.params, choice=choice, eos_rate=0.0)
             assert answer.token_ids[number * job.params.n + choice] == ids

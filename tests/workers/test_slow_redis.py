@@ -10,8 +10,8 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Caller, fleet, until
+from tests.ports import free_port
 from tests.telemetry.test_exactness import page_of, summed
-from tests.workers.test_metrics_page import free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

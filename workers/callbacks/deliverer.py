@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from contract import tasks
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
 from contract.callbacks import Callback, CallbackKind, is_open_target
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.outbox import Outbox, OutboxRecord, Taken
@@ -125,7 +125,7 @@ class Deliverer:
         try:
             yield
         finally:
-            await tasks.end(task)
+            await end_tasks(task)
 
     async def _renew(self, taken: Taken) -> None:
         while True:

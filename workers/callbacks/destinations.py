@@ -52,8 +52,8 @@ class AwsSender:
             code = str(exc.response.get("Error", {}).get("Code", "unknown"))
             status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
             if status >= 500 or any(word in code for word in _TRANSIENT):
-                return Failed(f"AWS said {code}")
-            return Refused(f"AWS said {code}")
+                return Failed(f"AWS answered {code}")
+            return Refused(f"AWS answered {code}")
         except BotoCoreError as exc:  # for example no credentials or no route
             return Failed(f"AWS was not reached ({type(exc).__name__})")
 
@@ -96,7 +96,7 @@ def _put(
             entry = {"Source": "batchway", "DetailType": event_type, "EventBusName": target}
             reply = client.put_events(Entries=[entry | {"Detail": event}])
             if reply["FailedEntryCount"]:
-                return Failed(f"AWS said {reply['Entries'][0].get('ErrorCode', 'unknown')}")
+                return Failed(f"AWS answered {reply['Entries'][0].get('ErrorCode', 'unknown')}")
             return Delivered("on the bus")
         case CallbackKind.LAMBDA:
             client.invoke(FunctionName=target, InvocationType="Event", Payload=event.encode())

@@ -12,8 +12,7 @@ import ssl
 
 from redis.exceptions import NoPermissionError, RedisError
 
-from contract import tasks
-from contract.connection import connect, denied
+from contract.connection import connect, denied, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.keys import Keys
@@ -97,7 +96,7 @@ class CallbackService:
         relaying = asyncio.create_task(self._relay())
         stop_requested = asyncio.create_task(stopping.wait())
         await asyncio.wait([relaying, stop_requested], return_when=asyncio.FIRST_COMPLETED)
-        await tasks.end(relaying, stop_requested)
+        await end_tasks(relaying, stop_requested)
         stopped = asyncio.create_task(asyncio.to_thread(runner.stop))
         done, _ = await asyncio.wait([stopped], timeout=self._settings.drain_s)
         if not done:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from workers.engine.batches import Batches
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
-from workers.engine.deadlines import Deadlines
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
-from workers.engine.limits import EngineLimits
+from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.model import Chunk, Model, Row, RowFailed, Sample
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy

@@ -13,7 +13,7 @@ import numpy as np
 from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from contract.grammars import LIMITS
+from contract.jobs import GRAMMAR_LIMITS
 
 _NUM_KEPT = 64  # compiled grammars
 
@@ -88,7 +88,7 @@ class Grammars:
             )
         except ValueError as error:
             raise GrammarFailed("the model's tokenizer has no form for grammars") from error
-        self._limits = LLParserLimits(**LIMITS)
+        self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._compiled: LRUCache[str, LLMatcher] = LRUCache(_NUM_KEPT)
         self._executor = executor or ThreadPoolExecutor(2, "grammar")
         self._mask_threads = LLExecutor()

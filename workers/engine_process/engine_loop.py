@@ -61,7 +61,7 @@ log = logging.getLogger("batchway.engine")
 class ExitCode(IntEnum):
     """Exit status of an engine process."""
 
-    OK = 0  # told to end, or the supervisor has ended
+    OK = 0  # after Shutdown, or because the supervisor has ended
     CRASHED = 1
     MODEL_REFUSED = 3
 
@@ -118,15 +118,15 @@ class EngineLoop:
     def run(self) -> None:
         """Returns on Shutdown. Raises PeerGone, and what a step raises."""
         while True:
-            said: list[FromEngine] = []
+            messages: list[FromEngine] = []
             for message in self._channel.receive(self._rest_s()):
                 if isinstance(message, Shutdown):
                     return
-                said += self._obey(message)
+                messages += self._obey(message)
             start_s = time.monotonic()
             report = self._step()
-            said += step_messages(report, start_s, time.monotonic())
-            self._channel.send(said)
+            messages += step_messages(report, start_s, time.monotonic())
+            self._channel.send(messages)
 
     def _step(self) -> StepReport:
         """Runs one engine step; if it fails, reports exactly the jobs it was computing."""
@@ -195,7 +195,7 @@ def _on_our_clock(remaining_s: float | None) -> float | None:
 
 
 def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
-    """Loads the model, then runs steps until told to end. Raises PeerGone, or a step's error."""
+    """Loads the model, then runs steps until Shutdown. Raises PeerGone, or a step's error."""
     try:
         engine, ready, num_step_tokens = start(options, lambda text: channel.send([Loading(text)]))
     except ModelRefused as refusal:

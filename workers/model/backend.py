@@ -16,8 +16,7 @@ from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.kernels import DecoderKernels
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import CannotBuild, library_path, load_library
-from workers.model.processor import Processor, find_processor
-from workers.model.products import Products, figures_file
+from workers.model.products import Processor, Products, figures_file, find_processor
 from workers.model.surgery.linear import Layout
 
 ATTENTIONS = ("auto", "torch", "triton")

@@ -12,7 +12,7 @@ from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.int8_weights import quantize
 from workers.model.memory import default_kv_bytes
-from workers.model.processor import Processor
+from workers.model.products import Processor
 
 DEFAULT_BLOCK_SIZE = 16
 

@@ -28,7 +28,7 @@ from workers.model.gpu.graphs import check_steps, recorder
 from workers.model.int8_weights import check_quantization
 from workers.model.loaded import Loaded
 from workers.model.paged import paged_runner
-from workers.model.processor import Processor
+from workers.model.products import Processor
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner

@@ -11,16 +11,18 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from workers.engine.model import ModelRefused
 from workers.model.native.kernels import DTYPES, Kernels
+from workers.model.native.library import Isa
 from workers.model.native.panels import PANEL, Panels
-from workers.model.processor import Product
 
 ROWS = (1, 8, 32, 128)  # rows of x: one stream, a few, many, a chunk of a prompt
 _SHAPE_S = 0.12  # for all row counts of one shape
@@ -36,6 +38,36 @@ _LEAST_SHARE = 0.7
 # fuses norms, gates and sums, can run whole layers in one call, and its outputs do not depend on
 # the other rows.
 _MARGIN = 1.1
+
+ISA_VARIABLE = "BATCHWAY_CPU_ISA"
+
+
+class Product(StrEnum):
+    """Implementations of a linear layer's product."""
+
+    OWN = "own"  # our kernels in workers/model/native
+    ONEDNN = "onednn"  # torch's prepacked product
+    TORCH = "torch"  # torch's default product
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The CPU features that the engine may use; no other module checks the processor.
+
+    `isa`: the widest instruction set for our kernels. `products`: the candidates; TORCH is
+    always one."""
+
+    isa: Isa = Isa.NATIVE
+    products: frozenset[Product] = frozenset(Product)
+
+
+def find_processor(environment: Mapping[str, str] = os.environ) -> Processor:
+    """The current processor, narrowed by BATCHWAY_CPU_ISA. Raises ModelRefused."""
+    name = environment.get(ISA_VARIABLE) or Isa.NATIVE
+    if name not in list(Isa):
+        raise ModelRefused(f"{ISA_VARIABLE}={name} is not one of {', '.join(Isa)}")
+    return Processor(Isa(name))
+
 
 _Multiply = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
 from contract.jobs import TokenizerFiles
@@ -116,7 +116,7 @@ class EngineKeeper:
         try:
             await client.end()
         finally:
-            await tasks.end(watching)
+            await end_tasks(watching)
 
     async def _end_hanging(self, client: EngineClient) -> None:
         await self._watchdog.engine_hangs()

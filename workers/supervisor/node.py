@@ -7,7 +7,7 @@ import asyncio
 import logging
 import signal
 
-from contract import tasks
+from contract.connection import end_tasks
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import FromEngine, LoadFailed, Loading
 from workers.settings import WorkerSettings
@@ -33,8 +33,8 @@ async def run_node(settings: WorkerSettings) -> int:
         log.error("%s", refusal)
         return EXIT_LOAD_FAILED
     finally:
-        await tasks.end(ending)
-        await tasks.end(keeping)
+        await end_tasks(ending)
+        await end_tasks(keeping)
     return EXIT_OK
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
 from contract.jobs import Job
@@ -54,7 +54,7 @@ class PromptFetcher:
 
     async def aclose(self) -> None:
         if self._tasks:
-            await tasks.end(*self._tasks)
+            await end_tasks(*self._tasks)
 
     async def _fetch(self, claimed: Claimed, place: HeldJob) -> None:
         job = claimed.job

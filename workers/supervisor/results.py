@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.payloads.encoding import encode_result
 from contract.payloads.store import (
@@ -55,7 +55,7 @@ class ResultKeeper:
 
     async def aclose(self) -> None:
         if self._tasks:
-            await tasks.end(*self._tasks)
+            await end_tasks(*self._tasks)
 
     async def _keep(self, job: HeldJob, note: Callable[[HeldJob], None]) -> None:
         assert self._store is not None

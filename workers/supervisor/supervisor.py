@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Coroutine
 
-from contract import tasks
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
 from contract.payloads import open_store
@@ -122,7 +122,7 @@ class Supervisor:
         ]
         running = [asyncio.create_task(duty) for duty in duties]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        await tasks.end(*running)
+        await end_tasks(*running)
         await self._close()
         try:
             for task in running:
@@ -312,6 +312,6 @@ async def _within(budget_s: float, work: Coroutine[None, None, None]) -> None:
     try:
         await asyncio.wait({task}, timeout=budget_s)
     finally:
-        await tasks.end(task)
+        await end_tasks(task)
     if not task.cancelled():
         task.result()

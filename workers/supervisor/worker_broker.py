@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.catalogue import Catalogue
+from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
 from contract.codec import encode_tokenizer
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import BrokerUnavailable
@@ -32,7 +32,6 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
-from contract.stored_objects import clear_orphan, orphaned_jobs
 from workers.ipc.messages import Ready
 from workers.settings import WorkerSettings
 

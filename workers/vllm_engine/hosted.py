@@ -15,10 +15,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from contract.jobs import FinishReason
-from workers.engine.deadlines import Deadlines
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.limits import EngineLimits
+from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.model import Chunk, PromptLogprobs, Sample
 from workers.engine.report import JobError, Output, StepReport
 from workers.engine.request import ErrorCode, Request, RequestRefused, check_request

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 from safetensors import safe_open
 
-_WHOLE = {
+_MODEL_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
-_OF_LAYER = {
+_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -65,8 +65,8 @@ def _add_shape(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
-    """Unique names. None is of type byte: the server would hold tokens back until they are valid
-    UTF-8."""
+    """Unique names. None has the type byte, for which the server would delay tokens until they form
+    valid UTF-8."""
     num_special = len(_SPECIAL)
     tokens = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
@@ -83,9 +83,9 @@ def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
 
 def _add_weights(writer: GGUFWriter, weights: Path, config: dict[str, Any], dtype: str) -> None:
     """Matrices in `dtype`, norms in float32, as in llama.cpp's own conversion."""
-    names = dict(_WHOLE)
+    names = dict(_MODEL_NAMES)
     for i in range(config["num_hidden_layers"]):
-        names |= {f"model.layers.{i}.{a}": f"blk.{i}.{b}" for a, b in _OF_LAYER.items()}
+        names |= {f"model.layers.{i}.{a}": f"blk.{i}.{b}" for a, b in _LAYER_NAMES.items()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     with safe_open(weights, "numpy") as file:
         for own, theirs in names.items():

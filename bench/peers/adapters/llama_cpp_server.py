@@ -105,7 +105,7 @@ def run(path: str, requests: list[Request]) -> Record:
 
 def _call(path: str, record: Record, number: int, request: Request) -> None:
     connection = _Connection(path)
-    asked = {
+    body = {
         "prompt": request["prompt_token_ids"],
         "n_predict": request["max_tokens"],
         "temperature": 0.0,
@@ -115,13 +115,13 @@ def _call(path: str, record: Record, number: int, request: Request) -> None:
         "stream": True,
     }
     connection.request(
-        "POST", "/completion", json.dumps(asked), {"Content-Type": "application/json"}
+        "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
     )
     for line in connection.getresponse():
         if line.startswith(b"data: "):
             event = json.loads(line.removeprefix(b"data: "))
             if not event["stop"]:
-                record.note(number, event["tokens"])
+                record.add(number, event["tokens"])
     connection.close()
 
 

@@ -64,7 +64,7 @@ def run(engine: og.Engine, requests: list[Request]) -> Record:
             flags = event.flags.value
             assert not flags & og.EngineEventFlags.FAILED.value, event.error_code
             if flags & og.EngineEventFlags.TOKEN.value:
-                record.note(numbers[id(event.request)], [int(event.token)])
+                record.add(numbers[id(event.request)], [int(event.token)])
     for opened in open_requests:
         opened.close()
     return record

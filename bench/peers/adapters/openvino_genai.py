@@ -62,7 +62,7 @@ def run(pipeline: openvino_genai.ContinuousBatchingPipeline, requests: list[Requ
         for number, handle in enumerate(handles):
             while handle.can_read():
                 for output in handle.read().values():
-                    record.note(number, list(output.generated_ids))
+                    record.add(number, list(output.generated_ids))
     return record
 
 

@@ -1,6 +1,5 @@
-"""Input and output of every adapter, in plain Python: it runs beside the other engine's
-packages.
-"""
+"""Input and output of every adapter. Uses only the standard library, because it runs in the
+environments of other engines."""
 
 import argparse
 import json
@@ -10,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from infra.bench.spread import spread
+from infra.tables import spread
 
 
 def arguments() -> argparse.Namespace:
@@ -29,7 +28,9 @@ Request = dict[str, Any]  # prompt_token_ids, max_tokens
 def read_requests(path: Path) -> list[Request]:
     """Requests of a workload file (infra.bench.workloads), all at once."""
     requests: list[Request] = json.loads(path.read_text())["requests"]
-    assert not any(request.get("arrival_s") for request in requests), "arrivals are not for peers"
+    assert not any(request.get("arrival_s") for request in requests), (
+        "adapters take no arrival times"
+    )
     return requests
 
 
@@ -42,7 +43,7 @@ class Record:
         self._start_s = time.monotonic()
         self._end_s = self._start_s
 
-    def note(self, number: int, token_ids: list[int]) -> None:
+    def add(self, number: int, token_ids: list[int]) -> None:
         """Records new tokens of a request."""
         self._end_s = time.monotonic()
         self._outputs[number] += token_ids

@@ -50,7 +50,7 @@ def run(model: Any, requests: list[Request], max_running: int) -> Record:
         assert result is not None, "transformers' batching has stopped"
         assert not result.error, result.error
         number = int(result.request_id)
-        record.note(number, list(result.generated_tokens)[record.num_tokens(number) :])
+        record.add(number, list(result.generated_tokens)[record.num_tokens(number) :])
         num_left -= result.is_finished()
     manager.stop(block=True)
     return record

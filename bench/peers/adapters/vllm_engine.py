@@ -49,7 +49,7 @@ def run(engine: LLMEngine, requests: list[Request], name: str) -> Record:
     while engine.has_unfinished_requests():
         for output in engine.step():
             number = int(output.request_id.removeprefix(f"{name}-"))
-            record.note(number, list(output.outputs[0].token_ids))
+            record.add(number, list(output.outputs[0].token_ids))
     return record
 
 

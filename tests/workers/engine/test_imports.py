@@ -46,7 +46,6 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
 
     assert ended.stdout.split() == [
         "contract",
-        "contract.grammars",
         "contract.jobs",
         "workers",
         "workers.engine",

@@ -45,7 +45,7 @@ def test_each_lane_with_work_gets_its_minimum_share_of_every_window(
         Sizes(2000, 4, budget, max_num_seqs=2000, kv_high_water=1.0, prefix_caching=False),
         lanes=lanes,
     )
-    owed: dict[str, list[float]] = {name: [] for name in NAMES}
+    deficits: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(70):
         live = [n for n in NAMES if not 0 <= number - pauses.get(n, 1000) < 15]
         for name in live:
@@ -53,8 +53,8 @@ def test_each_lane_with_work_gets_its_minimum_share_of_every_window(
         gained = computed(harness)
         for lane in lanes:
             due = lane.min_share * gained.total() - gained[lane.name]
-            owed[lane.name] = [*owed[lane.name], due] if lane.name in live else []
-            assert most_of_any_window(owed[lane.name]) <= 2 * budget
+            deficits[lane.name] = [*deficits[lane.name], due] if lane.name in live else []
+            assert most_of_any_window(deficits[lane.name]) <= 2 * budget
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ from workers.model.backend import Backend, choose_backend
 from workers.model.int8_weights import quantize
 from workers.model.kv_cache import KVCache
 from workers.model.probe import probe_layers
-from workers.model.processor import Processor
+from workers.model.products import Processor
 from workers.model.proof import Untouched, record
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import Operation, Surgeon

@@ -21,7 +21,7 @@ from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
 from workers.model.loader import LoadedModel, ModelRefused, load_model
-from workers.model.processor import Processor, Product
+from workers.model.products import Processor, Product
 from workers.model.surgery.blocks import NativeRMSNorm
 
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.
@@ -31,14 +31,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load(
     folder: Path,
-    said: list[str] | None = None,
+    lines: list[str] | None = None,
     processor: Processor | None = None,
     **options: Any,
 ) -> LoadedModel:
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "quantization": "int8"}
-    said = [] if said is None else said
+    lines = [] if lines is None else lines
     asked = EngineOptions(model_path=str(folder), **(arguments | options))
-    return load_model(asked, said.append, processor)
+    return load_model(asked, lines.append, processor)
 
 
 def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
@@ -145,22 +145,22 @@ def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> Non
 
 def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:
     """Embeddings and norms are unchanged. By default nothing is rounded."""
-    folder, said = save_tiny_model("llama", tmp_path), list[str]()
+    folder, lines = save_tiny_model("llama", tmp_path), list[str]()
 
-    load(folder, said)
+    load(folder, lines)
 
     decoder = make_model("llama").requires_grad_(False)
     linears = [module for module in decoder.modules() if type(module) is nn.Linear]
     rest = num_weight_bytes(decoder, "cpu") - sum(linear.weight.nbytes for linear in linears)
     assert any(
-        line.startswith(f"weights of {len(linears)} linear layers are int8") for line in said
+        line.startswith(f"weights of {len(linears)} linear layers are int8") for line in lines
     )
     quantize(decoder)
     num_rounded = sum(linear.weight.numel() + 4 * linear.out_features for linear in linears)
     assert num_weight_bytes(decoder, "cpu") == num_rounded + rest
-    said.clear()
-    load(folder, said, quantization="none")
-    assert not any(line.startswith("weights of") for line in said)
+    lines.clear()
+    load(folder, lines, quantization="none")
+    assert not any(line.startswith("weights of") for line in lines)
 
 
 def test_an_embedding_tied_to_the_head_is_not_rounded() -> None:

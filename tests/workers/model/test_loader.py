@@ -61,9 +61,9 @@ def llama(saved_llama: Path, tmp_path: Path) -> Path:
 
 def test_a_loaded_model_reports_what_gateways_need(saved_llama: Path) -> None:
     """Lengths, end tokens, tokenizer and template, and progress messages."""
-    said: list[str] = []
+    lines: list[str] = []
 
-    loaded = load_model(EngineOptions(model_path=str(saved_llama), device="cpu"), said.append)
+    loaded = load_model(EngineOptions(model_path=str(saved_llama), device="cpu"), lines.append)
 
     assert (loaded.context_length, loaded.vocab_size) == (512, VOCAB_SIZE)
     assert loaded.eos_token_ids == (EOS_ID,)
@@ -72,7 +72,7 @@ def test_a_loaded_model_reports_what_gateways_need(saved_llama: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("Grüße!").ids) == "Grüße!"
     assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
     assert loaded.tokenizer.special_tokens["eos_token"] == "</s>"
-    assert any("float32 on cpu" in line for line in said)
+    assert any("float32 on cpu" in line for line in lines)
 
 
 def test_a_step_on_a_cpu_is_small_by_default(saved_llama: Path) -> None:
@@ -338,12 +338,12 @@ def test_unsupported_attention_is_not_paged(
 ) -> None:
     """Chunked, or with a window that the layers do not declare; the reason is reported."""
     edit_json(llama / "config.json", **changes)
-    said: list[str] = []
+    lines: list[str] = []
 
-    loaded = load_model(EngineOptions(model_path=str(llama), device="cpu"), said.append)
+    loaded = load_model(EngineOptions(model_path=str(llama), device="cpu"), lines.append)
 
     assert not sequential(loaded).shares_blocks
-    [line] = [line for line in said if line.startswith("served one sequence at a time: ")]
+    [line] = [line for line in lines if line.startswith("served one sequence at a time: ")]
     assert word in line
 
 
@@ -369,12 +369,12 @@ def test_a_model_that_paging_would_change_is_not_paged(
 ) -> None:
     """Whatever the cause: here a back end reads the wrong slots."""
     monkeypatch.setattr("workers.model.backend.PackedAttention", _ForgetfulAttention)
-    said: list[str] = []
+    lines: list[str] = []
 
     options = EngineOptions(model_path=str(saved_llama), device="cpu", fused=False)
-    load_model(options, said.append)
+    load_model(options, lines.append)
 
-    assert any("other logits in a paged batch" in line for line in said)
+    assert any("other logits in a paged batch" in line for line in lines)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])

@@ -40,8 +40,8 @@ def test_a_prompt_of_32k_tokens_runs_in_bounded_memory(tmp_path: Path) -> None:
     ran = subprocess.run(
         [*command, str(folder), str(NUM_TOKENS), "2048"], capture_output=True, text=True, check=True
     )
-    said = json.loads(ran.stdout.splitlines()[-1])
+    found = json.loads(ran.stdout.splitlines()[-1])
 
-    print(f"peak memory grew by {said['grown_mib']:.0f} MiB")
-    assert said["grown_mib"] < BOUND_MIB
-    assert said["output_ids"][0] == int(logits.argmax())
+    print(f"peak memory grew by {found['grown_mib']:.0f} MiB")
+    assert found["grown_mib"] < BOUND_MIB
+    assert found["output_ids"][0] == int(logits.argmax())

@@ -15,8 +15,7 @@ from workers.model import products
 from workers.model.loader import load_model
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import load_library
-from workers.model.processor import Processor, Product, find_processor
-from workers.model.products import ROWS, Products, Shape
+from workers.model.products import ROWS, Processor, Product, Products, Shape, find_processor
 
 KERNELS = {dtype: Kernels(load_library(ISAS[-1]), dtype) for dtype in DTYPES}
 SHAPE = Shape(64, 128, torch.float32)
@@ -136,9 +135,9 @@ def test_a_type_slower_than_float32_is_warned_of_once(
         return [record.getMessage() for record in caplog.records]
 
     assert warnings("float32") == []
-    [told] = warnings("bfloat16")
-    assert told.startswith("dtype bfloat16 is slower than float32 on this processor")
-    assert "1.5 with 1, 1.5 with 8, 1.5 with 32, 1.5 with 128" in told
+    [warning] = warnings("bfloat16")
+    assert warning.startswith("dtype bfloat16 is slower than float32 on this processor")
+    assert "1.5 with 1, 1.5 with 8, 1.5 with 32, 1.5 with 128" in warning
     speeds[torch.bfloat16] = 0.6
     (tmp_path / "batchway").rename(tmp_path / "old")
     assert warnings("bfloat16") == []

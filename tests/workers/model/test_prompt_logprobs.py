@@ -35,12 +35,12 @@ def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> d
         for chunk, row in zip(chunks, model.run(chunks), strict=True):
             chunk.sequence.num_computed += chunk.num_tokens
             assert not isinstance(row, RowFailed)
-            said = row.prompt_logprobs if isinstance(row, Sample) else row
+            part = row.prompt_logprobs if isinstance(row, Sample) else row
             if isinstance(row, Sample):
                 chunk.sequence.token_ids.append(row.token_id)
-            assert said is None or chunk.sequence is sequences[0]
-            if said is not None:
-                found |= dict(enumerate(said.tokens, said.start))
+            assert part is None or chunk.sequence is sequences[0]
+            if part is not None:
+                found |= dict(enumerate(part.tokens, part.start))
     return found
 
 
@@ -61,12 +61,12 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(
     found = run_prompts(loaded.model, sequences, chunk_tokens)
 
     assert sorted(found) == list(range(1, 23))
-    for position, said in found.items():
+    for position, score in found.items():
         row = expected[position - 1]
-        assert said.token_id == prompts[0][position]
-        assert math.isclose(said.logprob, float(row[said.token_id]), abs_tol=2e-3)
-        assert [i for i, _ in said.top_logprobs] == row.topk(3).indices.tolist()
-        values = torch.tensor([value for _, value in said.top_logprobs])
+        assert score.token_id == prompts[0][position]
+        assert math.isclose(score.logprob, float(row[score.token_id]), abs_tol=2e-3)
+        assert [i for i, _ in score.top_logprobs] == row.topk(3).indices.tolist()
+        values = torch.tensor([value for _, value in score.top_logprobs])
         torch.testing.assert_close(values, row.topk(3).values, atol=2e-3, rtol=0)
 
 
@@ -79,7 +79,7 @@ def test_only_the_first_choice_reports_prompt_logprobs(load_family: LoadFamily) 
     found = run_prompts(model, sequences, 1000)
 
     assert sorted(found) == list(range(1, 9))
-    assert all(said.top_logprobs == () for said in found.values())
+    assert all(score.top_logprobs == () for score in found.values())
 
 
 def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFamily) -> None:
@@ -90,15 +90,15 @@ def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFam
     params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=1, ignore_eos=True)
     engine.add(Request("job", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
 
-    said: list[Any] = []
+    reported: list[Any] = []
     while engine.has_work:
         report = engine.step()
         for sequence, found in report.prompt_logprobs:
             assert sequence.job_id == "job"
-            said += [(found.start + i, token.token_id) for i, token in enumerate(found.tokens)]
-        said += [output.position for output in report.outputs]
+            reported += [(found.start + i, token.token_id) for i, token in enumerate(found.tokens)]
+        reported += [output.position for output in report.outputs]
 
-    assert said == [*list(enumerate(prompt))[1:], 0, 1, 2]
+    assert reported == [*list(enumerate(prompt))[1:], 0, 1, 2]
 
 
 def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFamily) -> None:
@@ -106,7 +106,7 @@ def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFami
     limits = EngineLimits(max_num_batched_tokens=64, max_num_seqs=4, vocab_size=VOCAB_SIZE)
     engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
     [prompt] = make_prompts([40], VOCAB_SIZE)
-    said = []
+    reported = []
     for number in range(2):
         params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
         engine.add(Request(f"{number}", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
@@ -114,6 +114,6 @@ def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFami
         while engine.has_work:
             for _, part in engine.step().prompt_logprobs:
                 found += [token.token_id for token in part.tokens]
-        said.append(found)
+        reported.append(found)
 
-    assert said == [prompt[1:], prompt[1:]]
+    assert reported == [prompt[1:], prompt[1:]]

@@ -31,9 +31,9 @@ NUM_STEPS = 4  # of the proof, in each of which an MLP is called once
 
 def load(folder: Path, **options: Any) -> tuple[LoadedModel, list[str]]:
     """The model, and the messages while it was loaded."""
-    said: list[str] = []
+    lines: list[str] = []
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16} | options
-    return load_model(EngineOptions(model_path=str(folder), **arguments), said.append), said
+    return load_model(EngineOptions(model_path=str(folder), **arguments), lines.append), lines
 
 
 def check_tokens(loaded: LoadedModel, family: str, folder: Path) -> None:
@@ -44,8 +44,8 @@ def check_tokens(loaded: LoadedModel, family: str, folder: Path) -> None:
         expected.check(number, ids)
 
 
-def line_with(text: str, said: list[str]) -> str:
-    [line] = [line for line in said if text in line]
+def line_with(text: str, lines: list[str]) -> str:
+    [line] = [line for line in lines if text in line]
     return line
 
 
@@ -85,9 +85,9 @@ def test_a_module_is_tried_with_its_model_s_shape(
     monkeypatch.setattr(surgeon, "MergedMLP", Planted)
     folder = save_tiny_model("qwen2_moe", tmp_path)
 
-    loaded, said = load(folder)
+    loaded, lines = load(folder)
 
-    assert line_with("gated MLPs would differ", said).endswith(
+    assert line_with("gated MLPs would differ", lines).endswith(
         "2 gated MLPs would differ and stay as they are: "
         "model.layers.0.mlp.shared_expert, model.layers.1.mlp.shared_expert"
     )
@@ -120,11 +120,11 @@ def test_a_module_that_fails_in_the_whole_model_is_restored(
     plant(monkeypatch, lambda number, num_calls: number == 1 and num_calls > NUM_STEPS, do)
     folder = save_tiny_model("llama", tmp_path)
 
-    loaded, said = load(folder, quantization=quantization)
+    loaded, lines = load(folder, quantization=quantization)
 
-    assert line_with("taken back", said).endswith("read again: model.layers.1.mlp")
-    assert ("ZeroDivisionError" in line_with("not what it was", said)) == (do is raise_error)
-    first, second = [line for line in said if line.startswith("merged or packed")]
+    assert line_with("taken back", lines).endswith("read again: model.layers.1.mlp")
+    assert ("ZeroDivisionError" in line_with("not what it was", lines)) == (do is raise_error)
+    first, second = [line for line in lines if line.startswith("merged or packed")]
     assert "2 gated MLPs" in first
     assert "1 gated MLPs" in second
     if quantization == "none":
@@ -143,9 +143,9 @@ def test_a_module_that_changes_its_input_is_restored(
     plant(monkeypatch, lambda number, num_calls: number == 0 and num_calls > NUM_STEPS, add_one)
     folder = save_tiny_model("qwen2_moe", tmp_path)
 
-    loaded, said = load(folder)
+    loaded, lines = load(folder)
 
-    taken_back = line_with("taken back", said)
+    taken_back = line_with("taken back", lines)
     assert taken_back.endswith("read again: model.layers.0.mlp.shared_expert")
     check_tokens(loaded, "qwen2_moe", folder)
 
@@ -157,10 +157,10 @@ def test_a_model_that_fails_after_every_exchange_keeps_its_modules(
     monkeypatch.setattr(paging, "difference", lambda *args: "planted")
     folder = save_tiny_model("llama", tmp_path)
 
-    loaded, said = load(folder)
+    loaded, lines = load(folder)
 
-    assert said.count("no module is exchanged") == 1
-    assert len([line for line in said if "taken back" in line]) == 2
+    assert lines.count("no module is exchanged") == 1
+    assert len([line for line in lines if "taken back" in line]) == 2
     check_tokens(loaded, "llama", folder)
 
 
@@ -177,10 +177,10 @@ def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
     monkeypatch.setattr(PackedAttention, "prepare", planted)
     folder = save_tiny_model("llama", tmp_path)
 
-    loaded, said = load(folder, attention="torch")
+    loaded, lines = load(folder, attention="torch")
 
     assert isinstance(loaded.model, SequentialRunner)
-    assert "does not run in a paged batch: planted" in line_with("one sequence at a time", said)
+    assert "does not run in a paged batch: planted" in line_with("one sequence at a time", lines)
     check_tokens(loaded, "llama", folder)
 
 

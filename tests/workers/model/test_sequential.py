@@ -107,11 +107,11 @@ def test_docs_list_how_each_family_is_served(load_family: LoadFamily) -> None:
     }
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     _, table = page.split("## Families served one sequence at a time")
-    said = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z ]+) \|$", table, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z ]+) \|$", table, re.MULTILINE))
 
     found = {family: words[sequential(load_family(family)[0]).continues] for family in SEQUENTIAL}
 
-    assert found == said
+    assert found == documented
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

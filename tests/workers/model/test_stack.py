@@ -12,7 +12,7 @@ from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import Span
 from workers.model.kv_cache import PagedStep
 from workers.model.native.library import Isa
-from workers.model.processor import Processor, Product
+from workers.model.products import Processor, Product
 from workers.model.proof import Untouched, streamline
 from workers.model.surgery.stack import Stack
 

@@ -201,7 +201,7 @@ def test_a_model_gives_the_same_tokens_by_triton(
     monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
     folder = save_tiny_model(family, tmp_path)
     outputs: list[list[list[int]]] = []
-    said: list[str] = []
+    lines: list[str] = []
     has_stack: list[bool] = []
     for attention in ("triton", "torch"):
         options = EngineOptions(
@@ -212,7 +212,7 @@ def test_a_model_gives_the_same_tokens_by_triton(
             attention=attention,
             fused=fused and attention == "triton",
         )
-        model = paged(load_model(options, said.append))
+        model = paged(load_model(options, lines.append))
         has_stack.append(model.stack is not None)
         sequences = [make_sequence(p, max_tokens=3) for p in make_prompts([14, 5], VOCAB_SIZE)]
         outputs.append(run_to_end(model, sequences, chunk_tokens=9))
@@ -220,15 +220,15 @@ def test_a_model_gives_the_same_tokens_by_triton(
     assert outputs[0] == outputs[1]
     merges = family in ("llama", "qwen3", "gemma2")
     assert has_stack == [fused and family in ("llama", "qwen3"), False]
-    assert any("attention layers, " in text for text in said) == (fused and merges)
-    assert any("unfused" in text for text in said) == (fused and not merges)
+    assert any("attention layers, " in text for text in lines) == (fused and merges)
+    assert any("unfused" in text for text in lines) == (fused and not merges)
 
 
 def test_triton_is_refused_if_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker configured to use it must not silently use something slower."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cpu, told = torch.device("cpu"), print
+    cpu, log = torch.device("cpu"), print
     with pytest.raises(ModelRefused, match="needs a CUDA device"):
-        choose_backend("triton", torch.float32, cpu, BLOCK_SIZE, told, fused=True)
+        choose_backend("triton", torch.float32, cpu, BLOCK_SIZE, log, fused=True)
     with pytest.raises(ModelRefused, match="not one of auto, torch, triton"):
-        choose_backend("tritium", torch.float32, cpu, BLOCK_SIZE, told, fused=True)
+        choose_backend("tritium", torch.float32, cpu, BLOCK_SIZE, log, fused=True)

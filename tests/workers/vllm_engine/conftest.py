@@ -20,19 +20,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package", params=["newest", "oldest"])
 def python(request: pytest.FixtureRequest) -> Path:
-    """Of both ends of the range of releases that are supported."""
+    """The Python of an environment with the newest or the oldest supported release."""
     return vllm_python(request.param)
 
 
 @pytest.fixture(scope="package")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The tokens of the newest vLLM without batchway."""
+    """The tokens that the newest vLLM generates without batchway."""
     return tokens_of_vllm_alone(vllm_python(), model, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="package")
 async def engine(model: Path, python: Path) -> AsyncIterator[Engine]:
-    """With one rank."""
+    """An engine process with one rank."""
     engine = Engine()
     await engine.start(options_of(model), python)
     await engine.until_ready()

@@ -1,4 +1,4 @@
-"""An engine process of vLLM and what tests ask of it; and vLLM without batchway."""
+"""Drives an engine process of vLLM, and runs vLLM without batchway for comparison."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from workers.settings import VLLM_ENGINE
 PROMPT = tuple(range(5, 45))
 NUM_TOKENS = 24
 
-# vLLM's own interface for Python, without batchway.
+# Uses vLLM's Python interface, without batchway.
 ALONE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -49,7 +49,7 @@ WORKLOAD = log_uniform_workload(64, SIZES["S"]["vocab_size"])
 
 
 def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[int]]:
-    """What vLLM without batchway answers to each request of WORKLOAD."""
+    """The token ids that vLLM without batchway generates for each request of WORKLOAD."""
     given, found = folder / "workload.json", folder / "outputs.json"
     write_workload(WORKLOAD, given)
     alone = subprocess.run(
@@ -63,57 +63,57 @@ def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[i
 
 
 class Engine:
-    """An engine process and what it has said."""
+    """An engine process, and the messages received from it."""
 
     def __init__(self) -> None:
         self.client: EngineClient
         self.ready: Ready | None = None
-        self.said: list[FromEngine] = []
+        self.received: list[FromEngine] = []
         self.news = asyncio.Event()
 
     async def start(self, options: EngineOptions, python: Path | None = None) -> None:
-        """`python`: of another environment than that of the newest vLLM."""
+        """`python`: that of another environment (default: that of the newest vLLM)."""
         path = str(python or vllm_python())
-        self.client = await EngineClient.start(VLLM_ENGINE, options, self._hear, path)
+        self.client = await EngineClient.start(VLLM_ENGINE, options, self._receive, path)
 
-    def _hear(self, messages: list[FromEngine]) -> None:
-        self.said += messages
+    def _receive(self, messages: list[FromEngine]) -> None:
+        self.received += messages
         self.news.set()
 
     async def until_ready(self) -> None:
-        await self.until(lambda: any(isinstance(m, Ready) for m in self.said))
+        await self.until(lambda: any(isinstance(m, Ready) for m in self.received))
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(240):
             while not condition():
-                refusals = [m.message for m in self.said if isinstance(m, LoadFailed)]
+                refusals = [m.message for m in self.received if isinstance(m, LoadFailed)]
                 assert not refusals, refusals
                 self.news.clear()
                 await self.news.wait()
 
     async def run(self, *jobs: StartJob) -> dict[tuple[str, int], list[int]]:
-        """The new tokens of each choice; all jobs at once, to their ends."""
-        self.said.clear()
+        """Runs all jobs at once to their ends; returns the new tokens of each job and choice."""
+        self.received.clear()
         self.client.send(jobs)
         choices = {
             (job.job_id, choice)
             for job in jobs
-            for choice, has_ended in enumerate(job.finished)
-            if not has_ended
+            for choice, is_finished in enumerate(job.finished)
+            if not is_finished
         }
 
         def ended() -> set[tuple[str, int]]:
             found = {
                 (m.job_id, m.choice)
-                for m in self.said
+                for m in self.received
                 if isinstance(m, ChoiceEnded) or (isinstance(m, TokenOut) and m.finish_reason)
             }
-            failed = {m.job_id for m in self.said if isinstance(m, JobFailed)}
+            failed = {m.job_id for m in self.received if isinstance(m, JobFailed)}
             return found | {choice for choice in choices if choice[0] in failed}
 
         await self.until(lambda: choices <= ended())
         tokens: dict[tuple[str, int], list[int]] = {choice: [] for choice in choices}
-        for message in self.said:
+        for message in self.received:
             if isinstance(message, TokenOut) and (message.job_id, message.choice) in tokens:
                 tokens[message.job_id, message.choice].append(message.token_id)
         return tokens

@@ -1,4 +1,4 @@
-"""vLLM behind the frames: a real engine process in vLLM's environment, on tiny models."""
+"""vLLM as an engine process: real processes in vLLM's environment, on tiny models."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ from workers.ipc.messages import (
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
-# Each is cut after every few tokens and must resume with the same output.
+# Parameters of jobs that are resumed after every third token and must have the same output.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -55,10 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
-async def test_a_job_that_was_cut_goes_on_as_if_nothing_had_been(
-    engine: Engine, params: dict[str, Any]
-) -> None:
-    """Noise and penalties belong to the position, not to the process that draws them."""
+async def test_a_resumed_job_has_the_same_output(engine: Engine, params: dict[str, Any]) -> None:
+    """Noise and penalties depend on the position in the output, not on the process."""
     num_choices = params.get("n", 1)
     whole = await engine.run(job("whole", ((),) * num_choices, **params))
     wholes = [whole["whole", choice] for choice in range(num_choices)]
@@ -100,7 +98,7 @@ async def test_a_constrained_job_matches_and_resumes_from_every_token(
         answer = json.loads(tokenizer.decode(tokens))
         assert answer["n"] <= 99
         assert answer["c"] in ("ab", "cd")
-    ended = [m for m in engine.said if isinstance(m, ChoiceEnded)]
+    ended = [m for m in engine.received if isinstance(m, ChoiceEnded)]
     assert {(m.job_id, m.finish_reason) for m in ended} == {("whole", FinishReason.STOP)}
 
     cuts = range(1, max(map(len, wholes)))
@@ -117,37 +115,38 @@ async def test_a_grammar_that_does_not_compile_fails_only_its_job(engine: Engine
         job("bad", grammar="start: /(/", ignore_eos=False), job("free", temperature=0.0)
     )
     assert len(found["free", 0]) == NUM_TOKENS
-    failed = {m.job_id: m.code for m in engine.said if isinstance(m, JobFailed)}
+    failed = {m.job_id: m.code for m in engine.received if isinstance(m, JobFailed)}
     assert failed == {"bad": "bad_parameter"}
 
 
-async def test_log_probabilities_are_of_the_model_and_of_each_token(engine: Engine) -> None:
-    """Of the output with two beside each, and of the prompt from its second token on."""
+async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) -> None:
+    """Output tokens have those of two alternatives, too; the prompt has them from its second token
+    on."""
     tokens = await engine.run(job("scored", logprobs=2, prompt_logprobs=1, temperature=0.0))
-    outs = [message for message in engine.said if isinstance(message, TokenOut)]
+    outs = [message for message in engine.received if isinstance(message, TokenOut)]
     for out in outs:
         assert isinstance(out.logprob, TokenLogprob)
         assert out.logprob.token_id == out.token_id == out.logprob.top[0][0]
         assert out.logprob.logprob == out.logprob.top[0][1] <= 0.0
         assert len(out.logprob.top) == 2
-    [prompt] = [message for message in engine.said if isinstance(message, PromptLogprobs)]
+    [prompt] = [message for message in engine.received if isinstance(message, PromptLogprobs)]
     assert [one.token_id for one in prompt.logprobs] == list(PROMPT[1:])
     assert prompt.start == 1
-    first_token = next(i for i, m in enumerate(engine.said) if isinstance(m, TokenOut))
-    assert engine.said.index(prompt) < first_token
+    first_token = next(i for i, m in enumerate(engine.received) if isinstance(m, TokenOut))
+    assert engine.received.index(prompt) < first_token
 
     # The same token has the same score as part of a prompt.
     output = tokens["scored", 0]
     await engine.run(job("again", prompt=(*PROMPT, *output), prompt_logprobs=0, max_tokens=1))
-    [prompt] = [message for message in engine.said if isinstance(message, PromptLogprobs)]
+    [prompt] = [message for message in engine.received if isinstance(message, PromptLogprobs)]
     scores = [one.logprob for one in prompt.logprobs[len(PROMPT) - 1 :]]
     expected = [out.logprob.logprob for out in outs if out.logprob is not None]
     assert scores == pytest.approx(expected, abs=1e-3)
 
 
-async def test_endings_are_ours(engine: Engine) -> None:
-    """A stop token ends a choice, and is said; what is complete ends without a token; a deadline
-    and what can never run fail their own job alone."""
+async def test_jobs_end_as_in_our_engine(engine: Engine) -> None:
+    """A stop token ends a choice and is reported. A complete choice ends without a token. A passed
+    deadline, or a request that can never run, fails only its own job."""
     whole = (await engine.run(job("plain", temperature=0.0)))["plain", 0]
     stop = whole[9]
     first = whole.index(stop)
@@ -158,47 +157,50 @@ async def test_endings_are_ours(engine: Engine) -> None:
         job("unknown token", prompt=(4096,)),
     )
     assert found["stopped", 0] == whole[: first + 1]
-    reasons = {m.job_id: m.finish_reason for m in engine.said if isinstance(m, TokenOut)}
+    reasons = {m.job_id: m.finish_reason for m in engine.received if isinstance(m, TokenOut)}
     assert reasons["stopped"] is FinishReason.STOP
-    ended = [m for m in engine.said if isinstance(m, ChoiceEnded)]
+    ended = [m for m in engine.received if isinstance(m, ChoiceEnded)]
     assert [(m.job_id, m.finish_reason) for m in ended] == [("complete", FinishReason.LENGTH)]
-    failed = {m.job_id: m.code for m in engine.said if isinstance(m, JobFailed)}
+    failed = {m.job_id: m.code for m in engine.received if isinstance(m, JobFailed)}
     assert failed == {"too long": "prompt_too_long", "unknown token": "bad_parameter"}
 
     late = job("late", temperature=0.0, max_tokens=1900)
     late = msgspec.structs.replace(late, deadline_s=0.2)
     await engine.run(late)
-    [failure] = [m for m in engine.said if isinstance(m, JobFailed)]
+    [failure] = [m for m in engine.received if isinstance(m, JobFailed)]
     assert failure.code == "deadline"
 
 
 async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine) -> None:
-    """By job and by choice, before and after the first token; then vLLM itself counts one."""
+    """Cancels jobs and choices, before and after the first token. Afterwards vLLM reports that one
+    request runs."""
     jobs = [
         job(f"c-{i}", ((),) * (1 + i % 2), n=1 + i % 2, temperature=1.0, max_tokens=1900)
         for i in range(200)
     ]
     for start in range(0, 200, 20):
         batch = jobs[start : start + 20]
-        engine.said.clear()
+        engine.received.clear()
         engine.client.send(batch)
         if start % 40:
-            await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.said))
+            await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
         engine.client.send([StopChoice(one.job_id, 1, 0) for one in batch[::3]])
         engine.client.send([StopJob(one.job_id, 1) for one in batch])
     await engine.run(job("canary", temperature=0.0))
-    # vLLM's log of the steps for the canary; the last one ended it.
+    # The load that vLLM reports after each step for the canary; in the last one it ended.
     canary = (
-        i for i, m in enumerate(engine.said) if isinstance(m, TokenOut) and m.job_id == "canary"
+        i for i, m in enumerate(engine.received) if isinstance(m, TokenOut) and m.job_id == "canary"
     )
     first = next(canary)
-    loads = [m for m in engine.said[first:] if isinstance(m, EngineLoad)]
+    loads = [m for m in engine.received[first:] if isinstance(m, EngineLoad)]
     assert {load.num_running + load.num_waiting for load in loads[:-1]} == {1}
-    assert {m.job_id for m in engine.said[first:] if isinstance(m, TokenOut)} == {"canary"}
+    assert {m.job_id for m in engine.received[first:] if isinstance(m, TokenOut)} == {"canary"}
 
 
-async def test_tokens_are_those_of_vllm_alone(engine: Engine, alone: list[list[int]]) -> None:
-    """Greedy, all requests at once, beside the newest vLLM in one process without batchway."""
+async def test_vllm_generates_the_same_tokens_without_batchway(
+    engine: Engine, alone: list[list[int]]
+) -> None:
+    """Greedy, with all requests at once; compared with the newest vLLM in one process."""
     tokens = await engine.run(*workload_jobs())
     assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
 
@@ -214,23 +216,23 @@ async def test_tokens_are_those_of_vllm_alone(engine: Engine, alone: list[list[i
 async def test_arguments_that_vllm_refuses_end_the_start(
     model: Path, arguments: dict[str, str], word: str
 ) -> None:
-    """By name, in one sentence, and the process ends."""
+    """The message names the argument, and the process ends."""
     engine = Engine()
     await engine.start(options_of(model, **arguments))
     await engine.client.end()
     await engine.client.stop()
-    [refusal] = [m for m in engine.said if isinstance(m, LoadFailed)]
+    [refusal] = [m for m in engine.received if isinstance(m, LoadFailed)]
     assert word in refusal.message
 
 
 async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> None:
-    """vLLM takes no plugin beside speculative decoding. What it then cannot do fails the job that
-    asks for it, and no other."""
+    """vLLM supports no plugin with speculative decoding. A job that needs the plugin fails; others
+    run."""
     engine = Engine()
     guesses = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
     await engine.start(options_of(model, speculative_config=guesses, max_logprobs="1"))
     await engine.until_ready()
-    [ready] = [m for m in engine.said if isinstance(m, Ready)]
+    [ready] = [m for m in engine.received if isinstance(m, Ready)]
     assert ready.capabilities == Capabilities(resume="distribution")
 
     whole = (await engine.run(job("whole", temperature=1.0)))["whole", 0]
@@ -242,8 +244,10 @@ async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> No
     )
     assert found["same", 0] == whole
     assert len(found["cut", 0]) == NUM_TOKENS - 5
-    assert found["cut", 0] != whole[: NUM_TOKENS - 5]  # other noise than at the beginning
-    failed = {m.job_id: (m.code, m.message) for m in engine.said if isinstance(m, JobFailed)}
+    assert (
+        found["cut", 0] != whole[: NUM_TOKENS - 5]
+    )  # the noise differs from that of the first run
+    failed = {m.job_id: (m.code, m.message) for m in engine.received if isinstance(m, JobFailed)}
     assert failed == {
         "biased": ("bad_parameter", "logit_bias has no effect beside speculative decoding"),
         "scored": ("bad_parameter", "vLLM refuses logprobs: its arguments allow less"),
@@ -252,14 +256,14 @@ async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> No
 
 
 async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model: Path) -> None:
-    """In the middle of a stream; the supervisor sees the end, and nothing is left."""
+    """Killed in the middle of a stream. The supervisor notices, and no process is left."""
     engine = Engine()
     await engine.start(options_of(model))
     await engine.until_ready()
     processes = descendants(engine.client.pid)
     [core] = [pid for pid in processes if "EngineCore" in command_of(pid)]
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
-    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.said))
+    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
 
     os.kill(core, signal.SIGKILL)
     await engine.client.end()
@@ -270,7 +274,7 @@ async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model:
 
 
 async def test_a_killed_engine_process_leaves_no_process_of_vllm(model: Path) -> None:
-    """Also where no supervisor is left that would end them: vLLM does not notice by itself."""
+    """Also without a supervisor to end them; vLLM alone would keep them running."""
     engine = Engine()
     await engine.start(options_of(model))
     await engine.until_ready()

@@ -1,4 +1,4 @@
-"""One engine of several ranks, in one machine and over loopback as on two."""
+"""An engine of several ranks: in one process group, and as two nodes over loopback."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ PAIR = {"tensor_parallel_size": "2"}
 
 
 @pytest.fixture(autouse=True)
-def unbound_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM binds the ranks of one machine to a NUMA node each, and refuses to run with fewer."""
+def without_numa_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this vLLM binds each rank to a NUMA node, and refuses to run with fewer nodes."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -29,7 +29,7 @@ def free_address() -> str:
 
 
 async def two_nodes(options: EngineOptions) -> tuple[Engine, Engine]:
-    """The engine and the process of the second node's rank, which came first and waited."""
+    """The engine, and the process of the second node's rank, which starts first and waits."""
     address = free_address()
     nodes = Engine(), Engine()
     for rank in (1, 0):
@@ -39,8 +39,10 @@ async def two_nodes(options: EngineOptions) -> tuple[Engine, Engine]:
     return nodes
 
 
-async def test_two_ranks_give_the_tokens_of_vllm_alone(model: Path, alone: list[list[int]]) -> None:
-    """Then a rank is killed in the middle of a stream: the engine ends with all its processes."""
+async def test_two_ranks_generate_the_same_tokens_as_vllm_alone(
+    model: Path, alone: list[list[int]]
+) -> None:
+    """Afterwards a rank is killed in the middle of a stream: all processes of the engine end."""
     engine = Engine()
     await engine.start(options_of(model, **PAIR))
     await engine.until_ready()
@@ -51,7 +53,7 @@ async def test_two_ranks_give_the_tokens_of_vllm_alone(model: Path, alone: list[
     ranks = [pid for pid in processes if "Worker_TP" in command_of(pid)]
     assert len(ranks) == 2
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
-    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.said))
+    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
     os.kill(ranks[1], signal.SIGKILL)
     await engine.client.end()
     assert await engine.client.stop() != 0
@@ -59,10 +61,11 @@ async def test_two_ranks_give_the_tokens_of_vllm_alone(model: Path, alone: list[
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_two_nodes_give_the_tokens_of_vllm_alone(
+async def test_two_nodes_generate_the_same_tokens_as_vllm_alone(
     model: Path, alone: list[list[int]], lost: int
 ) -> None:
-    """Then one of them is killed while nothing runs: the other ends too, and says so."""
+    """Afterwards one node is killed while no job runs: the other ends, too, with a status other
+    than 0."""
     nodes = await two_nodes(options_of(model, **PAIR))
     tokens = await nodes[0].run(*workload_jobs())
     assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone

@@ -116,12 +116,12 @@ def _macros(compiler: str, march: str) -> str:
     """The compiler's macros for an instruction set, including its version."""
     probe = [compiler, march, "-dM", "-E", "-x", "c++", "/dev/null"]
     try:
-        said = subprocess.run(  # noqa: S603 - the operator's compiler
+        done = subprocess.run(  # noqa: S603 - the operator's compiler
             probe, capture_output=True, text=True, timeout=60, check=True
         )
     except (OSError, subprocess.SubprocessError) as exc:
         raise CannotBuild(f"{compiler} does not run: {exc}") from exc
-    return said.stdout
+    return done.stdout
 
 
 def _cache_folder() -> Path:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from workers.model.int8_weights import Int8Linear, Int8Weight, Norm
 from workers.model.native.kernels import Kernels
 from workers.model.native.panels import Weight
-from workers.model.processor import Product
-from workers.model.products import Products, Shape, multiply_packed, pack
+from workers.model.products import Product, Products, Shape, multiply_packed, pack
 
 
 class PackedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""What appending a step's tokens costs: the benchmark command, and the number of Redis commands."""
+"""The benchmark of the Redis functions, and the number of Redis commands that a step needs."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from bench.append import main, step_of
-from bench.submit import make_job
+from bench.redis_functions import main, make_job, step_of
 from contract.function_types import Submission
 from contract.functions import Functions
 
@@ -44,13 +43,18 @@ async def test_a_step_needs_two_redis_commands_per_job(
     assert many - few == 2 * 8
 
 
+@pytest.mark.parametrize(
+    ("function", "names"), [("append", ["append"]), ("submit", ["submit", "read"])]
+)
 def test_the_command_reports_each_number_of_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    function: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a table and as JSON."""
+    """In a table and as JSON. With `submit`, jobs are also read."""
     out = tmp_path / "out.json"
-    main(["--calls", "4", "--jobs", "1", "3", "--json", str(out)])
+    main([function, "--calls", "4", "--jobs", "1", "9", "--json", str(out)])
     found = json.loads(out.read_text())
-    assert [f["num_jobs"] for f in found] == [1, 3]
+    assert [(f["num_jobs"], f["function"]) for f in found] == [
+        (num_jobs, name) for num_jobs in (1, 9) for name in names
+    ]
     assert all(f["function_ms"] > 0 and f["p50_ms"] <= f["p99_ms"] for f in found)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(found)
