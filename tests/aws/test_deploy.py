@@ -108,7 +108,7 @@ def test_a_fresh_account_is_told_what_it_lacks(network: dict[str, str], tmp_path
         assert word in text
     few = problems(on(Session(concurrency=10, vcpus=8), tmp_path, **network, WithApiLogRole="yes"))
     assert list(few.values()) == [False, False]
-    assert "8 vCPUs allow 2 of 4 workers" in few
+    assert "8 vCPUs allow 2 of 8 workers" in few
     ecr.delete_repository(repositoryName="batchway-worker")
 
 

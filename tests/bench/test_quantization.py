@@ -7,6 +7,7 @@ import torch
 
 from bench.quantization import Tally, exercises, main
 from tests.tiny_models import save_tiny_model
+from training.draws import FAMILIES
 
 
 def test_rounded_weights_are_compared_with_the_reference(
@@ -52,5 +53,5 @@ def test_only_the_answers_of_exercises_are_scored() -> None:
     """Every family has the same number of exercises. The question's tokens are not scored."""
     texts = exercises(2)
 
-    assert len(texts) == 2 * 17
+    assert len(texts) == 2 * len(FAMILIES)
     assert all(0 < text.num_given < len(text.token_ids) for text in texts)

@@ -81,8 +81,8 @@ def answers(*arguments: str) -> dict[str, Any]:
         return found | {"stream": streamed_ids(stack.url), "cancel": cancelled(stack.url)}
 
 
-@pytest.mark.parametrize("size", ["S", "M"], ids=["size_S", "size_M"])
-def test_vllm_answers_as_the_own_engine(size: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["S", "M"], ids=["S on vllm", "M"])
+def test_both_engines_answer_alike(size: str, tmp_path: Path) -> None:
     model = f"--model={make_model(size, tmp_path)}"
     ours = answers(model, "--dtype=float32")
     theirs = answers(model, *vllm_arguments())
