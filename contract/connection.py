@@ -18,6 +18,7 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
+    MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -25,6 +26,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from contract.cluster import find_primary, plain_url
 from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode
 
 CONNECT_TIMEOUT_S = 1.0
@@ -43,9 +45,11 @@ def connect(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
-    """A client, which connects at its first command."""
+    """A client, which connects at its first command. `cluster=true` in the URL's query: to the
+    primary of that cluster."""
+    url, is_cluster = plain_url(redis_url)
     pool = redis.asyncio.BlockingConnectionPool.from_url(
-        redis_url,
+        url,
         protocol=2,
         decode_responses=False,
         socket_connect_timeout=connect_timeout_s,
@@ -55,6 +59,8 @@ def connect(
         driver_info=None,  # CLIENT SETINFO is not in Redis 7.0, and users have no right to it
         retry=Retry(NoBackoff(), 0),
     )
+    if is_cluster:
+        find_primary(pool)
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -164,6 +170,8 @@ def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
             return BrokerUnavailable("Redis refused the credentials")
         case ConnectionError() | TimeoutError() | OSError():
             return BrokerUnavailable(f"Redis does not answer ({type(exc).__name__})")
+        case MovedError():
+            return BrokerUnavailable("Redis is a cluster: add ?cluster=true to its URL")
         case ReadOnlyError():
             return BrokerUnavailable("Redis takes no writes: it is a read-only replica")
         case ResponseError():

@@ -16,9 +16,10 @@ from contract.keys import Keys
 from contract.library import LIBRARY
 from infra import option_values
 
-# For every connection: redis-py's health check, database, client name (RQ), transactions. All exist
-# in Redis 7.0; a server rejects a whole rule if it does not know a command.
-_CONNECTION = "ping select client|setname multi exec discard watch unwatch"
+# For every connection: redis-py's health check, database, client name (RQ), the primary of a
+# cluster, transactions. All exist in Redis 7.0; a server rejects a whole rule if it does not know a
+# command.
+_CONNECTION = "ping select client|setname cluster|slots multi exec discard watch unwatch"
 _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
@@ -89,7 +90,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
             reads="clock active counters job line log pool run tenant weights workers",
-            other_keys="rq:*",
+            other_keys="{rq}:*",
         ),
         "pool": RedisRole(
             purpose="the pool on AWS: reads the queue, orders workers to drain",

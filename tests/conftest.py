@@ -19,6 +19,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
+from workers import callbacks  # noqa: F401  # sets RQ's variable before a test imports rq
 
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
 if shutil.which("nvidia-smi") is None:

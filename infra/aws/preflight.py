@@ -29,6 +29,7 @@ _QUOTAS = {
     ("p", "ON_DEMAND"): ("L-417A185B", "Running On-Demand P instances"),
     ("p", "SPOT"): ("L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
 }
+_DURABLE_FAMILIES = ("m6g", "m7g", "m8g", "r6g", "r7g", "r8g", "c7gn", "c8gn")  # ElastiCache's
 _P_GPUS = ("a100", "h100")
 _ECR = re.compile(
     r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/(.+?)(?:@(sha256:\w+)|:([^:/@]+))?"
@@ -98,6 +99,16 @@ def check_log_role(one: Installation, values: dict[str, str]) -> Iterator[Findin
         yield Finding(f"{what}: the stack makes it")
     else:
         yield Finding(what, 'the account has none in this region: set "WithApiLogRole": "yes"')
+
+
+def check_cache(_: Installation, values: dict[str, str]) -> Iterator[Finding]:
+    family = values["CacheNodeType"].removeprefix("cache.").partition(".")[0]
+    if values["Durability"] == "durable" and family not in _DURABLE_FAMILIES:
+        yield Finding(
+            "cache",
+            f"{values['CacheNodeType']} cannot be durable: take CacheNodeType cache.m7g.large or "
+            f"another of {', '.join(_DURABLE_FAMILIES)}",
+        )
 
 
 def check_concurrency(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
@@ -178,7 +189,7 @@ def check_images(one: Installation, values: dict[str, str]) -> Iterator[Finding]
 
 
 CHECKS: tuple[Check, ...] = (
-    check_network, check_log_role, check_concurrency, check_gpus, check_images,
+    check_network, check_log_role, check_cache, check_concurrency, check_gpus, check_images,
 )  # fmt: skip
 
 

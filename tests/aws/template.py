@@ -76,6 +76,19 @@ def statements() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, statement["Fn::If"][1] if "Fn::If" in statement else statement
 
 
+def chosen(value: Any, *conditions: str) -> Any:
+    """A part of the template where these conditions hold and no others do."""
+    match value:
+        case {"Fn::If": [condition, yes, no]}:
+            return chosen(yes if condition in conditions else no, *conditions)
+        case dict():
+            parts = {name: chosen(part, *conditions) for name, part in value.items()}
+            return {n: part for n, part in parts.items() if part != {"Ref": "AWS::NoValue"}}
+        case list():
+            return [chosen(part, *conditions) for part in value]
+    return value
+
+
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 

@@ -132,6 +132,13 @@ def test_a_group_needs_a_zone_that_offers_its_type(network: dict[str, str], tmp_
     assert "no zone of the subnets offers g9.none" in problems(one)
 
 
+def test_a_durable_cache_needs_a_node_that_can(network: dict[str, str], tmp_path: Path) -> None:
+    durable = {**network, **IMAGES, "WithApiLogRole": "yes", "Durability": "durable"}
+    [problem] = problems(on(Session(), tmp_path, **durable))
+    assert problem.startswith("cache.t4g.small cannot be durable: take CacheNodeType cache.m7g")
+    assert not problems(on(Session(), tmp_path, **durable, CacheNodeType="cache.r8g.xlarge"))
+
+
 def test_parameters_are_read_from_a_file_or_asked_for(tmp_path: Path) -> None:
     """Once: the answers are kept. Unattended, a missing one is named. Unknown names are errors."""
     path = tmp_path / "p.json"

@@ -3,9 +3,12 @@
 import json
 import re
 
+import pytest
+
 from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.aws.template import (
     as_list,
+    chosen,
     of_type,
     statements,
     transformed,
@@ -42,11 +45,27 @@ def test_the_cache_evicts_nothing_and_authenticates_every_part() -> None:
     assert cache["TransitEncryptionMode"] == "required"
     assert cache["AtRestEncryptionEnabled"]
     assert cache["MultiAZEnabled"]
-    assert cache["ClusterMode"] == "disabled"
     assert {user["UserName"] for user in users.values()} == set(PARTS)
     for user in users.values():
         rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "NAME").split()
         assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "NAME"), user["UserName"]
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
+    """ElastiCache offers durability to clusters only; every part is told to find the primary."""
+    template = chosen(transformed(), *["IsDurable"] * is_durable)
+    properties = template["Resources"]["Cache"]["Properties"]
+    settings = template["Resources"]["CacheParameters"]["Properties"]["Properties"]
+    assert properties["ClusterMode"] == ("enabled" if is_durable else "disabled")
+    assert properties.get("Durability") == ("sync" if is_durable else None)
+    assert properties.get("NumNodeGroups") == (1 if is_durable else None)
+    assert ("NumCacheClusters" in properties) != is_durable
+    assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
+    urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
+    assert len(urls) == 7
+    assert all(url.endswith("?cluster=true") == is_durable for url in urls)
+    assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
 
 
 def test_nothing_is_public() -> None:

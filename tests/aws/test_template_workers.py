@@ -99,7 +99,7 @@ def test_machines_of_the_operator_need_no_ecs() -> None:
     }
     for resource in allowed.values():
         assert resource["Fn::Sub"].endswith(":autoScalingGroupName/${MachineGroupName}")
-    [rule] = transformed()["Rules"].values()
+    rule = transformed()["Rules"]["MachinesHaveAGroup"]
     assert rule["Assertions"][0]["Assert"] == {
         "Fn::Not": [{"Fn::Equals": [{"Ref": "MachineGroupName"}, ""]}]
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 from rq.callbacks import Callback as RqCallback
+from rq.defaults import RQ_KEY_PREFIX
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
@@ -29,12 +30,14 @@ class Runner:
         self.client.flushall()
         self.attempts = AttemptQueue(self.client, "test", KEY)
         self.delivered: list[Taken] = []
+        self.has_delivered = threading.Event()
         self._has_last = threading.Event()
         self._runner = RqRunner(self.attempts, self.client, self._deliver, max_concurrent=1)
         self._runner.start()
 
     def _deliver(self, taken: Taken) -> None:
         self.delivered.append(taken)
+        self.has_delivered.set()
         if taken == LAST:
             self._has_last.set()
 
@@ -141,9 +144,12 @@ def test_the_job_has_a_record_id_only(redis_server: EmbeddedRedis) -> None:
 
 def test_commands_written_to_redis_are_ignored(runner: Runner) -> None:
     """RQ's `shutdown` would end the process."""
-    for key in runner.client.scan_iter("rq:worker:*"):
-        name = key.decode().removeprefix("rq:worker:")
-        runner.client.publish(f"rq:pubsub:{name}", json.dumps({"command": "shutdown"}))
-    runner.client.set("rq:suspended", 1)
+    runner.attempts.put([OURS])
+    assert runner.has_delivered.wait(20)  # so the worker is registered
+    prefix = f"{RQ_KEY_PREFIX}:worker:"
+    key = min(runner.client.scan_iter(f"{prefix}*"), key=len)  # others are longer
+    channel = f"{RQ_KEY_PREFIX}:pubsub:{key.decode().removeprefix(prefix)}"
+    runner.client.publish(channel, json.dumps({"command": "shutdown"}))
+    runner.client.set(f"{RQ_KEY_PREFIX}:suspended", 1)
     runner.finish()
-    assert runner.delivered == [LAST]
+    assert runner.delivered == [OURS, LAST]

@@ -5,15 +5,20 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Protocol
 
-from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.test_tls import certificate
+
+
+class Server(Protocol):
+    @property
+    def url(self) -> str: ...
 
 
 class Relay:
     """Listens on loopback and forwards everything to a server until told otherwise."""
 
-    def __init__(self, server: EmbeddedRedis, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, server: Server, tls: ssl.SSLContext | None = None) -> None:
         self._path = server.url.removeprefix("unix://")
         self._tls = tls
         self._passes = asyncio.Event()
@@ -76,7 +81,7 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def with_tls(server: EmbeddedRedis, folder: Path) -> AsyncIterator[tuple[Relay, str]]:
+async def with_tls(server: Server, folder: Path) -> AsyncIterator[tuple[Relay, str]]:
     """A relay that speaks TLS, and the URL whose certificate clients trust."""
     pem = certificate(folder / "server.pem", "localhost")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

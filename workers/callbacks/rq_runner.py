@@ -18,6 +18,7 @@ from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from contract.cluster import find_primary, plain_url
 from contract.connection import denied
 from contract.outbox import Taken
 from workers.callbacks.rq_compat import WorkerInThread
@@ -34,14 +35,18 @@ _CONNECT_S = 1.0
 
 def open_redis(url: str) -> redis.Redis:
     """A blocking client for RQ, which decodes replies itself."""
-    return redis.Redis.from_url(
-        url,
+    plain, is_cluster = plain_url(url)
+    client = redis.Redis.from_url(
+        plain,
         protocol=2,
         decode_responses=False,
         driver_info=None,  # as in contract/connection.py
         socket_timeout=_SOCKET_S,
         socket_connect_timeout=_CONNECT_S,
     )
+    if is_cluster:
+        find_primary(client.connection_pool)
+    return client
 
 
 class AttemptQueue:
