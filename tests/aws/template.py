@@ -48,9 +48,9 @@ def transformed(**parameters: str) -> dict[str, Any]:
     from samtranslator.translator.translator import Translator
 
     template = copy.deepcopy(written())
-    for function in ("ApiFunction", "StreamFunction", "HousekeeperFunction"):
-        code = "s3://bucket/gateway.zip"  # `sam package` replaces it
-        template["Resources"][function]["Properties"]["CodeUri"] = code
+    for resource in template["Resources"].values():
+        if resource["Type"] == "AWS::Serverless::Function":  # `sam package` replaces it
+            resource["Properties"]["CodeUri"] = "s3://bucket/gateway.zip"
     translator = Translator({}, Parser())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_DEFAULT_REGION", "eu-central-1")

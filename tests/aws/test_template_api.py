@@ -9,8 +9,12 @@ from gateway.aws.environment import SECRETS_VARIABLE
 from gateway.settings import GatewaySettings, variable
 from tests.aws.template import (
     ROOT,
+    chosen,
     of_type,
+    transformed,
 )
+
+STREAM_INSTANCES = "StreamInstancesFunction"
 
 
 def paths() -> dict[str, Any]:
@@ -41,7 +45,8 @@ def test_streaming_routes_use_the_streaming_function(path: str, method: str) -> 
     )
     assert found["responseTransferMode"] == "STREAM"
     assert found["timeoutInMillis"] == 900_000
-    assert arguments["Function"] == {"Ref": "StreamFunctionAliaslive"}
+    for condition, name in (("", "StreamFunction"), ("HasStreamInstances", STREAM_INSTANCES)):
+        assert chosen(arguments["Function"], condition) == {"Ref": f"{name}Aliaslive"}
 
 
 def test_other_routes_use_the_buffered_function() -> None:
@@ -58,19 +63,42 @@ def test_other_routes_use_the_buffered_function() -> None:
 def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
     """SnapStart needs published versions, which the API calls by their alias."""
     functions = of_type("AWS::Lambda::Function")
-    assert set(functions) == {"ApiFunction", "StreamFunction", "HousekeeperFunction"}
-    for function in functions.values():
+    assert set(functions) == {
+        "ApiFunction", "StreamFunction", STREAM_INSTANCES, "HousekeeperFunction"
+    }  # fmt: skip
+    for name, function in functions.items():
         assert function["Architectures"] == ["arm64"]
         assert function["Runtime"] == "python3.13"  # SnapStart needs 3.12 or later
-        assert function["VpcConfig"]["SubnetIds"] == {"Ref": "PrivateSubnetIds"}
+        place = of_type("AWS::Lambda::CapacityProvider")["StreamInstances"]
+        vpc = (place if name == STREAM_INSTANCES else function)["VpcConfig"]
+        assert vpc["SubnetIds"] == {"Ref": "PrivateSubnetIds"}
     assert functions["ApiFunction"]["SnapStart"] == {"ApplyOn": "PublishedVersions"}
     assert "SnapStart" not in functions["StreamFunction"]
-    assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 3
+    assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 4
 
 
-def test_streams_go_through_the_web_adapter() -> None:
+def test_the_two_stream_functions_differ_in_where_they_run() -> None:
+    """One has an environment for each stream, the other shares machines."""
+    functions = of_type("AWS::Lambda::Function")
+    one, other = (dict(functions[name]) for name in ("StreamFunction", STREAM_INSTANCES))
+    differ = {name for name in one | other if one.get(name) != other.get(name)}
+    assert differ == {
+        "MemorySize", "ReservedConcurrentExecutions", "VpcConfig", "CapacityProviderConfig",
+        "FunctionScalingConfig",
+    }  # fmt: skip
+    conditions = {name: r.get("Condition") for name, r in transformed()["Resources"].items()}
+    assert conditions["StreamFunction"] == "HasStreamEnvironments"
+    assert conditions[STREAM_INSTANCES] == "HasStreamInstances"
+    capacity = other["CapacityProviderConfig"]["LambdaManagedInstancesCapacityProviderConfig"]
+    most = capacity["PerExecutionEnvironmentMaxConcurrency"]
+    per_address = GatewaySettings.model_fields["max_connections_per_address"].default
+    assert 1 < most < per_address  # the adapter's calls come from one address
+
+
+@pytest.mark.parametrize("name", ["StreamFunction", "StreamInstancesFunction"])
+def test_streams_go_through_the_web_adapter(name: str) -> None:
     """The layer starts the handler, which runs an existing module."""
-    function = of_type("AWS::Lambda::Function")["StreamFunction"]
+    function = of_type("AWS::Lambda::Function")[name]
     variables = function["Environment"]["Variables"]
     assert variables["AWS_LWA_INVOKE_MODE"] == "response_stream"
     assert variables["AWS_LAMBDA_EXEC_WRAPPER"] == "/opt/bootstrap"

@@ -63,7 +63,7 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
     assert ("NumCacheClusters" in properties) != is_durable
     assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
     urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
-    assert len(urls) == 7
+    assert len(urls) == 8
     assert all(url.endswith("?cluster=true") == is_durable for url in urls)
     assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
 
