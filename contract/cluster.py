@@ -9,37 +9,42 @@ Source: Redis cluster specification, "Client and server roles in the Redis clust
 
 from typing import Any
 
-import redis.asyncio.connection
-import redis.connection
+import redis
+import redis.asyncio
 from redis.exceptions import ClusterDownError, ConnectionError, MovedError, ReadOnlyError
 
 _OPTION = "cluster=true"  # the query of a URL
 _NOT_PRIMARY = (MovedError, ReadOnlyError, ClusterDownError)
 
 
-class PrimaryConnection(redis.asyncio.connection.Connection):
+class PrimaryConnection(redis.asyncio.Connection):
     """Connects to the primary that the server at `host` and `port` names.
 
     A server that is no longer the primary ends the connection with a ConnectionError, so that the
     next command looks for the new one.
     """
 
+    plain_class: Any = redis.asyncio.Connection
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._address = self.host, self.port
+        self._options = kwargs
 
     async def connect(self) -> None:
         """Raises ConnectionError also where the cluster has not exactly one shard."""
-        if self.is_connected:
-            return
-        self.host, self.port = self._address
+        if not self.is_connected:
+            self.host, self.port = await self._find_primary()
         await super().connect()  # type: ignore[no-untyped-call]
-        await self.send_command("CLUSTER", "SLOTS")
-        address = _primary(await self.read_response(), self.host)
-        if address != self._address:
-            await self.disconnect()
-            self.host, self.port = address
-            await super().connect()  # type: ignore[no-untyped-call]
+
+    async def _find_primary(self) -> tuple[str, int]:
+        """Asks over another connection, since a PubSub subscribes as soon as this one is open."""
+        asked = self.plain_class(**self._options)
+        try:
+            await asked.connect()
+            await asked.send_command("CLUSTER", "SLOTS")
+            return _primary(await asked.read_response(), asked.host)
+        finally:
+            await asked.disconnect()
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -49,28 +54,34 @@ class PrimaryConnection(redis.asyncio.connection.Connection):
             raise ConnectionError("the server is not the primary of its cluster") from exc
 
 
-class PrimarySSLConnection(PrimaryConnection, redis.asyncio.connection.SSLConnection):
+class PrimarySSLConnection(PrimaryConnection, redis.asyncio.SSLConnection):
     """The same with TLS."""
 
+    plain_class = redis.asyncio.SSLConnection
 
-class BlockingPrimaryConnection(redis.connection.Connection):
+
+class BlockingPrimaryConnection(redis.Connection):
     """The same for the blocking client."""
+
+    plain_class: Any = redis.Connection
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self._address = self.host, self.port
+        self._options = kwargs
 
     def connect(self) -> None:
-        if self.is_connected:
-            return
-        self.host, self.port = self._address
+        if not self.is_connected:
+            self.host, self.port = self._find_primary()
         super().connect()  # type: ignore[no-untyped-call]
-        self.send_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
-        address = _primary(self.read_response(), self.host)
-        if address != self._address:
-            self.disconnect()  # type: ignore[no-untyped-call]
-            self.host, self.port = address
-            super().connect()  # type: ignore[no-untyped-call]
+
+    def _find_primary(self) -> tuple[str, int]:
+        asked = self.plain_class(**self._options)
+        try:
+            asked.connect()
+            asked.send_command("CLUSTER", "SLOTS")
+            return _primary(asked.read_response(), asked.host)
+        finally:
+            asked.disconnect()
 
     def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -80,15 +91,17 @@ class BlockingPrimaryConnection(redis.connection.Connection):
             raise ConnectionError("the server is not the primary of its cluster") from exc
 
 
-class BlockingPrimarySSLConnection(BlockingPrimaryConnection, redis.connection.SSLConnection):
+class BlockingPrimarySSLConnection(BlockingPrimaryConnection, redis.SSLConnection):
     """The same with TLS for the blocking client."""
+
+    plain_class = redis.SSLConnection
 
 
 _PRIMARY_CLASSES = {
-    redis.asyncio.connection.Connection: PrimaryConnection,
-    redis.asyncio.connection.SSLConnection: PrimarySSLConnection,
-    redis.connection.Connection: BlockingPrimaryConnection,
-    redis.connection.SSLConnection: BlockingPrimarySSLConnection,
+    redis.asyncio.Connection: PrimaryConnection,
+    redis.asyncio.SSLConnection: PrimarySSLConnection,
+    redis.Connection: BlockingPrimaryConnection,
+    redis.SSLConnection: BlockingPrimarySSLConnection,
 }
 
 

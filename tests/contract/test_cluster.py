@@ -189,7 +189,7 @@ async def test_a_client_finds_the_primary_over_tls(node: Node, tmp_path: Path) -
     ):
         await node.client.config_set("cluster-announce-port", relay.port)
         assert (await client.info("replication"))["role"] == "master"
-        assert relay.num_connections == 1
+        assert relay.num_connections == 2  # one asked for the primary
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -208,6 +208,26 @@ async def test_a_client_follows_a_failover(shard: Shard, is_killed: bool) -> Non
     assert (await functions.submit(second, SUBMISSION)).is_new
     assert await functions.read(first.id, "t", max_events=9) is not None
     await client.aclose()
+
+
+async def test_a_subscription_outlives_its_connection(shard: Shard) -> None:
+    """redis-py connects and subscribes again in one step, before any other command."""
+    client = connect(shard.url)
+    async with asyncio.timeout(20), client.pubsub() as pubsub:
+        await pubsub.subscribe("channel")
+        assert await next_message(pubsub) == "subscribe"
+        await shard.primary.client.client_kill_filter(_type="pubsub")
+        with pytest.raises(redis.ConnectionError):
+            await next_message(pubsub)
+        assert await next_message(pubsub) == "subscribe"
+        await client.publish("channel", "text")
+        assert await next_message(pubsub) == "message"
+    await client.aclose()
+
+
+async def next_message(pubsub: Any) -> str:
+    message = await pubsub.get_message(timeout=None)
+    return str(message["type"])
 
 
 async def test_more_than_one_shard_is_refused(node: Node) -> None:
