@@ -2,7 +2,8 @@
 
 First the masks of a step alone, for 32 choices and a vocabulary of 150,000 tokens; then the engine
 with 32 free and with 32 constrained choices, in turns, on model M of bench.models, saved in the
-folder. The constrained ones write a JSON string, so that no token is forced.
+folder. The constrained ones write a JSON string that is longer than the output, so that all have as
+many tokens and none is forced.
 """
 
 import argparse
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     grammars = Grammars(loaded.tokenizer.tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
     engine = build_engine(loaded.model, loaded.vocab_size, options, grammars=grammars)
-    length = {"minLength": NUM_TOKENS, "maxLength": NUM_TOKENS}
+    length = {"minLength": 10 * NUM_TOKENS, "maxLength": 20 * NUM_TOKENS}
     constrained = compile_grammar(Kind.JSON_SCHEMA, {"type": "string", **length})
     rates: dict[str, list[float]] = {"": [], constrained: []}
     for _ in range(arguments.rounds + 1):
