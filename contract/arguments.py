@@ -42,6 +42,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
         "choices": job.num_choices,
+        "expected_tokens": job.params.expected_tokens * job.num_choices,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
         "max_attempts": s.max_attempts,

@@ -73,15 +73,16 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are sampled and when a choice ends, for each prompt of a job.
 
-    `max_tokens` and `min_tokens` count output tokens. `seed` is always set: the caller's, or
-    `default_seed(job_id)`. `logprobs` is None (none), 0 (of the sampled token) or the number of
-    most likely tokens to report in addition. Decoding checks the bounds of values for which a
-    worker allocates memory before its engine checks the others.
+    `max_tokens`, `min_tokens` and `expected_tokens` count output tokens. `seed` is always set: the
+    caller's, or `default_seed(job_id)`. `logprobs` is None (none), 0 (of the sampled token) or the
+    number of most likely tokens to report in addition. Decoding checks the bounds of values for
+    which a worker allocates memory before its engine checks the others.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     seed: int
     min_tokens: int = 0
+    expected_tokens: int = 0  # the caller's guess of a choice's length; 0: none
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0

@@ -174,7 +174,7 @@ end
 -- retry may succeed} and in `promised` the earliest retry time of the next job of its tenant queue.
 function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
-  local output = ledger.predicted_output(tag, job, terms.max_tokens, terms.choices)
+  local output = ledger.predicted_output(tag, job, terms)
   job.cost = terms.prompt_tokens + output
   job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,

@@ -153,9 +153,12 @@ local function lengths(tag, model, lane, tenant)
   return tonumber(estimate or 0), tonumber(seen or 0)
 end
 
--- Predicted output tokens of a job: the 90th percentile of the tenant's outputs in the lane, or of all
--- tenants' there, times the number of choices. The cap where fewer than MIN_LENGTHS were seen.
-function ledger.predicted_output(tag, job, max_tokens, choices)
+-- Predicted output tokens of a job: what its caller expects; else the 90th percentile of the tenant's
+-- outputs in the lane, or of all tenants' there, times the number of choices; else, where fewer than
+-- MIN_LENGTHS were seen, the cap.
+function ledger.predicted_output(tag, job, terms)
+  local max_tokens, choices, expected = terms.max_tokens, terms.choices, terms.expected_tokens or 0
+  if expected > 0 then return math.min(max_tokens, expected) end
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
     if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))) end

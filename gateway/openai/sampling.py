@@ -22,6 +22,7 @@ def sampling_params(
         seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
         varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
+        expected_tokens=min(body.expected_output_tokens or 0, max(caps)),
         temperature=_or(body.temperature, 1.0),
         top_k=max(0, body.top_k or 0),
         top_p=_or(body.top_p, 1.0),

@@ -200,6 +200,7 @@ class _SamplingBody(Constrained):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # of a choice
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off

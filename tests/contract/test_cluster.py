@@ -190,6 +190,10 @@ async def test_a_client_finds_the_primary_over_tls(node: Node, tmp_path: Path) -
         await node.client.config_set("cluster-announce-port", relay.port)
         assert (await client.info("replication"))["role"] == "master"
         assert relay.num_connections == 2  # one asked for the primary
+        rq_client = open_redis(f"{url}&cluster=true")
+        known = await asyncio.to_thread(rq_client.info, "replication")
+        assert known["role"] == "master"
+        rq_client.close()
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -792,7 +792,8 @@ class Reference:
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
-        num_output = predicted_output(
+        expected = job.params.expected_tokens * job.num_choices
+        num_output = min(expected, s.max_output_tokens) or predicted_output(
             known, s.max_output_tokens, job.num_choices, self._min_lengths
         )
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]

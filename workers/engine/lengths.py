@@ -42,6 +42,8 @@ class RecentLengths:
     right without a random generator. A sequence longer than all recorded ones is predicted to be
     halfway. With too few records the lane's history is used, then the global one. Without any,
     nothing is reserved: preemption corrects that. `max_tokens` and the context are never exceeded.
+
+    Where the caller expects a length, that is predicted instead.
     """
 
     def __init__(self, num_kept: int = 512, num_needed: int = 8) -> None:
@@ -52,6 +54,9 @@ class RecentLengths:
 
     def predict(self, sequence: Sequence) -> int:
         num_output = len(sequence.token_ids) - sequence.num_prompt
+        if expected := sequence.params.expected_tokens:
+            longer = expected if expected > num_output else 2 * num_output + 1
+            return min(sequence.max_output, longer)
         history = (
             self._telling.get((sequence.lane, sequence.tenant))
             or self._telling.get((sequence.lane,))

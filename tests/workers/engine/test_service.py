@@ -3,6 +3,8 @@
 import dataclasses
 import random
 
+import msgspec
+
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import KnownOnly, LengthPredictor, RecentLengths
@@ -12,6 +14,7 @@ from workers.engine.policies import (
     VirtualTokenCounters,
 )
 from workers.engine.report import StepReport
+from workers.engine.request import Request
 
 
 def names(report: StepReport) -> set[str]:
@@ -117,9 +120,9 @@ def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
     assert worst <= 100
 
 
-def preemptions_of(lengths: LengthPredictor) -> tuple[int, float]:
+def preemptions_of(lengths: LengthPredictor, *, callers_know: bool = False) -> tuple[int, float]:
     """The number of preemptions and the mean KV occupancy of 150 jobs with maxima far above
-    their lengths."""
+    their lengths, which their callers may know."""
     draw = random.Random(5)
     harness = Harness(
         Sizes(num_blocks=30, max_num_seqs=16, kv_high_water=1.0, prefix_caching=False),
@@ -129,6 +132,8 @@ def preemptions_of(lengths: LengthPredictor) -> tuple[int, float]:
         job(f"job-{i}", range(i, i + draw.randrange(2, 8)), max_tokens=30, seed=i)
         for i in range(150)
     ]
+    if callers_know:
+        waiting = [expecting(one, len(oracle(one)[one.job_id, 0][0])) for one in waiting]
     num_used = num_steps = 0
     while waiting or harness.engine.has_work:
         while waiting and len(list(harness.engine.sequences)) < 20:
@@ -138,6 +143,27 @@ def preemptions_of(lengths: LengthPredictor) -> tuple[int, float]:
         num_steps += 1
     harness.run()
     return harness.num_preemptions, num_used / num_steps / 30
+
+
+def expecting(request: Request, num_tokens: int) -> Request:
+    params = msgspec.structs.replace(request.params, expected_tokens=num_tokens)
+    return dataclasses.replace(request, params=params)
+
+
+def test_expected_lengths_prevent_preemptions() -> None:
+    """The same jobs; an expectation that is too short is corrected as the output grows."""
+    predicted, _ = preemptions_of(RecentLengths())
+    known, known_use = preemptions_of(RecentLengths(), callers_know=True)
+    _, capped_use = preemptions_of(CallersCap())
+    assert known < predicted
+    assert known_use >= 2 * capped_use
+    lengths = RecentLengths()
+    [sequence] = expecting(job(max_tokens=30), 4).sequences(frozenset(), 0)
+    assert lengths.predict(sequence) == 4
+    sequence.token_ids += range(10)
+    assert lengths.predict(sequence) == 21
+    sequence.token_ids += range(10)
+    assert lengths.predict(sequence) == sequence.max_output == 30
 
 
 def test_past_future_preempts_less_than_naive_and_fills_more_than_the_cap() -> None:
