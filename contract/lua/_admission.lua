@@ -174,7 +174,7 @@ end
 -- retry may succeed} and in `promised` the earliest retry time of the next job of its tenant queue.
 function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
-  local output = ledger.predicted_output(tag, job, terms)
+  local output, basis = ledger.predicted_output(tag, job, terms)
   job.cost = terms.prompt_tokens + output
   job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
@@ -205,9 +205,13 @@ function admission.evaluate(tag, job, terms, now)
   if limit then return refused('tenant_quota', limit, retry_ms) end
   limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end
-  local late_ms = wait + service - terms.deadline_ms
+  -- A cap does not tell the length. Earlier outputs do, but where nothing is ahead the job may show
+  -- that it is shorter, or that the worker is faster: otherwise neither would ever be learned.
+  local is_known = basis == 'expected' or basis == 'learned' and wait > 0
+  local run = is_known and service or 0
+  local late_ms = wait + run - terms.deadline_ms
   if wait ~= UNKNOWN and late_ms > 0 then
-    return refused('deadline_infeasible', '', service > terms.deadline_ms and UNKNOWN or late_ms)
+    return refused('deadline_infeasible', '', run > terms.deadline_ms and UNKNOWN or late_ms)
   end
   return found
 end

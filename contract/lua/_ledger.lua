@@ -155,15 +155,17 @@ end
 
 -- Predicted output tokens of a job: what its caller expects; else the 90th percentile of the tenant's
 -- outputs in the lane, or of all tenants' there, times the number of choices; else, where fewer than
--- MIN_LENGTHS were seen, the cap.
+-- MIN_LENGTHS were seen, the cap. And which of them it is: expected, learned or cap.
 function ledger.predicted_output(tag, job, terms)
   local max_tokens, choices, expected = terms.max_tokens, terms.choices, terms.expected_tokens or 0
-  if expected > 0 then return math.min(max_tokens, expected) end
+  if expected > 0 then return math.min(max_tokens, expected), 'expected' end
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-    if seen >= MIN_LENGTHS then return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))) end
+    if seen >= MIN_LENGTHS then
+      return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))), 'learned'
+    end
   end
-  return max_tokens
+  return max_tokens, 'cap'
 end
 
 -- Moves the estimate up by a fifth of the gap to a longer output, down by a fiftieth to a shorter.

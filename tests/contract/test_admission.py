@@ -152,6 +152,26 @@ async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
     assert (bound.code, bound.retry_after_s) == (ErrorCode.LANE_FULL, 3.0)
 
 
+async def test_earlier_outputs_refuse_nobody_whom_nothing_precedes(functions: Functions) -> None:
+    """Five outputs of 8 tokens at one per second: a deadline of 5 s is tried on an idle worker, so
+    that a faster step or a shorter output is seen, and refused behind others."""
+    capacity = WorkerCapacity(13.0, 1.0, max_tokens=13, max_jobs=1, lanes=("standard",))
+    await beat(functions, capacity)
+    for _ in range(5):
+        job = make_job()
+        await functions.submit(job, make_submission())
+        await functions.claim("w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99)
+        output = tokens(0, *range(8))
+        await append(functions, "w1", Append(job.id, 1, 1, output, 8, JobStatus.SUCCEEDED))
+    alone = await functions.quote(make_job(), make_submission(deadline_s=5.0))
+    assert (alone.refusal, alone.service_s) == (None, 8.0)
+    for _ in range(2):
+        await functions.submit(make_job(), make_submission())
+    behind = await functions.quote(make_job(), make_submission(deadline_s=5.0))
+    assert behind.refusal is not None
+    assert behind.refusal.code is ErrorCode.DEADLINE_INFEASIBLE
+
+
 @pytest.mark.parametrize(
     ("heavy", "light", "is_below"), [(1.0, 1.0, True), (4.0, 1.0, False), (4.0, 4.0, True)]
 )

@@ -214,11 +214,22 @@ async def test_a_deadline_that_cannot_be_kept(
     slow_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
     """98 tokens at 5 per second take 19.6 s. Without Retry-After if no time would help."""
+    known = JOB | {"body": JOB["body"] | {"expected_output_tokens": 98}}
     async with gateway(make_settings(redis_server.url)) as http:
-        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})
+        answer = await http.post("/v1/jobs", json=known | {"deadline_s": 10})
         assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", None)
-        assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})).status_code == 202
-        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 25})
+        assert (await http.post("/v1/jobs", json=known | {"deadline_s": 25})).status_code == 202
+        answer = await http.post("/v1/jobs", json=known | {"deadline_s": 25})
+        assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
+
+
+async def test_a_cap_is_no_reason_to_refuse(
+    slow_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """On a slow worker the longest output would take longer than a call may; most are shorter."""
+    async with gateway(make_settings(redis_server.url)) as http:
+        assert (await http.post("/v1/jobs", json=JOB | {"deadline_s": 10})).status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB | {"deadline_s": 5})
         assert refusal_of(answer) == (429, "deadline_infeasible", "deadline_infeasible", "5")
 
 

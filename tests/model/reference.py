@@ -805,6 +805,8 @@ class Reference:
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
+            is_expected=expected > 0,
+            is_learned=any(lengths.num_seen >= self._min_lengths for lengths in known),
             num_choices=job.num_choices,
             weight=job.weight,
             tenant=self._tenants.setdefault(tenant, Tenant()),

@@ -228,6 +228,8 @@ class Candidate:
     line: Line
     cost: int
     num_output: int  # of it, to expect
+    is_expected: bool  # by the caller
+    is_learned: bool  # from earlier outputs
     num_choices: int
     weight: float  # of its tenant
     tenant: Tenant
@@ -329,10 +331,12 @@ class Candidate:
 
     def _deadline_refusal(self) -> Refusal | None:
         deadline_ms = int(self.submission.deadline_s * 1000)
-        late_ms = self.wait_ms + self.service_ms - deadline_ms
+        is_known = self.is_expected or (self.is_learned and self.wait_ms > 0)
+        run_ms = self.service_ms if is_known else 0
+        late_ms = self.wait_ms + run_ms - deadline_ms
         if self.wait_ms == UNKNOWN_MS or late_ms <= 0:
             return None
-        retry_ms = UNKNOWN_MS if self.service_ms > deadline_ms else late_ms
+        retry_ms = UNKNOWN_MS if run_ms > deadline_ms else late_ms
         return Refusal(ErrorCode.DEADLINE_INFEASIBLE, "", retry_ms)
 
     def _drain_ms(self, rate: float, held: int, bound: float) -> int:
