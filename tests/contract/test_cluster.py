@@ -114,6 +114,7 @@ async def shard(node: Node, tmp_path: Path) -> AsyncIterator[Shard]:
         await replica.is_told("CLUSTER NODES", primary_id)
         await replica.client.execute_command("CLUSTER", "REPLICATE", primary_id)
         await replica.is_told("ROLE", b"connected")
+        await replica.is_told("CLUSTER INFO", b"cluster_state:ok")
         yield Shard(node, replica)
 
 
@@ -203,7 +204,7 @@ async def test_a_client_follows_a_failover(shard: Shard, is_killed: bool) -> Non
     await ensure_library(client)
     functions, first, second = Functions(client, Keys("test")), make_job(), make_job()
     await functions.submit(first, SUBMISSION)
-    assert await shard.primary.client.execute_command("WAIT", 1, 0) == 1
+    assert await client.wait(1, 0) == 1
     if is_killed:
         shard.primary.server.kill()
     await shard.fail_over()

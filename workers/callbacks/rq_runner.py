@@ -41,6 +41,9 @@ def open_redis(url: str) -> redis.Redis:
         protocol=2,
         decode_responses=False,
         driver_info=None,  # as in contract/connection.py
+        # The pool takes the session tickets of TLS 1.3 for unread data unless a reply was read
+        # since, and without a password this is the first command.
+        client_name="batchway-callbacks",
         socket_timeout=_SOCKET_S,
         socket_connect_timeout=_CONNECT_S,
     )
