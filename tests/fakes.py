@@ -322,7 +322,9 @@ def output_text(token_ids: Seq[int]) -> str:
 
 _HASH_TEMPLATE = (
     "{% for tool in tools or [] %}tool: {{ tool | tojson }}{{ '\\n' }}{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for message in messages %}{{ message.role }}: "
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}) {% endif %}"
+    "{{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
     '<call>{"name": "{{ call.function.name }}", "arguments": '
     "{{ call.function.arguments | tojson }}}</call>"

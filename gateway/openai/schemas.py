@@ -21,6 +21,7 @@ from gateway.http.errors import MISSING
 from gateway.openai.structured import Constrained
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
+    DROPPED_OF_MESSAGES,
     OF_MESSAGES,
     PARTS,
     ROLES,
@@ -147,7 +148,8 @@ def _prompt(value: Any) -> Any:
 
 
 class Message(StrictModel):
-    """Assistants may have `tool_calls`; messages with the role `tool` have a `tool_call_id`."""
+    """Assistants may have `tool_calls` and `reasoning_content`, which not all chat templates show;
+    messages with the role `tool` have a `tool_call_id`."""
 
     unasked = OF_MESSAGES
 
@@ -158,29 +160,37 @@ class Message(StrictModel):
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, fields: Any) -> Any:
         """An assistant that called tools may have no content."""
-        if isinstance(fields, dict) and fields.get("content") is None:
+        if not isinstance(fields, dict):
+            return fields
+        dropped = DROPPED_OF_MESSAGES
+        if fields.get("content") is None:
             if fields.get("role") == "assistant":
-                return {name: value for name, value in fields.items() if name != "content"}
-            if "content" not in fields:
+                dropped |= {"content"}
+            elif "content" not in fields:
                 raise refusal("must be given", "content", MISSING)
-        return fields
+        return {name: value for name, value in fields.items() if name not in dropped}
 
     @model_validator(mode="after")
     def _fits_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise refusal("is for messages of the assistant", "tool_calls")
+        if self.reasoning_content and self.role != "assistant":
+            raise refusal("is for messages of the assistant", "reasoning_content")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise refusal("must be given with the role tool, and only then", "tool_call_id")
         return self
 
     def rendered(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning_content"})
+        if self.reasoning_content:
+            fields["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             fields["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return fields

@@ -60,9 +60,10 @@ OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "reasoning": ("",),
-    "reasoning_content": ("",),
     "refusal": (),
 }
+# LiteLLM keeps a provider's other fields under this name in the messages of its histories.
+DROPPED_OF_MESSAGES = frozenset({"provider_specific_fields"})
 ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 

@@ -121,7 +121,7 @@ def generator() -> Any:
     message = schemas["Message"]
     message["required"] = ["role", "content"]  # optional only for assistants
     message["properties"]["role"]["enum"].remove("tool")
-    for name in ("tool_calls", "tool_call_id"):
+    for name in ("tool_calls", "tool_call_id", "reasoning_content"):
         del message["properties"][name]
     text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}

@@ -89,16 +89,25 @@ async def test_a_caller_that_wants_no_calls_gets_none(
 async def test_calls_and_results_are_rendered(
     http: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
-    """Arguments, which callers send as text, are an object to the template."""
+    """Arguments, which callers send as text, are an object to the template. Reasoning comes back as
+    it was answered, and what LiteLLM adds is dropped."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
     messages = [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "reasoning_content": "so",
+            "provider_specific_fields": {"refusal": None},
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "2", "reasoning_content": ""},
     ]
     job = await submitted(http, idle_worker, messages=messages)
 
-    assert output_text(job.prompt_ids) == (f"user: Hi\nassistant: {ONE}\ntool: 2\nassistant: ")
+    assert output_text(job.prompt_ids) == (
+        f"user: Hi\nassistant: (so) {ONE}\ntool: 2\nassistant: "
+    )
 
 
 DELTAS = [

@@ -134,6 +134,11 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
         VALUE,
     ),
     (
+        {"messages": [{"role": "user", "content": "a", "reasoning_content": "so"}]},
+        "messages.0.reasoning_content",
+        VALUE,
+    ),
+    (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [_CALL]}]},
         "messages.0.tool_calls",
         VALUE,
