@@ -105,9 +105,7 @@ async def test_calls_and_results_are_rendered(
     ]
     job = await submitted(http, idle_worker, messages=messages)
 
-    assert output_text(job.prompt_ids) == (
-        f"user: Hi\nassistant: (so) {ONE}\ntool: 2\nassistant: "
-    )
+    assert output_text(job.prompt_ids) == (f"user: Hi\nassistant: (so) {ONE}\ntool: 2\nassistant: ")
 
 
 DELTAS = [
