@@ -8,6 +8,7 @@ Over 300 lines: it is one list of fields.
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     FailFast,
     Field,
@@ -152,6 +153,7 @@ class Message(StrictModel):
     messages with the role `tool` have a `tool_call_id`."""
 
     unasked = OF_MESSAGES
+    dropped = DROPPED_OF_MESSAGES
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
@@ -160,21 +162,18 @@ class Message(StrictModel):
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, fields: Any) -> Any:
         """An assistant that called tools may have no content."""
-        if not isinstance(fields, dict):
-            return fields
-        dropped = DROPPED_OF_MESSAGES
-        if fields.get("content") is None:
+        if isinstance(fields, dict) and fields.get("content") is None:
             if fields.get("role") == "assistant":
-                dropped |= {"content"}
-            elif "content" not in fields:
+                return {name: value for name, value in fields.items() if name != "content"}
+            if "content" not in fields:
                 raise refusal("must be given", "content", MISSING)
-        return {name: value for name, value in fields.items() if name not in dropped}
+        return fields
 
     @model_validator(mode="after")
     def _fits_role(self) -> Self:
@@ -188,9 +187,7 @@ class Message(StrictModel):
 
     def rendered(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        fields = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning_content"})
-        if self.reasoning_content:
-            fields["reasoning_content"] = self.reasoning_content
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
         if self.tool_calls:
             fields["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return fields

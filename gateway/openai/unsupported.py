@@ -103,13 +103,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
     unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
+    dropped: ClassVar[frozenset[str]] = frozenset()  # parameters without effect, whatever the value
 
     @model_validator(mode="before")
     @classmethod
     def _with_known_names(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        kept = without(fields, cls.unasked)
+        kept = without({k: v for k, v in fields.items() if k not in cls.dropped}, cls.unasked)
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name in kept:
             if name not in known:

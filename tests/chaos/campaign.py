@@ -20,7 +20,7 @@ from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
-from tests.chaos.faults import KINDS, REDIS_FAILOVER, Injector
+from tests.chaos.faults import VLLM_KINDS, Injector
 from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
@@ -96,9 +96,7 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
         callers = Callers(
             fleet.gateway_urls, oracle, ledger, [receiver.url(path) for path in receiver.behaviours]
         )
-        kinds = options.kinds
-        if not kinds and options.model == "vllm":
-            kinds = tuple(kind for kind in KINDS if kind != REDIS_FAILOVER)
+        kinds = options.kinds or (VLLM_KINDS if options.model == "vllm" else ())
         injector = Injector(fleet, rng, options.mean_gap_s, kinds)
         say(f"fleet is up: logs in {fleet.directory}")
         async with _progress(say, options, injector, ledger), callers.http:
